@@ -1,0 +1,31 @@
+# `make demo` trains the handwritten digits in two processes; `make test` runs all tests. Each sets itself up.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint slow system-deps clean
+
+demo: .venv/.installed
+	$(BIN)/python -m tfdist.train --config=configs/digits_multi_worker.py --workdir=runs/demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+slow: .venv/.installed
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# What tests need from the operating system. Nothing yet.
+system-deps:
+	@echo "No system packages are needed."
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs logs build *.egg-info

@@ -1,0 +1,51 @@
+"""Keras 3 `model.fit` on every `tf.distribute` strategy.
+
+Names are loaded when they are first used: `import tfdist` loads no TensorFlow.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ClusterError": "errors",
+    "ClusterSpec": "cluster",
+    "ConfigError": "errors",
+    "StrategyConfig": "config",
+    "Task": "task",
+    "TaskSpec": "cluster",
+    "TrainConfig": "config",
+    "Trainer": "trainer",
+    "create_strategy": "strategies",
+}
+
+__all__ = [
+    "ClusterError",
+    "ClusterSpec",
+    "ConfigError",
+    "StrategyConfig",
+    "Task",
+    "TaskSpec",
+    "TrainConfig",
+    "Trainer",
+    "create_strategy",
+]
+
+if TYPE_CHECKING:
+    from tfdist.cluster import ClusterSpec, TaskSpec
+    from tfdist.config import StrategyConfig, TrainConfig
+    from tfdist.errors import ClusterError, ConfigError
+    from tfdist.strategies import create_strategy
+    from tfdist.task import Task
+    from tfdist.trainer import Trainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"tfdist.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

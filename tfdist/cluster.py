@@ -1,0 +1,323 @@
+"""`ClusterSpec`, `TaskSpec` and the TF_CONFIG codec; `python -m tfdist.cluster`. No TensorFlow here.
+
+python -m tfdist.cluster show [--format=table|json|env]   # what a training started here would use
+python -m tfdist.cluster check                            # whether that is sound; exit code 2 if not
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tfdist.errors import ConfigError, unknown
+
+JOBS = ("chief", "worker", "ps")
+TASK_TYPES = (*JOBS, "evaluator")
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpec:
+    """One process of a cluster.
+
+    Attributes:
+        type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
+        index: Its number within the job, from 0.
+    """
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+    @property
+    def name(self) -> str:
+        """The task's name in files and folders, such as `worker-1`."""
+        return f"{self.type}-{self.index}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSpec:
+    """The addresses of all tasks, by job.
+
+    An evaluator is no member: TensorFlow would wait for it for ever (tensorflow#46169). It runs beside.
+
+    Attributes:
+        jobs: Job (`"chief"`, `"worker"`, `"ps"`) to its tasks' `host:port`, in order of their index.
+
+    Raises:
+        ConfigError: With every fault of the jobs and addresses.
+    """
+
+    jobs: Mapping[str, Sequence[str]]
+
+    def __post_init__(self) -> None:
+        if faults := list(_cluster_faults(self.jobs)):
+            raise ConfigError(faults)
+        # In the order of JOBS, so that equal clusters print alike.
+        object.__setattr__(self, "jobs", {job: tuple(self.jobs[job]) for job in JOBS if self.jobs.get(job)})
+
+    @property
+    def chief(self) -> TaskSpec:
+        """The task that writes files: `chief:0`, or `worker:0` where there is no chief job."""
+        return TaskSpec("chief" if "chief" in self.jobs else "worker", 0)
+
+    def tasks(self) -> list[TaskSpec]:
+        """Returns every task, chief first."""
+        return [TaskSpec(job, index) for job, addresses in self.jobs.items() for index in range(len(addresses))]
+
+    def training_tasks(self) -> list[TaskSpec]:
+        """Returns the tasks that train synchronously: the chief and the workers."""
+        return [task for task in self.tasks() if task.type != "ps"]
+
+    def address(self, task: TaskSpec) -> str:
+        """Returns the `host:port` of a task."""
+        return self.jobs[task.type][task.index]
+
+    def to_tf_config(self, task: TaskSpec) -> str:
+        """Returns the TF_CONFIG text for `task`.
+
+        Raises:
+            ConfigError: `task` is not in the cluster (an evaluator need not be).
+        """
+        if faults := list(_task_faults(task, self.jobs)):
+            raise ConfigError(faults)
+        return json.dumps({"cluster": self.jobs, "task": dataclasses.asdict(task)})
+
+
+def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
+    """Reads a TF_CONFIG text.
+
+    Args:
+        text: JSON such as `{"cluster": {"worker": ["h0:2222", "h1:2222"]}, "task": {"type": "worker", "index": 0}}`.
+            An evaluator job is accepted and left out of the cluster.
+
+    Returns:
+        The cluster and this process's task in it.
+
+    Raises:
+        ConfigError: With every fault found.
+    """
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"TF_CONFIG is not JSON: {e}. Received: {_short(text)}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"TF_CONFIG must be a JSON object with 'cluster' and 'task'. Received: {_short(text)}")
+    jobs, task = config.get("cluster"), config.get("task")
+    faults: list[str] = []
+    member: TaskSpec | None = None
+    if not isinstance(jobs, dict) or not jobs:
+        faults.append(
+            'TF_CONFIG: \'cluster\' must be an object such as {"worker": ["host:port", ...]}. '
+            f"Received: {_short(json.dumps(jobs))}"
+        )
+        jobs = {}
+    else:
+        faults += _cluster_faults(jobs)
+    if not isinstance(task, dict):
+        faults.append(
+            'TF_CONFIG has no \'task\': add {"type": "worker", "index": 0}, with the index of this process. '
+            f"Received: {_short(json.dumps(task))}"
+        )
+    elif not isinstance(task.get("type"), str) or not _is_index(task.get("index")):
+        faults.append(
+            "TF_CONFIG: 'task' must have a 'type' (a job's name) and an 'index' (a whole number from 0). "
+            f"Received: {_short(json.dumps(task))}"
+        )
+    else:
+        member = TaskSpec(task["type"], int(task["index"]))
+        faults += _task_faults(member, jobs)
+    if faults or member is None:
+        raise ConfigError(faults)
+    cluster = ClusterSpec({job: addresses for job, addresses in jobs.items() if job != "evaluator"})
+    return cluster, member
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[ClusterSpec, TaskSpec] | None:
+    """Returns the cluster and task that the environment describes, or None where it describes none.
+
+    Raises:
+        ConfigError: TF_CONFIG is set and faulty.
+    """
+    text = environ.get("TF_CONFIG", "").strip()
+    return from_tf_config(text) if text and text != "{}" else None
+
+
+def local_cluster(workers: int, ps: int = 0) -> ClusterSpec:
+    """Returns a cluster on this machine, on free ports.
+
+    Args:
+        workers: Number of training tasks, at least 1. With parameter servers a chief comes on top.
+        ps: Number of parameter servers.
+    """
+    if workers < 1 or ps < 0:
+        raise ConfigError(
+            f"A cluster needs at least 1 worker and 0 or more parameter servers. Received: workers={workers}, ps={ps}."
+        )
+    counts = {"chief": 1 if ps else 0, "worker": workers, "ps": ps}
+    ports = iter(free_ports(sum(counts.values())))
+    return ClusterSpec({job: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for job, count in counts.items()})
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of this machine that nobody listens on.
+
+    They lie below the range from which the kernel picks ports for outgoing connections: a port from that range may
+    be taken again before the task that it is meant for has started.
+    """
+    ports: list[int] = []
+    candidates = random.SystemRandom().sample(range(10000, 32000), 2000)
+    for port in candidates:
+        with socket.socket() as s:
+            try:
+                s.bind(("", port))
+            except OSError:
+                continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise ConfigError(f"No {count} free ports between 10000 and 32000 on this machine; {len(ports)} were found.")
+
+
+def _is_index(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with a cluster's jobs and addresses."""
+    owner: dict[str, str] = {}
+    for job, addresses in jobs.items():
+        if job not in TASK_TYPES:
+            yield unknown("job", str(job), TASK_TYPES)
+        if not isinstance(addresses, (list, tuple)):
+            yield f"Job {job!r} must be a list of 'host:port'. Received: {_short(repr(addresses))}"
+            continue
+        for index, address in enumerate(addresses):
+            task = f"{job}:{index}"
+            if fault := _address_fault(address):
+                yield f"{task}: {fault}"
+            elif address in owner:
+                yield f"{task}: address {address!r} is already that of {owner[address]}; every task needs its own."
+            else:
+                owner[address] = task
+    chiefs = jobs.get("chief", ())
+    if isinstance(chiefs, (list, tuple)) and len(chiefs) > 1:
+        yield f"A cluster has at most one chief. Received: {len(chiefs)}."
+    if not (jobs.get("chief") or jobs.get("worker")):
+        yield (
+            "A cluster needs a worker or a chief to train. Received: jobs "
+            + (_short(", ".join(map(str, jobs))) or "none")
+            + "."
+        )
+
+
+def _address_fault(address: Any) -> str:
+    if not isinstance(address, str):
+        return f"an address is a text 'host:port'. Received: {_short(repr(address))}"
+    if "://" in address:
+        return f"address {_short(address)!r} has a scheme; write {_short(address.split('://', 1)[1])!r}."
+    if "@" in address:
+        return f"address {_short(address)!r} has a user; write {_short(address.rsplit('@', 1)[1])!r}."
+    match = _ADDRESS.fullmatch(address)
+    if not match:
+        return f"address {_short(address)!r} is not 'host:port', such as 'host1:2222'."
+    if not 1 <= int(match["port"][:9]) <= 65535:
+        return f"port {_short(match['port'])} of {_short(address)!r} is out of range; expected 1 to 65535."
+    return ""
+
+
+def _task_faults(task: TaskSpec, jobs: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with a task, given the jobs of its cluster."""
+    if task.type not in TASK_TYPES:
+        yield unknown("task type", task.type, TASK_TYPES)
+    elif task.type != "evaluator":
+        addresses = jobs.get(task.type, ())
+        size = len(addresses) if isinstance(addresses, (list, tuple)) else 0
+        if not size:
+            yield f"Task {task} has no job {task.type!r} in the cluster, which has: {_short(', '.join(map(str, jobs)))}."
+        elif not 0 <= task.index < size:
+            yield f"Task {task}: index {task.index} is out of range; job {task.type!r} has {size} tasks, 0 to {size - 1}."
+    elif task.index < 0:
+        yield f"Task {task}: index {task.index} is out of range; expected 0 or more."
+
+
+def _show(found: tuple[ClusterSpec, TaskSpec] | None, style: str) -> str:
+    if found is None:
+        return {
+            "json": json.dumps({"source": None, "cluster": None, "task": None}),
+            "env": "",
+            "table": "No cluster in the environment (TF_CONFIG is not set): one process on this machine.",
+        }[style]
+    cluster, task = found
+    if style == "env":
+        return "TF_CONFIG=" + shlex.quote(cluster.to_tf_config(task))
+    if style == "json":
+        return json.dumps(
+            {
+                "source": "TF_CONFIG",
+                "cluster": cluster.jobs,
+                "task": dataclasses.asdict(task),
+                "chief": str(cluster.chief),
+            }
+        )
+    rows = [("task", "address", "")]
+    for t in cluster.tasks():
+        notes = ["chief"] * (t == cluster.chief) + ["this process"] * (t == task)
+        rows.append((str(t), cluster.address(t), ", ".join(notes)))
+    if task.type == "evaluator":
+        rows.append((str(task), "outside of the cluster", "this process"))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    table = "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+    return "from TF_CONFIG\n" + table
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `python -m tfdist.cluster`; returns the exit code: 0, or 2 where the cluster or the command is faulty."""
+    from absl import flags
+
+    values = flags.FlagValues()
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    flags.DEFINE_enum("format", "table", ["table", "json", "env"], "How `show` prints.", flag_values=values)
+    try:
+        command = values(list(argv))[1:]
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        if command not in (["show"], ["check"]):
+            raise ConfigError(
+                f"Usage: python -m tfdist.cluster show|check [--format=table|json|env]. Received: {' '.join(command)}"
+            )
+        found = from_environment()
+    except (ConfigError, flags.Error) as e:
+        print(e, file=sys.stderr)
+        return 2
+    if command == ["check"]:
+        print(
+            "OK: "
+            + ("no cluster in the environment" if found is None else f"{found[1]} of {len(found[0].tasks())} tasks")
+        )
+    else:
+        print(_show(found, values.format))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,306 @@
+"""`TrainConfig`: everything that `python -m tfdist.train` can be told. No TensorFlow here.
+
+Dataclasses with a default for every field. They are not frozen because `ml_collections.config_flags` assigns to their
+fields (`--config.optimizer.momentum=0.9`); `check` judges the whole before use and reports every fault at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tfdist import registry
+from tfdist.errors import ConfigError, did_you_mean, unknown
+
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "tpu")
+IMPLEMENTATIONS = ("auto", "ring", "nccl")
+PRECISIONS = ("float32", "mixed_bfloat16")
+
+# Optimizer name to the arguments it takes besides the learning rate and those of every optimizer.
+OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("momentum", "nesterov"),
+    "rmsprop": ("rho", "momentum", "epsilon", "centered"),
+    "adagrad": ("epsilon",),
+    "adam": ("beta_1", "beta_2", "epsilon", "amsgrad"),
+    "adamw": ("beta_1", "beta_2", "epsilon", "amsgrad"),
+    "nadam": ("beta_1", "beta_2", "epsilon"),
+    "lion": ("beta_1", "beta_2"),
+}
+_EVERY_OPTIMIZER = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema", "ema_momentum")
+
+
+@dataclasses.dataclass
+class StrategyConfig:
+    """Which `tf.distribute` strategy, on which devices.
+
+    Attributes:
+        name: One of `STRATEGIES`.
+        devices: Device names, as `"GPU:0,GPU:1"` or a list of them, or a number of virtual CPUs of this process.
+            Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
+        implementation: How collectives of `multi_worker_mirrored` travel: `"auto"`, `"ring"` or `"nccl"`.
+        bytes_per_pack: Split the gradients' reduction into packs of about this many bytes; 0 means one pack.
+        timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.
+    """
+
+    name: str = "one_device"
+    devices: str = ""
+    implementation: str = "auto"
+    bytes_per_pack: int = 0
+    timeout_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.devices, (list, tuple)):
+            self.devices = ",".join(map(str, self.devices))
+        self.devices = str(self.devices)
+
+    @property
+    def virtual_cpus(self) -> int:
+        """The number of virtual CPUs asked for, or 0."""
+        return int(self.devices) if self.devices.isdecimal() else 0
+
+    @property
+    def device_names(self) -> list[str]:
+        """The names of the devices to use; empty means TensorFlow's choice."""
+        if self.virtual_cpus:
+            return [f"CPU:{i}" for i in range(self.virtual_cpus)]
+        return [name.strip() for name in self.devices.split(",") if name.strip()]
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the strategy and its options."""
+        if self.name not in STRATEGIES:
+            yield unknown("strategy", self.name, STRATEGIES)
+            return
+        if self.implementation not in IMPLEMENTATIONS:
+            yield unknown("strategy.implementation", self.implementation, IMPLEMENTATIONS)
+        if self.bytes_per_pack < 0 or self.timeout_seconds < 0:
+            yield (
+                "strategy.bytes_per_pack and strategy.timeout_seconds must be 0 (off) or more. "
+                f"Received: {self.bytes_per_pack} and {self.timeout_seconds}."
+            )
+        if self.devices.isdecimal() and not 1 <= int(self.devices) <= 256:
+            yield f"strategy.devices must be 1 to 256 virtual CPUs, or device names. Received: {self.devices}."
+        if self.name == "multi_worker_mirrored" and self.devices:
+            yield (
+                "strategy.devices does not apply to multi_worker_mirrored, which uses all GPUs it sees, or the CPU; "
+                f"choose GPUs with CUDA_VISIBLE_DEVICES. Received: {self.devices!r}."
+            )
+        if self.name == "one_device" and len(self.device_names) > 1:
+            yield f"strategy one_device takes one device. Received: {self.devices!r}; use strategy.name=mirrored for several."
+
+
+@dataclasses.dataclass
+class ClusterConfig:
+    """The cluster to start on this machine, where the environment describes none.
+
+    Attributes:
+        workers: Training tasks, one process each.
+    """
+
+    workers: int = 1
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    """A Keras optimizer's name and arguments, by Keras' names; what the optimizer does not take must stay as it is.
+
+    Attributes:
+        name: One of `OPTIMIZERS`, or your own optimizer class as `package.module:Class`, which gets the learning rate
+            and every argument that differs from its default here.
+        weight_decay: 0 means none; likewise `clipnorm`, `clipvalue` and `global_clipnorm`, of which one may be set.
+        use_ema: Keep and, after training, use an exponential moving average of the weights.
+    """
+
+    name: str = "adam"
+    momentum: float = 0.0
+    nesterov: bool = False
+    rho: float = 0.9
+    beta_1: float = 0.9
+    beta_2: float = 0.999
+    epsilon: float = 1e-7
+    amsgrad: bool = False
+    centered: bool = False
+    weight_decay: float = 0.0
+    clipnorm: float = 0.0
+    clipvalue: float = 0.0
+    global_clipnorm: float = 0.0
+    use_ema: bool = False
+    ema_momentum: float = 0.99
+
+    def changed(self) -> dict[str, Any]:
+        """Returns the arguments that differ from their defaults: those to give to the optimizer."""
+        return {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if field.name != "name" and (value := getattr(self, field.name)) != field.default
+        }
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the optimizer's name and arguments."""
+        if ":" in self.name:
+            return
+        if self.name not in OPTIMIZERS:
+            yield (
+                f"Unknown optimizer {self.name!r}{did_you_mean(self.name, OPTIMIZERS)} "
+                f"Expected one of {', '.join(sorted(OPTIMIZERS))}, or your own as 'package.module:Class'."
+            )
+            return
+        takes = OPTIMIZERS[self.name]
+        for name in self.changed():
+            if name not in takes and name not in _EVERY_OPTIMIZER:
+                yield f"optimizer {self.name!r} takes no {name!r}. It takes: {', '.join((*takes, *_EVERY_OPTIMIZER))}."
+        clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(self, name)]
+        if len(clips) > 1:
+            yield f"Only one of optimizer.clipnorm, clipvalue and global_clipnorm may be set. Received: {', '.join(clips)}."
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+        task: What to train: a name of `registry.TASKS`, or your own `package.module:Class` (see `tfdist.task.Task`).
+        task_options: A dataclass of the task's own, its `Options`.
+        strategy: Which `tf.distribute` strategy.
+        cluster: The tasks to start on this machine, where the environment describes no cluster.
+        global_batch_size: Examples per step over all replicas. Either this or `per_replica_batch_size` is set.
+        per_replica_batch_size: Examples per step for each replica.
+        epochs: Passes over the training data.
+        steps_per_epoch: Steps that count as an epoch; 0 means as many as the task's data has.
+        seed: Fixes initial weights, order of the data and dropout masks.
+        deterministic: Use only TensorFlow operations that give the same bits each time; slower on GPUs.
+        optimizer: The optimizer and its arguments.
+        learning_rate: Step size.
+        precision: `"float32"` or `"mixed_bfloat16"` (computes in 16 bits, keeps weights in 32).
+        grace_seconds: How long a task has to end after a signal before it is killed.
+    """
+
+    task: str = "digits"
+    task_options: Any = None
+    strategy: StrategyConfig = dataclasses.field(default_factory=StrategyConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    global_batch_size: int = 0
+    per_replica_batch_size: int = 0
+    epochs: int = 1
+    steps_per_epoch: int = 0
+    seed: int = 0
+    deterministic: bool = False
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    learning_rate: float = 1e-3
+    precision: str = "float32"
+    grace_seconds: float = 25.0
+
+    def __post_init__(self) -> None:
+        # So that the task's options exist as fields that flags can set.
+        if self.task_options is None and self.task in registry.TASKS:
+            self.task_options = registry.resolve("task", self.task, registry.TASKS).Options()
+        _resolve_types(self)
+
+
+def _resolve_types(config: Any) -> None:
+    """Makes the fields' types classes: under `from __future__ import annotations` they are texts, and flags need classes."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        field.type = hints[field.name]
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            _resolve_types(value)
+
+
+def check(config: TrainConfig) -> None:
+    """Raises a `ConfigError` with every fault of the configuration that shows before TensorFlow is loaded."""
+    if faults := list(_faults(config)):
+        raise ConfigError(faults)
+
+
+def _faults(config: TrainConfig) -> Iterator[str]:
+    yield from _type_faults(config, "config")
+    yield from config.strategy.faults()
+    yield from config.optimizer.faults()
+    yield from _task_faults(config)
+    workers = config.cluster.workers
+    if workers < 1:
+        yield f"cluster.workers must be 1 or more. Received: {workers}."
+    elif workers > 1 and config.strategy.name in STRATEGIES and config.strategy.name != "multi_worker_mirrored":
+        yield (
+            f"strategy {config.strategy.name!r} trains in one process, but cluster.workers is {workers}; "
+            "use --config.strategy.name=multi_worker_mirrored, or leave cluster.workers at 1."
+        )
+    if (config.global_batch_size > 0) == (config.per_replica_batch_size > 0):
+        yield (
+            "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
+            f"Received: {config.global_batch_size} and {config.per_replica_batch_size}."
+        )
+    elif (
+        config.global_batch_size
+        and (replicas := _known_replicas(config))
+        and (fault := indivisible(config.global_batch_size, replicas))
+    ):
+        yield fault
+    if config.precision not in PRECISIONS:
+        yield unknown("precision", config.precision, PRECISIONS)
+    for name, least in (("epochs", 1), ("steps_per_epoch", 0), ("grace_seconds", 0), ("learning_rate", 0)):
+        if getattr(config, name) < least:
+            yield f"{name} must be {least} or more. Received: {getattr(config, name)}."
+    if not 0 <= config.seed < 2**31:
+        yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
+
+
+def _task_faults(config: TrainConfig) -> Iterator[str]:
+    try:
+        expected = registry.resolve("task", config.task, registry.TASKS).Options
+    except ConfigError as e:
+        yield from e.faults
+        return
+    except AttributeError:
+        yield f"task {config.task!r} is no tfdist.task.Task: it has no 'Options'."
+        return
+    if config.task_options is None:
+        config.task_options = expected()
+    if not isinstance(config.task_options, expected):
+        yield (
+            f"task {config.task!r} takes task_options of {expected.__qualname__}. "
+            f"Received: {type(config.task_options).__qualname__}; set task and task_options together, in the config file."
+        )
+    elif callable(faults := getattr(config.task_options, "faults", None)):
+        yield from faults()
+
+
+def _known_replicas(config: TrainConfig) -> int:
+    """Returns the number of replicas where it can be told without TensorFlow, else 0."""
+    if config.strategy.name == "one_device":
+        return 1
+    if config.strategy.name in ("mirrored", "central_storage"):
+        return len(config.strategy.device_names)
+    # Every worker has at least one replica, more where it has GPUs: only what no number of GPUs can cure is a fault.
+    return config.cluster.workers if config.strategy.name == "multi_worker_mirrored" else 0
+
+
+def indivisible(batch_size: int, replicas: int) -> str:
+    """Returns the sentence for a global batch size that the replicas do not divide, or an empty text."""
+    if batch_size % replicas == 0:
+        return ""
+    below = batch_size // replicas * replicas
+    choice = f"{below} or {below + replicas}" if below else f"{replicas}"
+    return f"global_batch_size {batch_size} is not divisible by {replicas} replicas; use {choice}."
+
+
+def _type_faults(config: Any, path: str) -> Iterator[str]:
+    """Yields the fields whose values are not of their declared type (a config file may assign anything)."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, expected = getattr(config, field.name), hints[field.name]
+        where = f"{path}.{field.name}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _type_faults(value, where)
+        elif expected is float and isinstance(value, int) and not isinstance(value, bool):
+            setattr(config, field.name, float(value))
+        elif isinstance(expected, type) and (
+            not isinstance(value, expected) or (expected is int and isinstance(value, bool))
+        ):
+            yield f"{where} must be {expected.__name__}. Received: {value!r}."
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Returns the configuration as plain values, for `config.json`."""
+    return dataclasses.asdict(config)

@@ -1,0 +1,78 @@
+"""Batch arithmetic, and a dataset that is a pure function of (seed, epoch, shard)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.config import indivisible
+from tfdist.errors import ConfigError
+
+
+def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
+    """Returns the examples per step of each replica.
+
+    Raises:
+        ConfigError: The replicas do not divide the batch. An uneven split would weigh examples unequally.
+    """
+    if fault := indivisible(global_batch_size, num_replicas):
+        raise ConfigError(fault)
+    return global_batch_size // num_replicas
+
+
+def epochs(
+    arrays: Any,
+    context: tf.distribute.InputContext,
+    global_batch_size: int,
+    seed: int,
+    *,
+    shuffle: bool = True,
+    start_epoch: int = 0,
+) -> tf.data.Dataset:
+    """Makes an endless dataset of epochs, of which each is a pure function of (seed, epoch).
+
+    Step k of an epoch takes the k-th `global_batch_size` examples of that epoch's order and deals them to the
+    replicas in turn, so that any number of workers trains on the same batches. The examples that do not fill a last
+    batch are left out; which ones they are differs between epochs.
+
+    Args:
+        arrays: A structure of arrays `[examples, ...]`.
+        context: Which of how many input pipelines this dataset is for.
+        global_batch_size: Examples per step over all replicas.
+        seed: Orders the examples.
+        shuffle: Whether to order them anew in each epoch, or keep their order.
+        start_epoch: The first epoch.
+
+    Returns:
+        A dataset of batches `[global_batch_size / num_replicas, ...]`, in the structure of `arrays`; successive
+        elements are for successive replicas of the pipeline. Pass `steps_per_epoch` to `fit` with it.
+
+    Raises:
+        ConfigError: The replicas do not divide the batch, or the batch is larger than the data.
+    """
+    size = int(tf.nest.flatten(arrays)[0].shape[0])
+    steps = size // global_batch_size
+    if steps == 0:
+        raise ConfigError(f"global_batch_size {global_batch_size} is larger than the training data, {size} examples.")
+    batch_size = per_replica_batch_size(global_batch_size, context.num_replicas_in_sync)
+    pipelines = context.num_input_pipelines
+    tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+
+    def order(epoch: tf.Tensor) -> tf.data.Dataset:
+        indices = tf.range(size, dtype=tf.int64)
+        if shuffle:
+            indices = tf.random.experimental.stateless_shuffle(indices, seed=[seed, epoch])
+        # [step, pipeline, replica of the pipeline, example]
+        dealt = tf.reshape(indices[: steps * global_batch_size], [steps, pipelines, -1, batch_size])
+        return tf.data.Dataset.from_tensor_slices(tf.reshape(dealt[:, context.input_pipeline_id], [-1, batch_size]))
+
+    dataset = tf.data.Dataset.counter(start_epoch).flat_map(order)
+    dataset = dataset.map(
+        lambda indices: tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), tensors),
+        num_parallel_calls=tf.data.AUTOTUNE,
+        deterministic=True,
+    )
+    # Known to be endless, or TensorFlow asks all workers before each step whether they have data left.
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+    return dataset.prefetch(tf.data.AUTOTUNE)

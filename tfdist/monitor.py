@@ -1,0 +1,81 @@
+"""Callbacks that watch a run: throughput, and TensorBoard scalars."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class Throughput(keras.callbacks.Callback):
+    """Measures training steps.
+
+    Args:
+        global_batch_size: Examples per step over all replicas.
+        clock: Returns seconds. Injected so that tests need not wait.
+
+    Attributes:
+        steps: Steps seen.
+        step_seconds: Seconds of each step but the first, which compiles: `[steps - 1]`. A step's time includes the
+            callbacks' and the wait for data.
+    """
+
+    def __init__(self, global_batch_size: int, clock: Callable[[], float] = time.perf_counter):
+        super().__init__()
+        self._global_batch_size = global_batch_size
+        self._clock = clock
+        self.steps = 0
+        self.step_seconds: list[float] = []
+        self._last: float | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._last = self._clock() if self.steps else None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        now = self._clock()
+        if self._last is not None:
+            self.step_seconds.append(now - self._last)
+        self.steps += 1
+        self._last = now
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """Examples per second over all replicas, while training; None before the second step."""
+        return self._global_batch_size * len(self.step_seconds) / sum(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def step_ms(self) -> dict[str, float | None]:
+        """The median and the 95th percentile of the step times, in milliseconds."""
+        if not self.step_seconds:
+            return {"median": None, "p95": None}
+        median, p95 = np.percentile(self.step_seconds, [50, 95]) * 1000
+        return {"median": round(float(median), 3), "p95": round(float(p95), 3)}
+
+
+class Scalars(keras.callbacks.Callback):
+    """Writes each epoch's metrics and throughput for TensorBoard.
+
+    Args:
+        log_dir: The run's folder; one writer only may write to it.
+        throughput: Whose `examples_per_second` to write.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str], throughput: Throughput):
+        super().__init__()
+        self._writer = tf.summary.create_file_writer(os.fspath(log_dir))
+        self._throughput = throughput
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        values = {**(logs or {}), "examples_per_second": self._throughput.examples_per_second}
+        with self._writer.as_default():
+            for name, value in values.items():
+                if value is not None:
+                    tf.summary.scalar(name, float(value), step=epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._writer.close()

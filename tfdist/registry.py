@@ -1,0 +1,52 @@
+"""Names to objects: a short name from a table, or the user's own `package.module:attribute`. No TensorFlow here.
+
+An object is imported when it is asked for, so that a table may name what imports TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.errors import ConfigError, did_you_mean
+
+TASKS: Mapping[str, str] = {
+    "digits": "tfdist.tasks.digits:Digits",
+    "synthetic": "tfdist.tasks.synthetic:Synthetic",
+}
+
+
+def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
+    """Returns the object that `name` stands for.
+
+    Args:
+        what: What is looked up, for messages, such as `"task"`.
+        name: A key of `table`, or `package.module:attribute`.
+        table: Short name to `package.module:attribute`.
+
+    Raises:
+        ConfigError: The name is unknown, or its module or attribute does not exist. An error inside the user's module
+            is raised as it is.
+    """
+    target = table.get(name, name)
+    module_name, colon, attribute = target.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(
+            f"Unknown {what} {name!r}{did_you_mean(name, table)} "
+            f"Expected one of {', '.join(sorted(table))}, or your own as 'package.module:Name'."
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as e:
+        if e.name is not None and (module_name + ".").startswith(e.name + "."):
+            raise ConfigError(
+                f"The module of {what} {name!r} cannot be found: {e}. Is its folder the current one, or on PYTHONPATH?"
+            ) from None
+        raise
+    if not hasattr(module, attribute):
+        raise ConfigError(
+            f"Module {module_name!r} has no {attribute!r}{did_you_mean(attribute, vars(module))} ({what} {name!r})"
+        )
+    return getattr(module, attribute)

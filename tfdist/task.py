@@ -1,0 +1,65 @@
+"""`Task`: what a user plugs in to be trained by `python -m tfdist.train`. No TensorFlow at import.
+
+A configuration names its task before TensorFlow is loaded, so a task's module imports TensorFlow and Keras inside the
+methods that need them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+
+@dataclasses.dataclass
+class NoOptions:
+    """For tasks that have nothing to set."""
+
+
+class Task:
+    """A model, what to compile it with, and its data. Subclass it, and name it `package.module:Class`.
+
+    Args:
+        options: An instance of the class attribute `Options`.
+
+    Attributes:
+        Options: A dataclass with defaults: `--config.task_options.NAME=VALUE` sets its fields. A method `faults`, if it
+            has one, yields a sentence for each fault.
+    """
+
+    Options: type = NoOptions
+
+    def __init__(self, options: Any):
+        self.options = options
+
+    def build_model(self) -> keras.Model:
+        """Returns the model, not compiled. Called in the strategy's scope, on every rank."""
+        raise NotImplementedError
+
+    def compile_arguments(self) -> dict[str, Any]:
+        """Returns the arguments for `model.compile` besides the optimizer. Called in the strategy's scope."""
+        raise NotImplementedError
+
+    def steps_per_epoch(self, global_batch_size: int) -> int | None:
+        """Returns the number of steps in an epoch, or None where `train_data` ends by itself."""
+        return None
+
+    def train_data(self, context: tf.distribute.InputContext, global_batch_size: int, seed: int) -> tf.data.Dataset:
+        """Returns this input pipeline's training data, in batches for each replica.
+
+        Must be a pure function of its arguments, so that every rank agrees and a run can be repeated.
+        `tfdist.data.epochs` makes one from arrays.
+
+        Args:
+            context: Which of how many input pipelines this is.
+            global_batch_size: Examples per step over all replicas.
+            seed: The run's seed.
+        """
+        raise NotImplementedError
+
+    def eval_data(self, global_batch_size: int) -> tf.data.Dataset | None:
+        """Returns the whole validation data in batches of `global_batch_size`, or None. The strategy shards it."""
+        return None

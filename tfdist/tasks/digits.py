@@ -1,0 +1,94 @@
+"""Handwritten digits: the 1797 real 8x8 images that scikit-learn carries, in 10 classes.
+
+1437 images train and 360 validate, a fixed split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tfdist.task import Task
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+TRAIN_EXAMPLES = 1437
+
+
+@dataclasses.dataclass
+class Options:
+    """Size of the model.
+
+    Attributes:
+        filters: Channels of the first convolution; the second has twice as many.
+        dropout: Share of the features dropped before the last layer, 0 to below 1.
+    """
+
+    filters: int = 32
+    dropout: float = 0.3
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the options."""
+        if self.filters < 1:
+            yield f"task_options.filters must be 1 or more. Received: {self.filters}."
+        if not 0 <= self.dropout < 1:
+            yield f"task_options.dropout must be 0 or more and below 1. Received: {self.dropout}."
+
+
+class Digits(Task):
+    """A small convolutional network with BatchNorm and Dropout on the digits."""
+
+    Options = Options
+
+    def build_model(self) -> keras.Model:
+        import keras
+
+        layers: list[Any] = [keras.Input((8, 8, 1))]
+        for filters in (self.options.filters, 2 * self.options.filters):
+            layers += [
+                keras.layers.Conv2D(filters, 3, padding="same", use_bias=False),
+                keras.layers.BatchNormalization(momentum=0.9),
+                keras.layers.ReLU(),
+                keras.layers.MaxPooling2D(),
+            ]
+        layers += [keras.layers.Flatten(), keras.layers.Dropout(self.options.dropout), keras.layers.Dense(10)]
+        return keras.Sequential(layers, name="digits")
+
+    def compile_arguments(self) -> dict[str, Any]:
+        import keras
+
+        return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
+
+    def steps_per_epoch(self, global_batch_size: int) -> int:
+        return TRAIN_EXAMPLES // global_batch_size
+
+    def train_data(self, context: tf.distribute.InputContext, global_batch_size: int, seed: int) -> tf.data.Dataset:
+        from tfdist import data
+
+        return data.epochs(load()[0], context, global_batch_size, seed)
+
+    def eval_data(self, global_batch_size: int) -> tf.data.Dataset:
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices(load()[1]).batch(global_batch_size)
+
+
+@functools.cache
+def load() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Returns (train images, labels), (validation images, labels): `[n, 8, 8, 1]` float32 in 0 to 1, `[n]` int32."""
+    import numpy as np
+
+    try:
+        from sklearn import datasets
+    except ImportError as e:
+        raise ImportError("The digits come with scikit-learn: pip install 'tfdist[examples]'.") from e
+    digits = datasets.load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.images))
+    images = (digits.images[order, ..., None] / 16).astype(np.float32)
+    labels = digits.target[order].astype(np.int32)
+    return (images[:TRAIN_EXAMPLES], labels[:TRAIN_EXAMPLES]), (images[TRAIN_EXAMPLES:], labels[TRAIN_EXAMPLES:])

@@ -1,0 +1,171 @@
+"""Trains what a config file says: `python -m tfdist.train --config=configs/digits.py --workdir=DIR`.
+
+With a cluster in the environment (TF_CONFIG) this process is one task of it. Without one, and with
+`--config.cluster.workers=2`, it starts that many tasks on this machine and watches them. Fields of the configuration
+are set as `--config.optimizer.momentum=0.9`. Exit code 0 means that the training has finished; 2, that the
+configuration is faulty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tfdist
+from tfdist import cluster as cluster_lib
+from tfdist import config as config_lib
+from tfdist import flags as flags_lib
+from tfdist import registry
+from tfdist.config import TrainConfig
+from tfdist.errors import ConfigError
+from tfdist.launch import Launcher
+
+if TYPE_CHECKING:
+    from tfdist.trainer import Trainer
+
+
+def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer | None = None) -> dict[str, Any]:
+    """Runs one task of a training and, on the chief, writes the run's files.
+
+    Args:
+        config: What to train, checked by `config.check`.
+        workdir: Where `summary.json`, `config.json`, `model.keras` and `tensorboard/<task>/` go.
+        trainer: An existing trainer to use, with a strategy of its own. None means one made from `config`.
+
+    Returns:
+        The summary, as in `summary.json`.
+
+    Raises:
+        ConfigError: The configuration does not fit the devices found.
+    """
+    started = time.perf_counter()
+    import keras
+    import tensorflow as tf
+
+    from tfdist import data, monitor
+    from tfdist.trainer import Trainer
+
+    workdir = pathlib.Path(workdir)
+    trainer = trainer or Trainer(config.strategy)
+    keras.utils.set_random_seed(config.seed)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    keras.mixed_precision.set_dtype_policy(config.precision)
+
+    replicas = trainer.num_replicas
+    batch_size = config.global_batch_size or config.per_replica_batch_size * replicas
+    per_replica = data.per_replica_batch_size(batch_size, replicas)
+    task = registry.resolve("task", config.task, registry.TASKS)(config.task_options)
+    steps = config.steps_per_epoch or task.steps_per_epoch(batch_size)
+    if steps == 0:
+        raise ConfigError(f"global_batch_size {batch_size} is larger than the training data of task {config.task!r}.")
+    if trainer.is_chief:
+        print(
+            f"{config.strategy.name}: {replicas} replicas, global batch {batch_size} = {replicas} x {per_replica}",
+            flush=True,
+        )
+        _write_json(workdir / "config.json", config_lib.to_dict(config))
+
+    with trainer.scope():
+        model = task.build_model()
+        model.compile(optimizer=build_optimizer(config), **task.compile_arguments())
+    throughput = monitor.Throughput(batch_size)
+    callbacks: list[keras.callbacks.Callback] = [throughput]
+    if trainer.is_chief:
+        callbacks.append(monitor.Scalars(workdir / "tensorboard" / trainer.task.name, throughput))
+    history = trainer.fit(
+        model,
+        lambda context: task.train_data(context, batch_size, config.seed),
+        validation_data=task.eval_data(batch_size),
+        epochs=config.epochs,
+        steps_per_epoch=steps,
+        callbacks=callbacks,
+        # A bar redraws its line, which only a terminal shows as one.
+        verbose=1 if sys.stdout.isatty() else 2,
+    )
+    trainer.save(model, workdir / "model.keras")
+
+    summary = {
+        "strategy": config.strategy.name,
+        "num_replicas": replicas,
+        "cluster": {job: len(addresses) for job, addresses in trainer.cluster.jobs.items()}
+        if trainer.cluster
+        else {"worker": 1},
+        "seed": config.seed,
+        "epochs": len(history.epoch),
+        "steps": throughput.steps,
+        "metrics": {name: float(values[-1]) for name, values in history.history.items()},
+        "examples_per_second": throughput.examples_per_second and round(throughput.examples_per_second, 1),
+        "step_ms": throughput.step_ms,
+        "compression": {"name": "none"},
+        "wire_bytes_per_step": {"predicted": None, "measured": None},
+        "restarts": 0,
+        "wall_seconds": round(time.perf_counter() - started, 2),
+        "versions": {
+            "tfdist": tfdist.__version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "numpy": sys.modules["numpy"].__version__,
+            "python": platform.python_version(),
+        },
+    }
+    if trainer.is_chief:
+        _write_json(workdir / "summary.json", summary)
+        print(json.dumps(summary, indent=2), flush=True)
+    return summary
+
+
+def build_optimizer(config: TrainConfig) -> Any:
+    """Returns the Keras optimizer that `config` asks for."""
+    import keras
+
+    name = config.optimizer.name
+    arguments = {"learning_rate": config.learning_rate, **config.optimizer.changed()}
+    if ":" in name:
+        return registry.resolve("optimizer", name, {})(**arguments)
+    return keras.optimizers.get({"class_name": name, "config": arguments})
+
+
+def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
+    """Runs this same command as every task of a cluster on this machine; returns the exit code."""
+    command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
+    launcher = Launcher(
+        command, cluster_lib.local_cluster(config.cluster.workers), workdir / "logs", grace_seconds=config.grace_seconds
+    )
+    return launcher.run()
+
+
+def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.replace(path)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `python -m tfdist.train`; returns the exit code."""
+    # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        parsed = flags_lib.parse(argv, __doc__)
+        if parsed is None:
+            return 0
+        config, workdir = parsed
+        environment = cluster_lib.from_environment()
+        if environment is None and config.cluster.workers > 1:
+            return launch(config, argv, workdir)
+        train(config, workdir)
+    except ConfigError as e:
+        print(f"tfdist: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
