@@ -136,7 +136,8 @@ def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
         )
     else:
         member = TaskSpec(task["type"], int(task["index"]))
-        faults += _task_faults(member, jobs)
+        if jobs:
+            faults += _task_faults(member, jobs)
     if faults or member is None:
         raise ConfigError(faults)
     cluster = ClusterSpec({job: addresses for job, addresses in jobs.items() if job != "evaluator"})
@@ -248,7 +249,9 @@ def _task_faults(task: TaskSpec, jobs: Mapping[str, Any]) -> Iterator[str]:
         yield unknown("task type", task.type, TASK_TYPES)
     elif task.type != "evaluator":
         addresses = jobs.get(task.type, ())
-        size = len(addresses) if isinstance(addresses, (list, tuple)) else 0
+        if not isinstance(addresses, (list, tuple)):
+            return  # a fault of the cluster
+        size = len(addresses)
         if not size:
             yield f"Task {task} has no job {task.type!r} in the cluster, which has: {_short(', '.join(map(str, jobs)))}."
         elif not 0 <= task.index < size:

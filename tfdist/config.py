@@ -17,6 +17,7 @@ from tfdist.errors import ConfigError, did_you_mean, unknown
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "tpu")
 IMPLEMENTATIONS = ("auto", "ring", "nccl")
 PRECISIONS = ("float32", "mixed_bfloat16")
+MAX_VIRTUAL_CPUS = 256
 
 # Optimizer name to the arguments it takes besides the learning rate and those of every optimizer.
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
@@ -58,7 +59,8 @@ class StrategyConfig:
     @property
     def virtual_cpus(self) -> int:
         """The number of virtual CPUs asked for, or 0."""
-        return int(self.devices) if self.devices.isdecimal() else 0
+        # Cut, because Python refuses to convert thousands of digits.
+        return min(int(self.devices[:9]), MAX_VIRTUAL_CPUS + 1) if self.devices.isdecimal() else 0
 
     @property
     def device_names(self) -> list[str]:
@@ -74,13 +76,13 @@ class StrategyConfig:
             return
         if self.implementation not in IMPLEMENTATIONS:
             yield unknown("strategy.implementation", self.implementation, IMPLEMENTATIONS)
-        if self.bytes_per_pack < 0 or self.timeout_seconds < 0:
+        if not (self.bytes_per_pack >= 0 and self.timeout_seconds >= 0):  # so that NaN is a fault, too
             yield (
                 "strategy.bytes_per_pack and strategy.timeout_seconds must be 0 (off) or more. "
                 f"Received: {self.bytes_per_pack} and {self.timeout_seconds}."
             )
-        if self.devices.isdecimal() and not 1 <= int(self.devices) <= 256:
-            yield f"strategy.devices must be 1 to 256 virtual CPUs, or device names. Received: {self.devices}."
+        if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
+            yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {self.devices}."
         if self.name == "multi_worker_mirrored" and self.devices:
             yield (
                 "strategy.devices does not apply to multi_worker_mirrored, which uses all GPUs it sees, or the CPU; "
@@ -214,7 +216,9 @@ def check(config: TrainConfig) -> None:
 
 
 def _faults(config: TrainConfig) -> Iterator[str]:
-    yield from _type_faults(config, "config")
+    if faults := list(_type_faults(config, "config")):
+        yield from faults
+        return  # what follows compares values, of the declared types
     yield from config.strategy.faults()
     yield from config.optimizer.faults()
     yield from _task_faults(config)
@@ -226,10 +230,11 @@ def _faults(config: TrainConfig) -> Iterator[str]:
             f"strategy {config.strategy.name!r} trains in one process, but cluster.workers is {workers}; "
             "use --config.strategy.name=multi_worker_mirrored, or leave cluster.workers at 1."
         )
-    if (config.global_batch_size > 0) == (config.per_replica_batch_size > 0):
+    sizes = (config.global_batch_size, config.per_replica_batch_size)
+    if min(sizes) != 0 or max(sizes) == 0:
         yield (
             "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
-            f"Received: {config.global_batch_size} and {config.per_replica_batch_size}."
+            f"Received: {sizes[0]} and {sizes[1]}."
         )
     elif (
         config.global_batch_size
@@ -240,7 +245,7 @@ def _faults(config: TrainConfig) -> Iterator[str]:
     if config.precision not in PRECISIONS:
         yield unknown("precision", config.precision, PRECISIONS)
     for name, least in (("epochs", 1), ("steps_per_epoch", 0), ("grace_seconds", 0), ("learning_rate", 0)):
-        if getattr(config, name) < least:
+        if not getattr(config, name) >= least:  # so that NaN is a fault, too
             yield f"{name} must be {least} or more. Received: {getattr(config, name)}."
     if not 0 <= config.seed < 2**31:
         yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
@@ -248,22 +253,27 @@ def _faults(config: TrainConfig) -> Iterator[str]:
 
 def _task_faults(config: TrainConfig) -> Iterator[str]:
     try:
-        expected = registry.resolve("task", config.task, registry.TASKS).Options
+        task = registry.resolve("task", config.task, registry.TASKS)
     except ConfigError as e:
         yield from e.faults
         return
-    except AttributeError:
+    expected = getattr(task, "Options", None)
+    if not isinstance(expected, type):
         yield f"task {config.task!r} is no tfdist.task.Task: it has no 'Options'."
         return
     if config.task_options is None:
         config.task_options = expected()
     if not isinstance(config.task_options, expected):
         yield (
-            f"task {config.task!r} takes task_options of {expected.__qualname__}. "
-            f"Received: {type(config.task_options).__qualname__}; set task and task_options together, in the config file."
+            f"task {config.task!r} takes task_options of {_full_name(expected)}. "
+            f"Received: {_full_name(type(config.task_options))}; set task and task_options together, in the config file."
         )
     elif callable(faults := getattr(config.task_options, "faults", None)):
         yield from faults()
+
+
+def _full_name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _known_replicas(config: TrainConfig) -> int:
@@ -271,7 +281,7 @@ def _known_replicas(config: TrainConfig) -> int:
     if config.strategy.name == "one_device":
         return 1
     if config.strategy.name in ("mirrored", "central_storage"):
-        return len(config.strategy.device_names)
+        return len(config.strategy.device_names) if config.strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0
     # Every worker has at least one replica, more where it has GPUs: only what no number of GPUs can cure is a fault.
     return config.cluster.workers if config.strategy.name == "multi_worker_mirrored" else 0
 
@@ -291,14 +301,16 @@ def _type_faults(config: Any, path: str) -> Iterator[str]:
     for field in dataclasses.fields(config):
         value, expected = getattr(config, field.name), hints[field.name]
         where = f"{path}.{field.name}"
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _type_faults(value, where)
-        elif expected is float and isinstance(value, int) and not isinstance(value, bool):
+        if expected is float and isinstance(value, int) and not isinstance(value, bool):
             setattr(config, field.name, float(value))
-        elif isinstance(expected, type) and (
-            not isinstance(value, expected) or (expected is int and isinstance(value, bool))
+        elif (
+            isinstance(expected, type)
+            and expected is not Any  # a class since Python 3.11
+            and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
         ):
             yield f"{where} must be {expected.__name__}. Received: {value!r}."
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _type_faults(value, where)
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

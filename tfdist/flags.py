@@ -1,14 +1,18 @@
 """The command line of `tfdist.train`: `--config`, `--config.field=value`, `--workdir`. No TensorFlow here.
 
-`ml_collections.config_flags` reads the file and sets the fields. It stops at the first mistake, some of them with a
+`ml_collections.config_flags` sets the fields. It stops at the first mistake, some of them with a
 traceback, so all overrides are looked at first and every fault is reported at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import pathlib
+import sys
 import traceback
+import types
+import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +22,8 @@ from ml_collections import config_flags
 from tfdist import config as config_lib
 from tfdist.config import TrainConfig
 from tfdist.errors import ConfigError, did_you_mean
+
+_CONFIG_HELP = "Python file whose get_config() returns a tfdist.TrainConfig."
 
 
 def parse(argv: Sequence[str], description: str | None) -> tuple[TrainConfig, pathlib.Path] | None:
@@ -31,12 +37,10 @@ def parse(argv: Sequence[str], description: str | None) -> tuple[TrainConfig, pa
         ConfigError: With every fault of the command line and the configuration.
     """
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file(
-        "config", None, "Python file whose get_config() returns a tfdist.TrainConfig.", flag_values=values
-    )
     flags.DEFINE_string("workdir", None, "Where results go. Default: runs/NAME_OF_THE_CONFIG_FILE.", flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     if any(argument in ("--help", "-help", "-h", "--h") for argument in argv[1:]):
+        flags.DEFINE_string("config", None, _CONFIG_HELP, flag_values=values)
         print(f"{description}\n{values.get_help()}\n{_fields_help()}")
         return None
     path = _value(argv, "config")
@@ -44,12 +48,17 @@ def parse(argv: Sequence[str], description: str | None) -> tuple[TrainConfig, pa
         raise ConfigError(
             "--config is missing: a Python file whose get_config() returns a tfdist.TrainConfig, such as configs/digits.py."
         )
-    faults = list(_override_faults(_load(path), argv))
+    config = _load(path)
+    faults = list(_override_faults(config, argv))
     if faults:
         raise ConfigError(faults)
     try:
+        # The file has been run, once: its value stands for its name.
+        config_flags.DEFINE_config_dataclass(
+            "config", config, _CONFIG_HELP, flag_values=values, sys_argv=list(argv), parse_fn=lambda path: config
+        )
         rest = values(list(argv))[1:]
-    except flags.Error as e:
+    except (flags.Error, TypeError, ValueError) as e:
         raise ConfigError(str(e)) from None
     if rest:
         raise ConfigError(f"Arguments that are no flags: {' '.join(rest)}. Fields are set as --config.field=value.")
@@ -70,11 +79,16 @@ def _value(argv: Sequence[str], name: str) -> str | None:
 def _load(path: str) -> TrainConfig:
     """Returns what a config file's get_config() returns, its own traceback shortened to its own line."""
     try:
-        namespace: dict[str, Any] = {"__name__": "config", "__file__": path}
-        exec(compile(pathlib.Path(path).read_text(), path, "exec"), namespace)  # noqa: S102 (a config is a program)
+        source = pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--config={path}: {getattr(e, 'strerror', None) or e}.") from None
+    # Dataclasses that the file defines look their module up.
+    module = sys.modules["tfdist_config"] = types.ModuleType("tfdist_config")
+    namespace = vars(module)
+    namespace["__file__"] = path
+    try:
+        exec(compile(source, path, "exec", dont_inherit=True), namespace)  # noqa: S102 (a config is a program)
         config = namespace["get_config"]()
-    except OSError as e:
-        raise ConfigError(f"--config={path}: {e.strerror}.") from None
     except ConfigError:
         raise
     except Exception as e:
@@ -91,10 +105,10 @@ def _load(path: str) -> TrainConfig:
 
 
 def _override_faults(config: TrainConfig, argv: Sequence[str]) -> Iterator[str]:
-    """Yields what is wrong with each `--config.path=value`."""
+    """Yields what is wrong with each `--config.path=value` or `--noconfig.path`."""
     for argument in argv[1:]:
         flag, equals, text = argument.lstrip("-").partition("=")
-        if not argument.startswith("-") or not flag.startswith("config."):
+        if not argument.startswith("-") or not flag.startswith(("config.", "noconfig.")):
             continue
         holder: Any = config
         *parents, name = flag.split(".")[1:]
@@ -110,15 +124,31 @@ def _override_faults(config: TrainConfig, argv: Sequence[str]) -> Iterator[str]:
         else:
             if dataclasses.is_dataclass(holder):
                 yield f"--{flag}: this is a group of fields; set one of them, such as --{flag}.{dataclasses.fields(holder)[0].name}=..."
-            elif equals and kind in (int, float) and (fault := _number_fault(kind, text)):
+            elif not _is_settable(kind):
+                yield f"--{flag}: a {kind.__name__ if isinstance(kind, type) else kind} cannot be set on the command line; set it in the config file."
+            elif flag.startswith("no"):
+                if equals or kind is not bool:
+                    yield f"--{flag}: only a field that is true or false is turned off in this way, without a value."
+            elif equals and (fault := _value_fault(kind, text)):
                 yield f"--{flag}: {fault}"
 
 
-def _number_fault(kind: type, text: str) -> str:
+def _is_settable(kind: Any) -> bool:
+    """Returns whether `config_flags` can set a field of this type from a text."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kinds = [member for member in typing.get_args(kind) if member is not type(None)]
+        return len(kinds) == 1 and _is_settable(kinds[0])
+    kind = typing.get_origin(kind) or kind
+    return isinstance(kind, type) and issubclass(kind, (bool, int, float, str, tuple, enum.Enum))
+
+
+def _value_fault(kind: Any, text: str) -> str:
+    expected = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind)
     try:
-        kind(text)
+        if expected:
+            (flags.BooleanParser().parse if kind is bool else kind)(text)
     except ValueError:
-        return f"expected {'a whole number' if kind is int else 'a number'}. Received: {text!r}."
+        return f"expected {expected}. Received: {text!r}."
     return ""
 
 

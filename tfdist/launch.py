@@ -77,14 +77,18 @@ class _Task:
         self.spec = spec
         self.log_path = log_path
         self.log: IO[bytes] = log_path.open("wb")
-        self.process = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError:
+            self.log.close()
+            raise
         assert self.process.stdout is not None  # noqa: S101 (for the type checker: it is a pipe)
         self.pipe = self.process.stdout
         os.set_blocking(self.pipe.fileno(), False)
@@ -171,6 +175,7 @@ class Launcher:
         try:
             with subprocess.Popen(
                 [sys.executable, "-S", "-E", "-c", _GUARDIAN],
+                bufsize=0,  # so that nothing is left to write, and to fail, should the guardian have been killed
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -210,7 +215,6 @@ class Launcher:
         try:
             if pipe is not None:
                 pipe.write(f"{sign}{task.process.pid}\n".encode())
-                pipe.flush()
         except BrokenPipeError:  # somebody killed it; this process still ends its tasks itself
             pass
 
@@ -272,8 +276,8 @@ class Launcher:
         try:
             self._output.write(line + b"\n")
             self._output.flush()
-        except (BrokenPipeError, ValueError):
-            # Nobody reads any more (`| head`); the logs still have everything.
+        except (OSError, ValueError):
+            # Nobody reads any more (`| head`), or the disk is full; the logs still have everything.
             self._output = open(os.devnull, "wb")  # noqa: SIM115 (for the rest of the run)
 
     def _ended(self, task: _Task, running: list[_Task]) -> None:

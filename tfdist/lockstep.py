@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import ClusterError
+from tfdist.monitor import Throughput
 
 # Their work is files, which the chief alone writes.
 WRITERS = (
@@ -25,6 +26,8 @@ WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
 )
+# They look at each step's logs and clock, and touch neither the model nor its training.
+_OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger, Throughput)
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
@@ -85,7 +88,7 @@ def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback may read the model, stop or change something at a training step."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return callback.save_freq != "epoch"
-    if type(callback) in (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger):
+    if type(callback) in _OBSERVERS:
         return False
     # LambdaCallback sets its hooks on the instance.
     return any(

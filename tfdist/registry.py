@@ -31,8 +31,8 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
             is raised as it is.
     """
     target = table.get(name, name)
-    module_name, colon, attribute = target.partition(":")
-    if not colon or not module_name or not attribute:
+    module_name, _, attribute = target.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ConfigError(
             f"Unknown {what} {name!r}{did_you_mean(name, table)} "
             f"Expected one of {', '.join(sorted(table))}, or your own as 'package.module:Name'."

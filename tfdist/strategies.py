@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -47,8 +48,11 @@ class _KerasStrategy:
     _shared_variables = False
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self._statistics: list[weakref.ref[tf.Variable]] = []
+        self._statistics: dict[int, weakref.ref[tf.Variable]] = {}
+        self._numbers = itertools.count()
         self._synchronized = False
+        self._averaged: tuple[int, ...] = ()  # what `_average` was compiled for
+        self._average: Callable[[], None] = self._average_statistics
         super().__init__(*args, **kwargs)
 
     # -- variable creation
@@ -73,7 +77,7 @@ class _KerasStrategy:
             return next_creator(**kwargs)
         # Written by each replica for itself, averaged when read outside of one: no traffic in the step.
         variable = next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
-        self._statistics.append(weakref.ref(variable))
+        self._statistics[next(self._numbers)] = weakref.ref(variable)
         return variable
 
     def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
@@ -90,7 +94,7 @@ class _KerasStrategy:
     @property
     def statistics(self) -> list[tf.Variable]:
         """The variables of which each replica keeps its own value between two calls of `synchronize`."""
-        return [variable for ref in self._statistics if (variable := ref()) is not None]
+        return [variable for ref in self._statistics.values() if (variable := ref()) is not None]
 
     @property
     def synchronized(self) -> bool:
@@ -103,19 +107,36 @@ class _KerasStrategy:
         A collective: under several workers, every worker must call it. From then until `desynchronize` (or the
         next pass over data) reading a statistic is local, so that one worker alone may save the model.
         """
-        statistics = self.statistics
-        if statistics and not self._synchronized:
-            means = self.extended.batch_reduce_to(  # type: ignore[attr-defined]
-                tf.distribute.ReduceOp.MEAN, [(variable, variable) for variable in statistics]
-            )
-            for variable, mean in zip(statistics, means, strict=True):
-                for component, value in zip(
-                    self.experimental_local_results(variable),  # type: ignore[attr-defined]
-                    self.experimental_local_results(mean),  # type: ignore[attr-defined]
-                    strict=True,
-                ):
-                    component.assign(value)
+        if self._statistics and not self._synchronized:
+            living = self.statistics  # held, so that none dies on one worker alone before this is over
+            self._forget_the_dead()
+            names = tuple(self._statistics)
+            if self._averaged != names:
+                self._averaged, self._average = names, tf.function(self._average_statistics, autograph=False)
+            if names:
+                self._average()
+            del living
         self._synchronized = True
+
+    def _average_statistics(self) -> None:
+        statistics = self.statistics
+        means = self.extended.batch_reduce_to(  # type: ignore[attr-defined]
+            tf.distribute.ReduceOp.MEAN, [(variable, variable) for variable in statistics]
+        )
+        for variable, mean in zip(statistics, means, strict=True):
+            components = self.experimental_local_results(variable)  # type: ignore[attr-defined]
+            for component, value in zip(components, self.experimental_local_results(mean), strict=True):  # type: ignore[attr-defined]
+                component.assign(value)
+
+    def _forget_the_dead(self) -> None:
+        """Drops the statistics of models that are gone."""
+        alive = self._alive_everywhere([ref() is not None for ref in self._statistics.values()])
+        self._statistics = {
+            number: ref for (number, ref), lives in zip(self._statistics.items(), alive, strict=True) if lives
+        }
+
+    def _alive_everywhere(self, alive: Sequence[bool]) -> Sequence[bool]:
+        return alive
 
     def desynchronize(self) -> None:
         """Says that replicas may have changed their statistics since `synchronize`."""
@@ -142,7 +163,7 @@ class _KerasStrategy:
                 # numbers nor equal shapes on all replicas.
                 return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)  # type: ignore[attr-defined]
             return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
-        if self._synchronized and any(ref() is value for ref in self._statistics):
+        if self._synchronized and any(ref() is value for ref in self._statistics.values()):
             return tf.convert_to_tensor(self.experimental_local_results(value)[0])  # type: ignore[attr-defined]
         if axis == 0 and all(v.shape.rank == 0 for v in self.experimental_local_results(value)):  # type: ignore[attr-defined]
             axis = None
@@ -197,6 +218,17 @@ class MirroredStrategy(_KerasStrategy, tf.distribute.MirroredStrategy):
 
 class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
     """Trains on the devices of several workers, each with a copy of the variables."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._sum = tf.function(lambda values: self.reduce(tf.distribute.ReduceOp.SUM, values))
+
+    def _alive_everywhere(self, alive: Sequence[bool]) -> Sequence[bool]:
+        # Python's garbage collector frees a model on one worker earlier than on another, but all must average the
+        # same variables. Variables are created, and so listed, alike on all.
+        mine = tf.constant(alive, tf.int32)
+        counts = self._sum(self.experimental_distribute_values_from_function(lambda _: mine))
+        return [count == self.num_replicas_in_sync for count in counts.numpy()]
 
 
 class CentralStorageStrategy(_KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):

@@ -1,0 +1,49 @@
+"""Runs a program of this folder in one process or as a real local cluster, and collects what each rank returns."""
+
+import io
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+from tfdist.cluster import local_cluster
+from tfdist.launch import Launcher
+
+ROOT = pathlib.Path(__file__).parents[2]
+TIMEOUT = 240
+
+
+def run(module: str, strategy: str, out: pathlib.Path, *args: str) -> list[dict[str, Any]]:
+    """Runs `tests.multiprocess.<module>` and returns each rank's results.
+
+    Args:
+        module: The program's name.
+        strategy: Passed to the program; a name that begins with `multi_worker` makes it a cluster of two.
+        out: An empty folder for the results and logs.
+        *args: More arguments for the program.
+    """
+    command = [sys.executable, "-m", f"tests.multiprocess.{module}", strategy, str(out), *args]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environ.pop("TF_CONFIG", None)
+    if not strategy.startswith("multi_worker"):
+        done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [load(out, 0)]
+    shown = io.BytesIO()
+    code = Launcher(["timeout", str(TIMEOUT), *command], local_cluster(2), out / "logs", environ, output=shown).run()
+    assert code == 0, shown.getvalue().decode()
+    return [load(out, rank) for rank in range(2)]
+
+
+def store(out: str, rank: int, results: dict[str, Any]) -> None:
+    """Writes a rank's results for `run` to return."""
+    path = pathlib.Path(out, f"rank{rank}.pickle")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(results))
+
+
+def load(out: pathlib.Path, rank: int) -> dict[str, Any]:
+    """Returns what `store` wrote."""
+    return pickle.loads((out / f"rank{rank}.pickle").read_bytes())

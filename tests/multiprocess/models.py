@@ -1,0 +1,75 @@
+"""Models and data that Keras 3 and tf_keras build alike, with weights that do not depend on either."""
+
+import numpy as np
+
+EPOCHS = 3
+BATCH = 32
+
+
+def dense(keras):
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(24, activation="tanh"),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def gru(keras):
+    return keras.Sequential([keras.Input((6, 4)), keras.layers.GRU(8), keras.layers.Dense(3)])
+
+
+def cnn(keras):
+    """Has no bias before BatchNorm: its gradient is rounding noise, which differs between any two programs."""
+    # tf_keras' fused kernel counts variance with N/(N-1).
+    fused = {"fused": False} if keras.__name__ == "tf_keras" else {}
+    return keras.Sequential(
+        [
+            keras.Input((6, 6, 1)),
+            keras.layers.Conv2D(4, 3, use_bias=False),
+            keras.layers.BatchNormalization(momentum=0.8, **fused),
+            keras.layers.ReLU(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+CASES = {
+    "dense_sgd": (dense, "sgd"),
+    "dense_adam": (dense, "adam"),
+    "gru_sgd": (gru, "sgd"),
+    "gru_adam": (gru, "adam"),
+    "cnn_sgd": (cnn, "sgd"),
+}
+
+
+def data(model, size=96, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((size, *model.input_shape[1:]), np.float32)
+    return x, rng.integers(0, 3, size).astype(np.int32)
+
+
+def compiled(keras, build, optimizer):
+    """Returns the model with fixed weights."""
+    model = build(keras)
+    rng = np.random.default_rng(1)
+    model.set_weights(
+        # A variance must be positive.
+        [w if w.min() == 1 else rng.uniform(-0.5, 0.5, w.shape).astype(np.float32) for w in model.get_weights()]
+    )
+    optimizers = {
+        "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        "adam": lambda: keras.optimizers.Adam(1e-3),
+    }
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizers[optimizer](), loss, metrics=["accuracy"])
+    return model
+
+
+def train(model, x, y, fit=None):
+    """Trains over full batches in order; returns losses and weights."""
+    history = (fit or model.fit)(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
+    return {"history": history, "weights": model.get_weights()}

@@ -1,0 +1,225 @@
+"""What the tests of this folder compare between strategies. Arguments: strategy, output folder."""
+
+import json
+import os
+import pathlib
+import sys
+
+import tfdist
+from tests.multiprocess import harness, models
+from tfdist import lockstep
+
+name, out = sys.argv[1:]
+trainer = tfdist.Trainer(name, **({"devices": 2} if name in ("mirrored", "central_storage") else {}))
+RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
+
+import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+
+def parity():
+    """Bare model.fit, as an unmodified script has it."""
+    results = {}
+    for case, (build, optimizer) in models.CASES.items():
+        with trainer.scope():
+            model = models.compiled(keras, build, optimizer)
+        results[case] = models.train(model, *models.data(model))
+    return results
+
+
+def trainer_fit():
+    """The same through the Trainer, with arrays."""
+    with trainer.scope():
+        model = models.compiled(keras, models.cnn, "sgd")
+    x, y = models.data(model)
+    return models.train(model, x, y, lambda *args, **kwargs: trainer.fit(model, *args, **kwargs))
+
+
+def inference():
+    """evaluate and predict for sizes around the boundaries, from arrays, a dataset and four files."""
+    with trainer.scope():
+        model = models.compiled(keras, models.cnn, "sgd")
+    results = {}
+    for size in (1, 2, 5, 31, 32, 33, 63, 64, 77):
+        x, y = models.data(model, size, seed=3)
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(models.BATCH)
+        results[size] = {
+            "arrays": (model.evaluate(x, y, batch_size=32, verbose=0), model.predict(x, batch_size=32, verbose=0)),
+            "dataset": (model.evaluate(dataset, verbose=0), model.predict(dataset, verbose=0)),
+            "trainer": (trainer.evaluate(model, dataset, verbose=0), trainer.predict(model, dataset, verbose=0)),
+        }
+    files = []
+    for number in range(4):
+        path = pathlib.Path(out, f"part{number}-{RANK}.txt")
+        path.write_text("".join(f"{10 * number + line}\n" for line in range(7)))
+        files.append(str(path))
+
+    def parse(line):
+        value = tf.strings.to_number(line)
+        return tf.fill([6, 6, 1], value / 40), tf.cast(value, tf.int32) % 3
+
+    lines = tf.data.Dataset.from_tensor_slices(files).interleave(tf.data.TextLineDataset, cycle_length=1).map(parse)
+    by_files = tf.data.Options()
+    by_files.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    results["files"] = {
+        "bare": (model.evaluate(lines.batch(8), verbose=0), model.predict(lines.batch(8), verbose=0)),
+        "trainer": (
+            trainer.evaluate(model, lines.batch(8), verbose=0),
+            trainer.predict(model, lines.batch(8).with_options(by_files), verbose=0),
+        ),
+    }
+    return results
+
+
+def everything():
+    """A model with BatchNorm, Dropout and Adam, trained through the Trainer, and saved by every rank."""
+    keras.utils.set_random_seed(5)
+    with trainer.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((12,)),
+                keras.layers.Dense(16, use_bias=False),
+                keras.layers.BatchNormalization(momentum=0.7),
+                keras.layers.Dropout(0.4),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    x, y = models.data(model)
+    validation = (x[:45], y[:45])
+    history = trainer.fit(
+        model, x, y, batch_size=32, epochs=2, shuffle=True, verbose=0, validation_data=validation
+    ).history
+    variables = [v.numpy() for v in (*model.weights, *model.optimizer.variables)]
+    trainer.save(model, os.path.join(out, "model.keras"))
+    saved = {"there": os.path.exists(os.path.join(out, "model.keras"))}
+    predictions = trainer.predict(model, x[:45], verbose=0)
+    evaluation = trainer.evaluate(model, x[:45], y[:45], verbose=0)
+    if trainer.is_chief:  # alone: nothing in it may wait for a peer
+        model.save(os.path.join(out, "chief.keras"))
+    return {
+        "history": history,
+        "variables": variables,
+        "predictions": predictions,
+        "evaluation": evaluation,
+        "statistics": [
+            [component.numpy() for component in trainer.strategy.experimental_local_results(v.value)]
+            for v in model.layers[1].non_trainable_variables
+        ],
+        "saved": saved,
+    }
+
+
+class Recorder(keras.layers.Layer):
+    """Keeps which elements were dropped from what each replica last saw."""
+
+    def build(self, shape):
+        # Whole numbers: of other statistics the replicas would share the mean.
+        self.seen = self.add_weight(
+            shape=(16 // trainer.num_replicas, shape[-1]), initializer="zeros", dtype="int32", trainable=False
+        )
+
+    def call(self, x):
+        self.seen.assign(keras.ops.cast(keras.ops.not_equal(x, 0), "int32"))
+        return x
+
+
+def dropout():
+    """The masks of this process's replicas, `[model, step, replica, example, feature]`."""
+    strategy = trainer.strategy
+    masks = []
+    for _ in range(2):
+        keras.utils.set_random_seed(11)
+        shared = name == "central_storage"  # whose one copy of the recorder's variable cannot hold both masks
+        with trainer.scope():
+            recorder = keras.layers.Identity() if shared else Recorder()
+            model = keras.Sequential([keras.Input((40,)), keras.layers.Dropout(0.5), recorder, keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        ones = np.ones((16, 40), np.float32)
+        drop = tf.function(lambda: strategy.run(lambda: model.layers[0](ones[:8], training=True)))  # noqa: B023
+        steps = []
+        for _ in range(2):
+            if shared:
+                components = strategy.experimental_local_results(drop())
+            else:
+                model.fit(ones, np.zeros((16, 1), np.float32), batch_size=16, verbose=0)
+                components = strategy.experimental_local_results(recorder.seen.value)
+            steps.append([component.numpy() != 0 for component in components])
+        masks.append(steps)
+    return np.array(masks)
+
+
+class ChiefReads(keras.callbacks.Callback):
+    """Reads, stops nothing, but changes the learning rate, in the middle of an epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.save_weights(os.path.join(out, "step.weights.h5"))
+            self.model.optimizer.learning_rate = 0.01
+
+
+def callbacks():
+    """A user's callbacks on every rank, and on the chief alone."""
+    results = {}
+    for who in ("every", "chief"):
+        folder = pathlib.Path(out, who)
+        keras.utils.set_random_seed(5)
+        with trainer.scope():
+            model = models.compiled(keras, models.cnn, "sgd")
+        x, y = models.data(model)
+        mine = [
+            keras.callbacks.ModelCheckpoint(folder / "checkpoint-{epoch}.keras"),
+            keras.callbacks.ModelCheckpoint(folder / "best.keras", monitor="val_loss", save_best_only=True),
+            keras.callbacks.CSVLogger(folder / "log.csv"),
+            keras.callbacks.TensorBoard(folder / "tensorboard", histogram_freq=1),
+            # Never satisfied: stops after the second epoch and puts back the first one's weights.
+            keras.callbacks.EarlyStopping("loss", min_delta=1e9, patience=1, restore_best_weights=True),
+        ]
+        if who == "chief":
+            mine += [keras.callbacks.ModelCheckpoint(folder / "step.keras", save_freq=2), ChiefReads()]
+        folder.mkdir(exist_ok=True)
+        if who == "chief" and not trainer.is_chief:
+            mine = []
+        history = trainer.fit(
+            model, x, y, batch_size=32, epochs=5, verbose=2, callbacks=mine, validation_data=(x[:45], y[:45])
+        )
+        results[who] = {
+            "epochs": history.epoch,
+            "history": history.history,
+            "print": lockstep.fingerprint([*model.weights, *model.optimizer.variables]),
+            "rate": float(model.optimizer.learning_rate.numpy()),
+        }
+    return results
+
+
+def fine_tuning():
+    """A model of plain Keras, loaded in the scope after `Normalization.adapt` in it."""
+    keras.utils.set_random_seed(7)
+    x, y = np.random.default_rng(2).normal(5, 3, (96, 12)).astype(np.float32), models.data(models.dense(keras))[1]
+    with trainer.scope():
+        normalization = keras.layers.Normalization()
+        normalization.adapt(x)
+        head = keras.Sequential([keras.Input((12,)), normalization, models.dense(keras)])
+        head.set_weights(
+            [
+                np.random.default_rng(3).uniform(-0.3, 0.3, w.shape).astype(w.dtype) if i > 2 else w
+                for i, w in enumerate(head.get_weights())
+            ]
+        )
+        head.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+    path = os.path.join(out, "pretrained.keras")
+    trainer.fit(head, x, y, batch_size=32, epochs=1, shuffle=False, verbose=0)
+    trainer.save(head, path)
+    with trainer.scope():
+        model = keras.models.load_model(path)
+    history = trainer.fit(model, x, y, batch_size=32, epochs=2, shuffle=False, verbose=0).history
+    return {"history": history, "weights": model.get_weights(), "predictions": trainer.predict(model, x, verbose=0)}
+
+
+SCENARIOS = (parity, trainer_fit, inference, everything, dropout, callbacks, fine_tuning)
+results = {scenario.__name__: scenario() for scenario in SCENARIOS}
+results["is_chief"] = trainer.is_chief
+harness.store(out, RANK, results)

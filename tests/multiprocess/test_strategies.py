@@ -1,0 +1,89 @@
+"""Every strategy trains, evaluates and predicts as one process does; two replicas as tf_keras' two do."""
+
+import numpy as np
+import pytest
+
+from tests.multiprocess.conftest import SYNCHRONOUS
+from tests.multiprocess.models import CASES
+
+# Every run of the two programs takes up to a minute on two cores.
+pytestmark = pytest.mark.timeout(600)
+
+WITHOUT_BATCH_NORM = [case for case in CASES if not case.startswith("cnn")]
+
+
+def difference(a, b):
+    """The largest difference between two structures of numbers."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        return max(difference(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        return max(difference(x, y) for x, y in zip(a, b, strict=True))
+    assert np.shape(a) == np.shape(b)
+    return float(np.abs(np.asarray(a, np.float64) - b).max(initial=0))
+
+
+def bitwise_equal(a, b):
+    return difference(a, b) == 0
+
+
+@pytest.mark.parametrize("case", WITHOUT_BATCH_NORM)
+def test_weights_and_losses_equal_one_process(single, ranks, case):
+    for results in ranks:
+        assert difference(results["parity"][case], single["parity"][case]) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_weights_and_losses_equal_tf_keras_on_two_workers(runs, strategy, case):
+    legacy = runs("multi_worker_mirrored", "legacy_program")[0][0]
+    for results in runs(strategy)[0]:
+        assert difference(results["parity"][case], legacy[case]) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mirrored_equals_multi_worker_bitwise(runs, case):
+    (mirrored,), multi_worker = runs("mirrored")[0], runs("multi_worker_mirrored")[0]
+    for results in multi_worker:
+        assert bitwise_equal(results["parity"][case], mirrored["parity"][case])
+
+
+def test_trainer_fit_equals_bare_fit(ranks):
+    for results in ranks:
+        assert difference(results["trainer_fit"], results["parity"]["cnn_sgd"]) < 1e-6
+
+
+def test_training_moved_the_weights_and_the_statistics(single):
+    for case in CASES:
+        losses = single["parity"][case]["history"]["loss"]
+        assert losses[-1] < losses[0] - 0.01
+    _, mean, variance = single["parity"]["cnn_sgd"]["weights"][2:5]
+    assert np.abs(variance - 1).max() > 0.01 and np.abs(mean).max() > 0.01
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 31, 32, 33, 63, 64, 77, "files"])
+def test_evaluate_and_predict_equal_one_process(single, ranks, size):
+    expected = single["inference"][size]
+    length = 28 if size == "files" else size
+    for results in ranks:
+        for kind, (evaluation, predictions) in results["inference"][size].items():
+            assert predictions.shape == (length, 3)
+            assert difference(predictions, expected[kind][1]) < 1e-5, kind
+            assert difference(evaluation, expected[kind][0]) < 1e-5, kind
+
+
+def test_dropout_masks_differ_between_replicas_and_steps_and_not_between_runs(runs):
+    mirrored = runs("mirrored")[0][0]["dropout"]
+    workers = np.concatenate([results["dropout"] for results in runs("multi_worker_mirrored")[0]], axis=2)
+    for masks in (mirrored, workers, runs("central_storage")[0][0]["dropout"]):
+        assert masks.shape == (2, 2, 2, 8, 40)
+        assert (masks[0] == masks[1]).all(), "two runs of one seed"
+        first = masks[0]
+        views = [first[step, replica] for step in range(2) for replica in range(2)]
+        for i, a in enumerate(views):
+            assert 0.35 < a.mean() < 0.65
+            for b in views[:i]:
+                # Independent masks agree in half of their elements.
+                assert 0.35 < (a == b).mean() < 0.65
+    assert (mirrored == workers).all(), "two programs of one seed"

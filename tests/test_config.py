@@ -1,0 +1,251 @@
+"""`config.check`: every fault that shows before TensorFlow is loaded; every file of configs/ passes."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+
+import pytest
+
+from tfdist import config, flags
+from tfdist.config import ClusterConfig, OptimizerConfig, StrategyConfig, TrainConfig
+from tfdist.errors import ConfigError
+from tfdist.task import NoOptions
+from tfdist.tasks import digits, synthetic
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAN = float("nan")
+
+
+def make(**fields):
+    return TrainConfig(**{"global_batch_size": 32, **fields})
+
+
+def faults(checked):
+    with pytest.raises(ConfigError) as raised:
+        config.check(checked)
+    return raised.value.faults
+
+
+@pytest.fixture
+def own_tasks(tmp_path, monkeypatch):
+    """Returns a function that writes a module of the user's own."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        return name
+
+    return write
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_file_in_configs_passes(path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    parsed, workdir = flags.parse(["train", f"--config={path}"], "")
+    assert parsed.task in ("digits", "synthetic")
+    assert workdir == pathlib.Path("runs") / path.stem
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"strategy": StrategyConfig("miror")}, "unknown strategy 'miror'; did you mean 'mirrored'?"),
+        (
+            {"strategy": StrategyConfig(implementation="rin")},
+            "unknown strategy.implementation 'rin'; did you mean 'ring'?",
+        ),
+        ({"strategy": StrategyConfig(bytes_per_pack=-1)}, "must be 0 (off) or more. Received: -1 and 0.0."),
+        ({"strategy": StrategyConfig(timeout_seconds=NAN)}, "must be 0 (off) or more. Received: 0 and nan."),
+        ({"strategy": StrategyConfig("mirrored", devices=0)}, "1 to 256 virtual CPUs, or device names. Received: 0."),
+        (
+            {"strategy": StrategyConfig("mirrored", devices=257)},
+            "1 to 256 virtual CPUs, or device names. Received: 257.",
+        ),
+        ({"strategy": StrategyConfig("mirrored", devices="9" * 5000)}, "1 to 256 virtual CPUs"),
+        ({"strategy": StrategyConfig("multi_worker_mirrored", devices=2)}, "does not apply to multi_worker_mirrored"),
+        ({"strategy": StrategyConfig(devices="GPU:0,GPU:1")}, "one_device takes one device. Received: 'GPU:0,GPU:1'"),
+        ({"cluster": ClusterConfig(workers=0)}, "cluster.workers must be 1 or more. Received: 0."),
+        ({"cluster": ClusterConfig(workers=2)}, "'one_device' trains in one process, but cluster.workers is 2"),
+        ({"optimizer": OptimizerConfig("adm")}, "Unknown optimizer 'adm'; did you mean 'adam'?"),
+        ({"optimizer": OptimizerConfig(momentum=0.9)}, "optimizer 'adam' takes no 'momentum'. It takes: beta_1"),
+        ({"optimizer": OptimizerConfig("sgd", beta_1=0.8)}, "optimizer 'sgd' takes no 'beta_1'. It takes: momentum"),
+        ({"optimizer": OptimizerConfig(clipnorm=1, clipvalue=1)}, "may be set. Received: clipnorm, clipvalue."),
+        ({"task": "digts", "task_options": None}, "Unknown task 'digts'; did you mean 'digits'?"),
+        ({"task": "collections:Counter"}, "task 'collections:Counter' is no tfdist.task.Task: it has no 'Options'."),
+        ({"task": "no_such_package:Task"}, "The module of task 'no_such_package:Task' cannot be found"),
+        (
+            {"task_options": synthetic.Options()},
+            "takes task_options of tfdist.tasks.digits.Options. Received: tfdist.tasks.synthetic.Options;",
+        ),
+        ({"task_options": digits.Options(filters=0)}, "task_options.filters must be 1 or more. Received: 0."),
+        (
+            {"task_options": digits.Options(dropout=1)},
+            "task_options.dropout must be 0 or more and below 1. Received: 1.0.",
+        ),
+        ({"task": "synthetic", "task_options": synthetic.Options(layers=-1)}, "task_options.layers must be 0 or more."),
+        ({"global_batch_size": 0}, "Exactly one of global_batch_size and per_replica_batch_size must be set"),
+        ({"per_replica_batch_size": 8}, "the other be 0. Received: 32 and 8."),
+        ({"global_batch_size": -32, "per_replica_batch_size": 32}, "the other be 0. Received: -32 and 32."),
+        ({"per_replica_batch_size": -1}, "the other be 0. Received: 32 and -1."),
+        ({"precision": "float16"}, "unknown precision 'float16'; did you mean 'float32'?"),
+        ({"epochs": 0}, "epochs must be 1 or more. Received: 0."),
+        ({"steps_per_epoch": -1}, "steps_per_epoch must be 0 or more. Received: -1."),
+        ({"learning_rate": -0.1}, "learning_rate must be 0 or more. Received: -0.1."),
+        ({"learning_rate": NAN}, "learning_rate must be 0 or more. Received: nan."),
+        ({"grace_seconds": -1.0}, "grace_seconds must be 0 or more. Received: -1.0."),
+        ({"seed": 2**31}, "seed must be 0 to 2147483647. Received: 2147483648."),
+        ({"epochs": "3"}, "config.epochs must be int. Received: '3'."),
+        ({"epochs": True}, "config.epochs must be int. Received: True."),
+        ({"epochs": 3.0}, "config.epochs must be int. Received: 3.0."),
+        ({"learning_rate": "fast"}, "config.learning_rate must be float. Received: 'fast'."),
+        ({"deterministic": 1}, "config.deterministic must be bool. Received: 1."),
+        ({"global_batch_size": "32"}, "config.global_batch_size must be int. Received: '32'."),
+        ({"optimizer": OptimizerConfig(name=3)}, "config.optimizer.name must be str. Received: 3."),
+        ({"strategy": "mirrored"}, "config.strategy must be StrategyConfig. Received: 'mirrored'."),
+        ({"strategy": OptimizerConfig()}, "config.strategy must be StrategyConfig. Received: OptimizerConfig("),
+        ({"optimizer": None}, "config.optimizer must be OptimizerConfig. Received: None."),
+        (
+            {"task_options": digits.Options(filters="many")},
+            "config.task_options.filters must be int. Received: 'many'.",
+        ),
+    ],
+)
+def test_a_fault_is_named(fields, said):
+    found = faults(make(**fields))
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_every_fault_is_reported_at_once():
+    checked = make(
+        strategy=StrategyConfig("mirror"), optimizer=OptimizerConfig("sdg"), precision="half", epochs=0, seed=-1
+    )
+    checked.task_options.filters = 0
+    assert len(faults(checked)) == 6
+    assert len(faults(make(epochs="1", seed="2", strategy=StrategyConfig(name=3)))) == 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "strategy", "workers", "said"),
+    [
+        (32, StrategyConfig("mirrored", devices=3), 1, "32 is not divisible by 3 replicas; use 30 or 33."),
+        (2, StrategyConfig("mirrored", devices=3), 1, "2 is not divisible by 3 replicas; use 3."),
+        (
+            9,
+            StrategyConfig("central_storage", devices="CPU:0, CPU:1"),
+            1,
+            "9 is not divisible by 2 replicas; use 8 or 10.",
+        ),
+        (32, StrategyConfig("multi_worker_mirrored"), 5, "32 is not divisible by 5 replicas; use 30 or 35."),
+    ],
+)
+def test_a_batch_that_known_replicas_do_not_divide_names_the_nearest_that_they_do(batch, strategy, workers, said):
+    checked = make(global_batch_size=batch, strategy=strategy, cluster=ClusterConfig(workers))
+    assert faults(checked) == (f"global_batch_size {said}",)
+    for better in said[:-1].partition("use ")[2].split(" or "):
+        checked.global_batch_size = int(better)
+        config.check(checked)
+
+
+def test_where_the_replicas_are_not_known_a_batch_is_not_judged():
+    for strategy in (StrategyConfig("mirrored"), StrategyConfig("tpu"), StrategyConfig()):
+        config.check(make(global_batch_size=7, strategy=strategy))
+    config.check(make(global_batch_size=0, per_replica_batch_size=7, strategy=StrategyConfig("mirrored", devices=3)))
+
+
+def test_whole_numbers_become_floats_where_floats_are_declared():
+    checked = make(learning_rate=1, grace_seconds=3)
+    config.check(checked)
+    assert [type(checked.learning_rate), type(checked.grace_seconds)] == [float, float]
+
+
+def test_devices_are_a_number_a_text_or_a_list():
+    assert StrategyConfig(devices=2).device_names == ["CPU:0", "CPU:1"]
+    assert StrategyConfig(devices=["GPU:1", "GPU:3"]).device_names == ["GPU:1", "GPU:3"]
+    assert StrategyConfig(devices="GPU:1, GPU:3,").device_names == ["GPU:1", "GPU:3"]
+    assert StrategyConfig().device_names == []
+    assert [StrategyConfig(devices=d).virtual_cpus for d in (3, "3", "GPU:0", "")] == [3, 3, 0, 0]
+
+
+@pytest.mark.parametrize("name", config.OPTIMIZERS)
+def test_each_optimizer_takes_its_arguments_and_gives_those_changed(name):
+    defaults = OptimizerConfig()
+    other = {True: False, False: True}
+    for argument in (*config.OPTIMIZERS[name], "weight_decay", "clipnorm", "use_ema"):
+        value = getattr(defaults, argument)
+        changed = {argument: other[value] if isinstance(value, bool) else value / 2 + 0.1}
+        optimizer = OptimizerConfig(name, **changed)
+        assert optimizer.changed() == changed
+        config.check(make(optimizer=optimizer))
+
+
+def test_the_users_own_optimizer_may_take_any_argument():
+    config.check(make(optimizer=OptimizerConfig("own.module:Optimizer", momentum=0.5, beta_1=0.5)))
+
+
+OWN = """
+from __future__ import annotations
+import dataclasses
+from tfdist.task import Task
+
+@dataclasses.dataclass
+class Options:
+    depth: int = 3
+    name: str = "own"
+
+    def faults(self):
+        if self.depth > 9:
+            yield f"task_options.depth must be 9 or less. Received: {self.depth}."
+
+class Own(Task):
+    Options = Options
+
+class Plain(Task):
+    pass
+"""
+
+
+def test_the_users_own_task_gets_its_options_and_their_faults(own_tasks):
+    module = own_tasks("own_task_a", OWN)
+    checked = make(task=f"{module}:Own")
+    config.check(checked)
+    assert checked.task_options == importlib.import_module(module).Options(3, "own")
+    checked.task_options.depth = 10
+    assert faults(checked) == ("task_options.depth must be 9 or less. Received: 10.",)
+    assert (
+        "takes task_options of own_task_a.Options. Received: tfdist.tasks.digits.Options;"
+        in faults(make(task=f"{module}:Own", task_options=digits.Options()))[0]
+    )
+
+
+def test_a_task_without_options_needs_none(own_tasks):
+    checked = make(task=own_tasks("own_task_b", OWN) + ":Plain")
+    config.check(checked)
+    assert checked.task_options == NoOptions()
+
+
+def test_options_annotated_by_texts_work_as_flags(own_tasks, tmp_path):
+    module = own_tasks("own_task_c", OWN)
+    (tmp_path / "own_config.py").write_text(
+        f"import tfdist, {module}\n"
+        f"def get_config():\n"
+        f"    return tfdist.TrainConfig(task='{module}:Own', task_options={module}.Options(), global_batch_size=8)\n"
+    )
+    argv = ["train", f"--config={tmp_path}/own_config.py", "--config.task_options.depth=5"]
+    assert flags.parse(argv, "")[0].task_options.depth == 5
+    with pytest.raises(ConfigError, match=r"depth: expected a whole number. Received: 'five'"):
+        flags.parse([*argv[:2], "--config.task_options.depth=five"], "")
+
+
+def test_an_error_inside_the_users_own_module_is_not_taken_for_a_fault(own_tasks):
+    module = own_tasks("own_task_d", "import os\nos.no_such_function()")
+    with pytest.raises(AttributeError, match="no_such_function"):
+        config.check(make(task=f"{module}:Own"))
+
+
+def test_to_dict_is_plain():
+    plain = config.to_dict(make(strategy=StrategyConfig("mirrored", devices=2)))
+    assert plain["strategy"]["devices"] == "2"
+    assert plain["task_options"] == {"filters": 32, "dropout": 0.3}

@@ -1,0 +1,252 @@
+"""The supervisor, with small scripts in place of trainings: outputs, exit codes, signals, and no process left over."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.job import Job, until
+from tfdist.cluster import TaskSpec, local_cluster
+from tfdist.launch import Failure, Launcher
+
+CHILD = "import sys, time; time.sleep(300)"
+
+
+@pytest.fixture
+def job(tmp_path: pathlib.Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    for pid in job.alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if job.process:
+        job.process.wait(timeout=30)
+
+
+def test_each_task_gets_the_same_cluster_and_its_own_task(job):
+    # The end of the chief ends the others: it waits for their words.
+    code = """
+print(os.environ["TF_CONFIG"], flush=True)
+if TASK["type"] == "chief":
+    for other in ("worker-0", "worker-1", "ps-0"):
+        await_file(f"logs/{other}.log")
+else:
+    time.sleep(300)
+"""
+    assert job.run(code, "--workers=2", "--ps=1") == 0
+    found = {}
+    for name in ("chief-0", "worker-0", "worker-1", "ps-0"):
+        config = json.loads(job.log(name))
+        assert f"{config['task']['type']}-{config['task']['index']}" == name
+        found[name] = config["cluster"]
+        assert f"[{name.replace('-', ':')}] {job.log(name)}" in job.output()
+    assert {job: len(addresses) for job, addresses in found["ps-0"].items()} == {"chief": 1, "worker": 2, "ps": 1}
+    assert all(cluster == found["chief-0"] for cluster in found.values())
+
+
+def test_lines_are_shown_behind_the_task_and_logged_as_they_came(job):
+    assert job.run(r"""sys.stdout.write("10%\r20%\r\nwhole\n\nno newline at the end")""") == 0
+    assert job.output().splitlines() == [f"[worker:0] {x}" for x in ("10%", "20%", "whole", "no newline at the end")]
+    assert job.log("worker-0") == "10%\r20%\r\nwhole\n\nno newline at the end"
+
+
+def test_tensorflows_chatter_is_in_the_log_alone(job):
+    line = "2026-01-31 12:00:00.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] optimized"
+    assert job.run(f"print({line!r}); print('shown')") == 0
+    assert job.output() == "[worker:0] shown\n"
+    assert line in job.log("worker-0")
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "reason"),
+    [
+        ("sys.exit(7)", 7, "worker:1 failed with exit code 7: last words"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "worker:1 was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGUSR1)", 138, "worker:1 was killed by SIGUSR1"),
+    ],
+)
+def test_a_failed_task_is_named_and_gives_the_exit_code(job, end, exit_code, reason):
+    code = f"if TASK['index'] == 0: sleep_for_ever()\nawait_file('logs/worker-0.log')\nprint('last words', flush=True)\n{end}"
+    assert job.run(code, "--workers=2") == exit_code
+    assert f"tfdist: {reason}; ending all tasks. Full output: logs/worker-1.log" in job.output()
+    assert not job.alive()
+
+
+def test_the_first_failure_is_shown_once_and_its_consequences_not_at_all(job):
+    code = """
+if TASK["index"] == 1:
+    await_file("logs/worker-0.log")
+    raise ValueError("the cause")
+def fail(*args):
+    raise RuntimeError("the consequence")
+signal.signal(signal.SIGTERM, fail)
+sleep_for_ever()
+"""
+    assert job.run(code, "--workers=2") == 1
+    assert job.output().count("Traceback") == 1
+    assert "[worker:1] ValueError: the cause\n" in job.output()
+    assert "tfdist: worker:1 failed with exit code 1: ValueError: the cause; ending" in job.output()
+    assert "the consequence" not in job.output()
+    assert "RuntimeError: the consequence" in job.log("worker-0")
+
+
+def test_a_traceback_that_its_task_survives_is_shown_while_it_runs(job):
+    code = """
+import traceback
+try:
+    raise ValueError("handled")
+except ValueError:
+    traceback.print_exc()
+print("going on", flush=True)
+await_file("seen")
+"""
+    process = job.start(code)
+    until(lambda: "[worker:0] going on" in job.output())
+    assert process.poll() is None
+    assert job.output().index("[worker:0] ValueError: handled") < job.output().index("going on")
+    (job.folder / "seen").write_text("yes")
+    assert process.wait(timeout=30) == 0
+    assert job.output().count("handled") == 2  # the line of code, and the error
+
+
+def test_a_traceback_of_a_task_that_succeeds_is_shown_at_its_end(job):
+    assert job.run("print('Traceback (most recent call last):'); print('ValueError: handled')") == 0
+    assert "[worker:0] ValueError: handled\n" in job.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_task_which_may_end_in_its_own_way(job, number):
+    code = f"""
+def bye(*args):
+    print("bye", flush=True)
+    sys.exit(0)
+signal.signal({number}, bye)
+sleep_for_ever()
+"""
+    process = job.start(code, "--workers=2")
+    until(lambda: job.output().count("ready") == 2)
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 128 + number  # well before the grace of 25 s is over
+    assert "[worker:0] bye" in job.output() and "[worker:1] bye" in job.output()
+    assert "failed" not in job.output()
+
+
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN); sleep_for_ever()"
+
+
+def test_a_deaf_task_is_killed_after_the_grace(job):
+    process = job.start(DEAF, "--workers=2", "--grace_seconds=1")
+    until(lambda: job.output().count("ready") == 2)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+    assert time.monotonic() - begun > 0.9
+    assert not job.alive()
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(job):
+    process = job.start(DEAF, "--workers=2", "--grace_seconds=300")
+    until(lambda: job.output().count("ready") == 2)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert not job.alive()
+
+
+def test_what_a_shell_runs_has_the_grace_although_the_shell_dies_at_once(job):
+    child = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: (time.sleep(0.5), print('saved'), sys.exit())); "
+        "print('ready', flush=True); time.sleep(300)"
+    )
+    process = job.start(["bash", "-c", f'{sys.executable} -c "{child}" {job.marker}; true'])
+    until(lambda: "ready" in job.output())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+    assert "[worker:0] saved" in job.output()
+
+
+def test_killing_the_launcher_leaves_no_process(job):
+    child = f'{sys.executable} -c "{CHILD}" {job.marker}'
+    process = job.start(["bash", "-c", f"echo ready; {child} & {child}; true"], "--workers=2")
+    until(lambda: len(job.alive()) == 7)  # the launcher, two shells, four children
+    process.kill()
+    until(lambda: not job.alive())
+
+
+def test_killing_a_task_takes_what_it_has_started_and_the_other_tasks_along(job):
+    code = f"""
+subprocess.Popen([sys.executable, "-c", {CHILD!r}, sys.argv[1]])
+pathlib.Path(f"pid{{TASK['index']}}").write_text(str(os.getpid()))
+sleep_for_ever()
+"""
+    process = job.start(code, "--workers=2")
+    until(lambda: len(job.alive()) == 5 and job.output().count("ready") == 2)
+    os.kill(int((job.folder / "pid1").read_text()), signal.SIGKILL)
+    assert process.wait(timeout=30) == 137
+    assert "worker:1 was killed by SIGKILL" in job.output()
+    until(lambda: not job.alive(), seconds=5)
+
+
+def test_a_launcher_without_its_guardian_still_ends_well(job):
+    process = job.start("await_file('go')", "--workers=2")
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(lambda: len(children.read_text().split()) == 3)  # first the guardian, then the tasks
+    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    (job.folder / "go").write_text("yes")
+    assert process.wait(timeout=30) == 0
+    assert job.output() == ""
+
+
+def test_servers_end_when_the_chief_has_finished(job):
+    code = "await_file('logs/ps-0.log') if TASK['type'] == 'chief' else sleep_for_ever()"
+    assert job.run(code, "--workers=2", "--ps=1") == 0
+    assert "failed" not in job.output()
+    assert not job.alive()
+
+
+def test_a_reader_that_goes_away_neither_ends_nor_blocks_the_run(job):
+    process = job.start("await_file('go'); [print('x' * 99) for _ in range(9999)]", stdout=subprocess.PIPE)
+    process.stdout.close()
+    (job.folder / "go").write_text("yes")
+    assert process.wait(timeout=30) == 0
+    assert len(job.log("worker-0")) == 999900
+
+
+def test_a_command_that_does_not_exist_is_a_fault(job):
+    assert job.run(["no-such-command"], "--workers=2") == 2
+    assert job.output().startswith("Cannot run 'no-such-command'")
+    assert "Traceback" not in job.output()
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--workers=0", "--", "true"], ["--wrokers=2", "--", "true"], ["x", "--", "true"]]
+)
+def test_a_faulty_command_line_is_told_in_sentences(flags, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist.launch", *flags], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_in_python_the_failure_is_kept_and_the_signal_handlers_are_put_back(tmp_path):
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    output = io.BytesIO()
+    launcher = Launcher(["sh", "-c", "echo oh no; exit 3"], local_cluster(1), tmp_path / "logs", output=output)
+    assert launcher.run() == 3
+    assert launcher.failure == Failure(TaskSpec("worker", 0), 3, "oh no")
+    assert b"[worker:0] oh no\n" in output.getvalue()
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before

@@ -1,0 +1,176 @@
+"""Imports point downward only, and the ground floor loads no TensorFlow."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# From the bottom to the top: a module imports only modules that stand before it.
+ORDER = [
+    "tfdist",
+    "tfdist.errors",
+    "tfdist.cluster",
+    "tfdist.registry",
+    "tfdist.config",
+    "tfdist.flags",
+    "tfdist.launch",
+    "tfdist.task",
+    "tfdist.data",
+    "tfdist.strategies",
+    "tfdist.monitor",
+    "tfdist.lockstep",
+    "tfdist.tasks",
+    "tfdist.tasks.digits",
+    "tfdist.tasks.synthetic",
+    "tfdist.trainer",
+    "tfdist.train",
+]
+# These import TensorFlow at once; all others do without, or do it inside the functions that need it.
+WITH_TENSORFLOW = {"tfdist.data", "tfdist.strategies", "tfdist.monitor", "tfdist.lockstep", "tfdist.trainer"}
+TENSORFLOW = {"tensorflow", "keras", "tf_keras", "tensorboard"}
+
+
+def modules() -> dict[str, pathlib.Path]:
+    found = {}
+    for path in (ROOT / "tfdist").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(node: ast.AST, at_import_only: bool) -> Iterator[str]:
+    """Yields the modules that a module imports; those under TYPE_CHECKING are for the type checker alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield from imports(ast.Module([other], []), at_import_only)
+        elif isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "relative import"
+            for alias in child.names:
+                submodule = f"{child.module}.{alias.name}"
+                yield submodule if submodule in MODULES else str(child.module)
+        elif not (at_import_only and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))):
+            yield from imports(child, at_import_only)
+
+
+def imported(module: str, at_import_only: bool = False) -> set[str]:
+    return set(imports(ast.parse(MODULES[module].read_text()), at_import_only))
+
+
+def test_every_module_has_its_place():
+    assert set(MODULES) == set(ORDER), "give a new module its place in ORDER"
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_point_downward(module):
+    own = {name for name in imported(module) if name.split(".")[0] == "tfdist"}
+    assert own <= set(ORDER[: ORDER.index(module)]), "a module imports only modules before it in ORDER"
+
+
+@pytest.mark.parametrize("module", sorted(set(ORDER) - WITH_TENSORFLOW))
+def test_the_ground_floor_imports_no_tensorflow(module):
+    loaded, pending = set(), {module}
+    while pending:  # at once or through others
+        name = pending.pop()
+        loaded.add(name)
+        if name in MODULES:
+            pending |= imported(name, at_import_only=True) - loaded
+    assert not {name.split(".")[0] for name in loaded} & TENSORFLOW
+
+
+@pytest.mark.parametrize(
+    ("source", "always", "at_import"),
+    [
+        ("import a.b, c", {"a.b", "c"}, {"a.b", "c"}),
+        ("from tfdist import config\nfrom a import b", {"tfdist.config", "a"}, {"tfdist.config", "a"}),
+        ("def f():\n    import a", {"a"}, set()),
+        ("class C:\n    import a\n    def f(self):\n        import b", {"a", "b"}, {"a"}),
+        ("try:\n    import a\nexcept ImportError:\n    import b", {"a", "b"}, {"a", "b"}),
+        ("if TYPE_CHECKING:\n    import a\nelse:\n    import b", {"b"}, {"b"}),
+    ],
+)
+def test_the_search_for_imports_finds_them(source, always, at_import):
+    assert set(imports(ast.parse(source), False)) == always
+    assert set(imports(ast.parse(source), True)) == at_import
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Returns a function that runs Python where loading TensorFlow or Keras ends the process at once, with code 99."""
+    folder = tmp_path_factory.mktemp("poison")
+    for name in TENSORFLOW:
+        (folder / f"{name}.py").write_text("import os\nos._exit(99)\n")
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    environ["PYTHONPATH"] = str(folder)
+
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**environ, **more},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "code", ["import tensorflow", "import keras", "import tfdist.data", "import tfdist; tfdist.Trainer"]
+)
+def test_loading_tensorflow_would_be_noticed(run, code):
+    assert run("-c", code).returncode == 99
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code"),
+    [
+        (
+            [
+                "-c",
+                "import tfdist; tfdist.TrainConfig(), tfdist.ClusterSpec, tfdist.ConfigError, tfdist.Task, dir(tfdist)",
+            ],
+            0,
+        ),
+        (["-c", "import tfdist.train, tfdist.tasks.digits, tfdist.tasks.synthetic"], 0),
+        (["-m", "tfdist.train", "--help"], 0),
+        (["-m", "tfdist.train"], 2),
+        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=0", "--workdir=unused"], 2),
+        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epoch=1", "--workdir=unused"], 2),
+        (["-m", "tfdist.train", "--config=configs/no_such_file.py", "--workdir=unused"], 2),
+        (["-m", "tfdist.cluster", "show"], 0),
+        (["-m", "tfdist.cluster", "check"], 0),
+        (["-m", "tfdist.launch", "--help"], 0),
+        (["-m", "tfdist.launch"], 2),
+    ],
+)
+def test_what_needs_no_tensorflow_loads_none(run, arguments, exit_code):
+    done = run(*arguments)
+    assert done.returncode == exit_code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_faulty_tf_config_is_found_before_tensorflow_is_loaded(run):
+    done = run("-m", "tfdist.train", "--config=configs/digits.py", "--workdir=unused", TF_CONFIG='{"cluster": 3}')
+    assert done.returncode == 2
+    assert "'cluster' must be an object" in done.stderr
+
+
+def test_the_supervisor_of_a_training_loads_no_tensorflow_but_its_tasks_do(run, tmp_path):
+    done = run("-m", "tfdist.train", "--config=configs/digits_multi_worker.py", f"--workdir={tmp_path}")
+    assert done.returncode == 99
+    assert "failed with exit code 99; ending all tasks" in done.stdout
