@@ -245,8 +245,8 @@ def _faults(config: TrainConfig) -> Iterator[str]:
     if config.precision not in PRECISIONS:
         yield unknown("precision", config.precision, PRECISIONS)
     for name, least in (("epochs", 1), ("steps_per_epoch", 0), ("grace_seconds", 0), ("learning_rate", 0)):
-        if not getattr(config, name) >= least:  # so that NaN is a fault, too
-            yield f"{name} must be {least} or more. Received: {getattr(config, name)}."
+        if not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
+            yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."
     if not 0 <= config.seed < 2**31:
         yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
 

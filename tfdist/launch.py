@@ -346,7 +346,7 @@ def main(argv: Sequence[str]) -> int:
         print(e, file=sys.stderr)
         return 2
     except OSError as e:
-        print(f"Cannot run {command[0]!r}: {e}", file=sys.stderr)
+        print(f"tfdist: cannot start the tasks: {e}", file=sys.stderr)
         return 2
 
 

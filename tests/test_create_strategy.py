@@ -1,0 +1,148 @@
+"""`create_strategy` and `Trainer`: options pass through, and mistakes are answered in a sentence."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist import ConfigError, StrategyConfig
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return tfdist.Trainer("mirrored", devices=2)
+
+
+def build(trainer, **kwargs):
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        kwargs = {name: value() if callable(value) else value for name, value in kwargs.items()}
+        model.compile(**{"optimizer": "sgd", "loss": "mse", **kwargs})
+    return model
+
+
+def test_subclasses_keep_the_types_that_keras_looks_for(trainer):
+    assert isinstance(trainer.strategy, tf.distribute.MirroredStrategy)
+    assert isinstance(tfdist.create_strategy("one_device"), tf.distribute.OneDeviceStrategy)
+    central = tfdist.create_strategy("central_storage", devices=2)
+    assert isinstance(central, tf.distribute.experimental.CentralStorageStrategy)
+    assert (trainer.num_replicas, central.num_replicas_in_sync) == (2, 2)
+
+
+def test_devices_choose_by_number_name_and_list(trainer):
+    for devices in (2, "2", "CPU:0,CPU:1", ["CPU:0", "CPU:1"]):
+        strategy = tfdist.create_strategy("mirrored", devices=devices)
+        assert [device[-5:] for device in strategy.extended.worker_devices] == ["CPU:0", "CPU:1"]
+    one = tfdist.create_strategy("one_device", devices="CPU:1")
+    assert one.extended.worker_devices[0].endswith("CPU:1")
+
+
+def test_communication_options_pass_through(trainer):
+    # Alone in its cluster, a multi-worker strategy needs no server.
+    strategy = tfdist.create_strategy(
+        "multi_worker_mirrored", implementation="ring", bytes_per_pack=1000, timeout_seconds=5
+    )
+    options = strategy.extended._communication_options
+    assert (options.bytes_per_pack, options.timeout_seconds) == (1000, 5)
+    assert options.implementation == tf.distribute.experimental.CommunicationImplementation.RING
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (["mirrord"], {}, "did you mean 'mirrored'?"),
+        (["mirrored"], {"device": 2}, "did you mean 'devices'?"),
+        (["multi_worker_mirrored"], {"implementation": "rings"}, "did you mean 'ring'?"),
+        (["multi_worker_mirrored"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),
+        (["mirrored"], {"bytes_per_pack": -1}, "must be 0 \\(off\\) or more"),
+        (["one_device"], {"devices": 2}, "use strategy.name=mirrored"),
+        (["mirrored"], {"devices": 3}, "TensorFlow was already in use, with 2"),
+    ],
+)
+def test_mistakes_are_answered(trainer, arguments, options, message):
+    with pytest.raises(ConfigError, match=message):
+        tfdist.create_strategy(*arguments, **options)
+
+
+def test_a_cluster_that_does_not_fit_is_refused(monkeypatch):
+    jobs = {"worker": ["a:1", "b:1"]}
+    task = {"type": "worker", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": task}))
+    with pytest.raises(ConfigError, match="is worker:0 of 2 training tasks"):
+        tfdist.Trainer("mirrored", devices=2)
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {**jobs, "ps": ["c:1"]}, "task": task}))
+    with pytest.raises(ConfigError, match="has no parameter servers"):
+        tfdist.create_strategy("multi_worker_mirrored")
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": {"type": "evaluator", "index": 0}}))
+    with pytest.raises(ConfigError, match="does not train"):
+        tfdist.create_strategy("multi_worker_mirrored")
+
+
+def test_tensorflow_in_use_before_a_multi_worker_strategy_is_named(monkeypatch):
+    tf.constant(1)
+    cluster = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    with pytest.raises(ConfigError, match=r"Create the strategy .* first"):
+        tfdist.create_strategy("multi_worker_mirrored")
+
+
+def test_trainer_takes_a_strategy_of_its_own_kind_only(trainer):
+    assert tfdist.Trainer(trainer.strategy).strategy is trainer.strategy
+    with pytest.raises(ConfigError, match=r"made by tfdist\.create_strategy"):
+        tfdist.Trainer(tf.distribute.OneDeviceStrategy("CPU:0"))
+
+
+def test_a_model_from_outside_the_scope_is_refused(trainer):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ConfigError, match="was not built in this trainer's scope"):
+        trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"jit_compile": True}, "jit_compile"),
+        ({"steps_per_execution": 4}, "steps_per_execution=4"),
+        ({"optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)}, "gradient_accumulation_steps"),
+        ({"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))}, "mixed_bfloat16"),
+    ],
+)
+def test_what_several_replicas_get_wrong_is_refused(trainer, arguments, message):
+    model = build(trainer, **arguments)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
+
+
+def test_save_wants_a_keras_file(trainer, tmp_path):
+    with pytest.raises(ConfigError, match=r"must end in '\.keras'"):
+        trainer.save(build(trainer), tmp_path / "model.h5")
+
+
+def test_a_failed_save_raises_and_keeps_the_file_before(trainer, tmp_path):
+    model = build(trainer)
+    path = tmp_path / "model.keras"
+    trainer.save(model, path)
+    before = path.read_bytes()
+    (tmp_path / "model.partial.keras").mkdir()
+    with pytest.raises(OSError):
+        trainer.save(model, path)
+    assert path.read_bytes() == before
+
+
+def test_strategy_config_and_datasets_of_functions(trainer):
+    assert tfdist.Trainer(StrategyConfig("mirrored", devices=2)).num_replicas == 2
+    model = build(trainer)
+
+    def dataset(context):
+        assert (context.num_input_pipelines, context.num_replicas_in_sync) == (1, 2)
+        return tf.data.Dataset.from_tensors((np.ones((4, 3), np.float32), np.ones((4, 2), np.float32))).repeat()
+
+    history = trainer.fit(
+        model, dataset, steps_per_epoch=3, epochs=2, verbose=0, validation_data=dataset, validation_steps=2
+    )
+    assert model.optimizer.iterations.numpy() == 6
+    assert set(history.history) == {"loss", "val_loss"}

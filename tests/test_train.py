@@ -1,0 +1,206 @@
+"""`python -m tfdist.train`: the main job, each strategy's configuration, and tasks that fail."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def start(*arguments, **environ):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    if "TF_CONFIG" not in environ or not environ["TF_CONFIG"]:
+        environ.pop("TF_CONFIG", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tfdist.train", *arguments],
+        cwd=ROOT,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def finish(process, timeout=120):
+    try:
+        return process.communicate(timeout=timeout)[0]
+    finally:
+        process.kill()
+
+
+def left_over(marker):
+    """The processes whose command line holds `marker`."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker in path.read_bytes().decode(errors="replace"):
+                found.append(path.parent.name)
+        except OSError:
+            pass
+    return found
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory):
+    """The demo's job: output, work directory."""
+    workdir = tmp_path_factory.mktemp("main")
+    process = start("--config=configs/digits_multi_worker.py", f"--workdir={workdir}")
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output, workdir
+
+
+def test_main_job_reaches_its_accuracy_and_says_so(main_job):
+    output, workdir = main_job
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["metrics"]["val_accuracy"] >= 0.97
+    assert summary["strategy"] == "multi_worker_mirrored"
+    assert (summary["num_replicas"], summary["cluster"], summary["restarts"]) == (2, {"worker": 2}, 0)
+    assert (summary["epochs"], summary["steps"]) == (10, 220)
+    assert summary["examples_per_second"] > 0 and 0 < summary["step_ms"]["median"] <= summary["step_ms"]["p95"]
+    assert summary["wire_bytes_per_step"] == {"predicted": None, "measured": None}
+    shown = [line.removeprefix("[worker:0] ") for line in output.splitlines() if line.startswith("[worker:0] ")]
+    assert json.loads("\n".join(shown[shown.index("{") :])) == summary, "the summary is printed"
+    assert any("replicas, global batch 64 = 2 x 32" in line for line in shown)
+
+
+def test_main_job_shows_progress_on_the_chief_alone(main_job):
+    output, _ = main_job
+    for epoch in range(1, 11):
+        assert f"[worker:0] Epoch {epoch}/10" in output
+    assert "[worker:1] Epoch" not in output
+
+
+def test_main_job_leaves_one_set_of_files(main_job):
+    _, workdir = main_job
+    files = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()}
+    events = {file for file in files if file.startswith("tensorboard/")}
+    assert files - events == {
+        "config.json",
+        "summary.json",
+        "model.keras",
+        "logs/worker-0.log",
+        "logs/worker-1.log",
+    }
+    (event_file,) = events
+    assert event_file.startswith("tensorboard/worker-0/")
+    assert json.loads((workdir / "config.json").read_text())["cluster"]["workers"] == 2
+
+
+def test_main_job_writes_scalars_for_each_epoch(main_job):
+    _, workdir = main_job
+    events = EventAccumulator(str(workdir / "tensorboard" / "worker-0"), size_guidance={"tensors": 0}).Reload()
+    assert {"loss", "accuracy", "val_loss", "val_accuracy", "examples_per_second"} <= set(events.Tags()["tensors"])
+    assert [event.step for event in events.Tensors("val_accuracy")] == list(range(10))
+
+
+def test_main_jobs_model_is_plain_keras(main_job):
+    from tfdist.tasks import digits
+
+    _, workdir = main_job
+    summary = json.loads((workdir / "summary.json").read_text())
+    model = keras.models.load_model(workdir / "model.keras")
+    assert model.optimizer.iterations.numpy() == 220
+    loss, accuracy = model.evaluate(*digits.load()[1], verbose=0)
+    assert accuracy == pytest.approx(summary["metrics"]["val_accuracy"])
+    assert loss == pytest.approx(summary["metrics"]["val_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["default", "digits_mirrored", "digits_central_storage"])
+def test_each_strategys_configuration_trains(tmp_path, name):
+    process = start(f"--config=configs/{name}.py", f"--workdir={tmp_path}", "--config.epochs=5")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert json.loads((tmp_path / "summary.json").read_text())["metrics"]["val_accuracy"] >= 0.95
+
+
+def test_synthetic_trains_in_bfloat16_and_with_other_options(tmp_path):
+    process = start(
+        "--config=configs/synthetic.py",
+        f"--workdir={tmp_path}",
+        "--config.task_options.width=64",
+        "--config.task_options.examples=256",
+        "--config.optimizer.name=adamw",
+        "--config.optimizer.weight_decay=0.01",
+        "--config.precision=mixed_bfloat16",
+        "--config.deterministic=True",
+        "--config.steps_per_epoch=7",
+        "--config.epochs=2",
+    )
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 14
+
+
+def test_tpu_without_one_is_one_sentence(tmp_path):
+    process = start("--config=configs/digits_tpu.py", f"--workdir={tmp_path}", "--config.strategy.devices=none-here")
+    output = finish(process)
+    assert process.returncode == 2
+    assert "No TPU was found for strategy.devices='none-here'" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "named"),
+    [
+        ("import", 1, "worker:1 failed with exit code 1: RuntimeError: failing in import, on purpose"),
+        ("build", 1, "worker:1 failed with exit code 1: RuntimeError: failing in build, on purpose"),
+        ("step", 1, "worker:1 failed with exit code 1"),
+        ("kill", 137, "worker:1 was killed by SIGKILL"),
+    ],
+)
+def test_a_task_that_fails_ends_all_within_ten_seconds(tmp_path, where, code, named):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from tests import failing_task\n"
+        "from tfdist.config import *\n"
+        "def get_config():\n"
+        "    return TrainConfig('tests.failing_task:Failing', failing_task.Options(),\n"
+        "        StrategyConfig('multi_worker_mirrored'), ClusterConfig(2), global_batch_size=8)\n"
+    )
+    moment = tmp_path / "moment"
+    process = start(
+        f"--config={config}",
+        f"--workdir={tmp_path / 'run'}",
+        f"--config.task_options.where={where}",
+        f"--config.task_options.moment={moment}",
+        **({"FAIL_AT_IMPORT": str(moment)} if where == "import" else {}),
+    )
+    output = finish(process)
+    ended = time.time()
+    assert process.returncode == code, output
+    assert ended - float(moment.read_text()) < 10
+    assert output.count(named) == 1, output
+    tracebacks = [line for line in output.splitlines() if "Traceback (most recent call last)" in line]
+    if where == "kill":
+        assert not tracebacks, output
+    else:
+        assert tracebacks and all(line.startswith("[worker:1] ") for line in tracebacks), output
+        assert output.count(f"[worker:1] RuntimeError: failing in {where}, on purpose") == 1, output
+    assert not left_over(str(tmp_path))
+
+
+def test_interrupt_ends_all(tmp_path):
+    process = start(
+        "--config=configs/digits_multi_worker.py",
+        f"--workdir={tmp_path}",
+        "--config.epochs=1000",
+        "--config.grace_seconds=3",
+    )
+    deadline = time.monotonic() + 60
+    log = tmp_path / "logs" / "worker-0.log"
+    while not (log.exists() and "Epoch 2/" in log.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    finish(process, timeout=20)
+    assert process.returncode == 130
+    assert not left_over(str(tmp_path))
