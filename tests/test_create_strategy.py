@@ -107,7 +107,10 @@ def test_a_model_from_outside_the_scope_is_refused(trainer):
     [
         ({"jit_compile": True}, "jit_compile"),
         ({"steps_per_execution": 4}, "steps_per_execution=4"),
-        ({"optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)}, "gradient_accumulation_steps"),
+        (
+            {"optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
+            "gradient_accumulation_steps",
+        ),
         ({"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))}, "mixed_bfloat16"),
     ],
 )

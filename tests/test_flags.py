@@ -110,7 +110,7 @@ def test_overrides_of_one_run_do_not_reach_the_next(write):
         ("--config.epochs=1.5", "expected a whole number. Received: '1.5'."),
         ("--config.learning_rate=fast", "--config.learning_rate: expected a number. Received: 'fast'."),
         ("--config.deterministic=maybe", "--config.deterministic: expected true or false. Received: 'maybe'."),
-        ("--config.epochs=0", "epochs must be 1 or more. Received: 0."),
+        ("--config.epochs=0", "epochs must be 1 or more, and finite. Received: 0."),
         ("--config.task=synthetic", "set task and task_options together, in the config file."),
         ("--config.epochs", "Missing value for flag --config.epochs"),
         ("--bogus=1", "Unknown command line flag 'bogus'"),

@@ -141,10 +141,10 @@ def test_synthetic_trains_in_bfloat16_and_with_other_options(tmp_path):
 
 
 def test_tpu_without_one_is_one_sentence(tmp_path):
-    process = start("--config=configs/digits_tpu.py", f"--workdir={tmp_path}", "--config.strategy.devices=none-here")
+    process = start("--config=configs/digits_tpu.py", f"--workdir={tmp_path}", "--config.strategy.devices=local")
     output = finish(process)
     assert process.returncode == 2
-    assert "No TPU was found for strategy.devices='none-here'" in output
+    assert "No TPU was found for strategy.devices='local'" in output
     assert "Traceback" not in output
 
 
@@ -153,26 +153,28 @@ def test_tpu_without_one_is_one_sentence(tmp_path):
     [
         ("import", 1, "worker:1 failed with exit code 1: RuntimeError: failing in import, on purpose"),
         ("build", 1, "worker:1 failed with exit code 1: RuntimeError: failing in build, on purpose"),
-        ("step", 1, "worker:1 failed with exit code 1"),
+        ("step", 1, "worker:1 failed with exit code 1: RuntimeError: failing in step, on purpose"),
         ("kill", 137, "worker:1 was killed by SIGKILL"),
     ],
 )
 def test_a_task_that_fails_ends_all_within_ten_seconds(tmp_path, where, code, named):
     config = tmp_path / "config.py"
+    by_name = where == "import"  # a task that the configuration only names is imported later
     config.write_text(
-        "from tests import failing_task\n"
         "from tfdist.config import *\n"
-        "def get_config():\n"
-        "    return TrainConfig('tests.failing_task:Failing', failing_task.Options(),\n"
-        "        StrategyConfig('multi_worker_mirrored'), ClusterConfig(2), global_batch_size=8)\n"
+        + ("" if by_name else "from tests import failing_task\n")
+        + "def get_config():\n"
+        + "    return TrainConfig('tests.failing_task:Failing', strategy=StrategyConfig('multi_worker_mirrored'),\n"
+        + "        cluster=ClusterConfig(2), global_batch_size=8"
+        + ("" if by_name else ", task_options=failing_task.Options()")
+        + ")\n"
     )
     moment = tmp_path / "moment"
     process = start(
         f"--config={config}",
         f"--workdir={tmp_path / 'run'}",
-        f"--config.task_options.where={where}",
-        f"--config.task_options.moment={moment}",
-        **({"FAIL_AT_IMPORT": str(moment)} if where == "import" else {}),
+        *([] if by_name else [f"--config.task_options.where={where}", f"--config.task_options.moment={moment}"]),
+        **({"FAIL_AT_IMPORT": str(moment)} if by_name else {}),
     )
     output = finish(process)
     ended = time.time()

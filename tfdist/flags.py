@@ -94,9 +94,12 @@ def _load(path: str) -> TrainConfig:
     except Exception as e:
         if isinstance(e, KeyError) and "get_config" not in namespace:
             raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
-        own = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
+        frames = traceback.extract_tb(e.__traceback__)
+        own = [frame for frame in frames if frame.filename == path]
         line = e.lineno if isinstance(e, SyntaxError) else own[-1].lineno if own else "?"
-        raise ConfigError(f"--config={path}, line {line}: {type(e).__name__}: {e}") from None
+        elsewhere = frames[-1].filename not in (path, __file__)
+        origin = f" (raised at {frames[-1].filename}:{frames[-1].lineno})" if elsewhere else ""
+        raise ConfigError(f"--config={path}, line {line}: {type(e).__name__}: {e}{origin}") from None
     if not isinstance(config, TrainConfig):
         raise ConfigError(
             f"--config={path}: get_config() must return a tfdist.TrainConfig. Received: {type(config).__name__}."

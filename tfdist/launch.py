@@ -29,6 +29,7 @@ from tfdist.errors import ConfigError
 _HOLD_SECONDS = 3.0
 _TAIL_LINES = 20
 _TRACEBACK = b"Traceback (most recent call last):"
+_EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 # TensorFlow's C++ log below errors, and its errors about GPUs that are not there: in the task's log, not on the screen.
 _CHATTER = re.compile(
     rb"[IW]\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: [IW] |E\d{4} .*cuInit|WARNING: All log messages before absl"
@@ -288,8 +289,7 @@ class Launcher:
             if task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
                 self._end(running, signal.SIGTERM)
         elif not ending:
-            last = (task.held or task.tail or [b""])[-1].decode(errors="replace").strip()
-            self.failure = Failure(task.spec, code, last)
+            self.failure = Failure(task.spec, code, _last_words(task.held or task.tail))
             self._release(task)
             self._write(f"tfdist: {self.failure}; ending all tasks. Full output: {task.log_path}".encode())
             self._end(running, signal.SIGTERM)
@@ -302,6 +302,12 @@ class Launcher:
         self._kill_at = min(self._kill_at, time.monotonic() + grace)
         for task in running:
             task.signal(number)
+
+
+def _last_words(lines: Sequence[bytes]) -> str:
+    """Returns the line that names the exception (TensorFlow's go on after it), or the last line."""
+    named = [line for line in lines if _EXCEPTION.match(line)]
+    return (named or lines or [b""])[-1].decode(errors="replace").strip()
 
 
 def _signal_name(number: int) -> str:

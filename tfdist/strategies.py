@@ -371,7 +371,7 @@ def _tpu(config: StrategyConfig, _: Any) -> tf.distribute.Strategy:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=config.devices)
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
-    except (ValueError, tf.errors.OpError) as e:
+    except (ValueError, OSError, tf.errors.OpError) as e:
         raise ConfigError(
             f"No TPU was found for strategy.devices={config.devices!r} (a TPU's name or address; empty means this "
             f"host's): {str(e).splitlines()[0]}"
