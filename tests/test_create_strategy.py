@@ -136,6 +136,19 @@ def test_a_failed_save_raises_and_keeps_the_file_before(trainer, tmp_path):
     assert path.read_bytes() == before
 
 
+def test_a_function_of_finite_data_ends_its_epochs_by_itself(trainer):
+    model = build(trainer)
+
+    def dataset(context):
+        # 7 batches for 2 replicas: in the last step one replica has nothing.
+        return tf.data.Dataset.from_tensors((np.ones((4, 3), np.float32), np.ones((4, 2), np.float32))).repeat(7)
+
+    # A warning that the data ran out would fail this test.
+    trainer.fit(model, dataset, epochs=2, verbose=0)
+    assert model.optimizer.iterations.numpy() == 8
+    assert trainer.predict(model, dataset, verbose=0).shape == (28, 2)
+
+
 def test_strategy_config_and_datasets_of_functions(trainer):
     assert tfdist.Trainer(StrategyConfig("mirrored", devices=2)).num_replicas == 2
     model = build(trainer)

@@ -11,7 +11,7 @@ from tensorflow.python.distribute import values
 from tensorflow.python.eager import context
 
 import tfdist
-from tfdist import strategies
+from tfdist import cures
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def strategy():
 
 
 def test_keras_learns_shapes_in_the_function_that_reduce_looks_for():
-    function = getattr(keras_trainer.TensorFlowTrainer, strategies.KERAS_SYMBOLIC_BUILD, None)
+    function = getattr(keras_trainer.TensorFlowTrainer, cures.KERAS_SYMBOLIC_BUILD, None)
     assert function is not None, "seam `reduce`: Keras has renamed its symbolic build"
     assert "distribute_strategy.reduce(" in inspect.getsource(function), "seam `reduce`: no longer called there"
 
@@ -29,20 +29,20 @@ def test_keras_names_a_seed_generators_state_as_expected(strategy):
     with strategy.scope():
         seed = keras.random.SeedGenerator(3).state.value
     first, second = strategy.experimental_local_results(seed)
-    assert strategies.KERAS_SEED_VARIABLE in seed.name, "seam variable creation: the seed's name has moved"
+    assert cures.KERAS_SEED_VARIABLE in seed.name, "seam variable creation: the seed's name has moved"
     assert first.numpy().tolist() == [3, 0]
     assert second.numpy()[0] != 3
 
 
 def test_statistics_are_told_from_slots_and_metrics(strategy):
-    before = len(strategy.statistics)
+    before = len(strategy.statistics.living())
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
         frozen = keras.layers.Dense(2, trainable=False)
         frozen.build((None, 4))
         model.compile("adam", "mse", metrics=["mae"])
         model.optimizer.build(model.trainable_variables)
-    assert len(strategy.statistics) - before == 2, "seam variable creation: BatchNorm's two, and nothing else"
+    assert len(strategy.statistics.living()) - before == 2, "seam variable creation: BatchNorm's two, and nothing else"
     for variable in model.non_trainable_variables:
         assert isinstance(variable.value, values.SyncOnReadVariable)
         assert variable.value.aggregation == tf.VariableAggregation.MEAN

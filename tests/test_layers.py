@@ -24,6 +24,8 @@ ORDER = [
     "tfdist.launch",
     "tfdist.task",
     "tfdist.data",
+    "tfdist.moving_statistics",
+    "tfdist.cures",
     "tfdist.strategies",
     "tfdist.monitor",
     "tfdist.lockstep",
@@ -34,7 +36,15 @@ ORDER = [
     "tfdist.train",
 ]
 # These import TensorFlow at once; all others do without, or do it inside the functions that need it.
-WITH_TENSORFLOW = {"tfdist.data", "tfdist.strategies", "tfdist.monitor", "tfdist.lockstep", "tfdist.trainer"}
+WITH_TENSORFLOW = {
+    "tfdist.data",
+    "tfdist.moving_statistics",
+    "tfdist.cures",
+    "tfdist.strategies",
+    "tfdist.monitor",
+    "tfdist.lockstep",
+    "tfdist.trainer",
+}
 TENSORFLOW = {"tensorflow", "keras", "tf_keras", "tensorboard"}
 
 

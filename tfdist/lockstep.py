@@ -105,22 +105,19 @@ class _Synchronize(keras.callbacks.Callback):
         self._strategy = strategy
         self._on_batches = on_batches
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._strategy.synchronize()
+    def _synchronize(self, *_: Any, **__: Any) -> None:
+        self._strategy.statistics.synchronize()
 
-    on_epoch_begin = on_epoch_end = on_test_begin = on_test_end = lambda self, *_, **__: self._strategy.synchronize()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._strategy.synchronize()
+    on_train_begin = on_train_end = on_epoch_begin = on_epoch_end = on_test_begin = on_test_end = _synchronize
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._on_batches:
-            self._strategy.synchronize()
+            self._strategy.statistics.synchronize()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._strategy.desynchronize()
+        self._strategy.statistics.desynchronize()
         if self._on_batches:
-            self._strategy.synchronize()
+            self._strategy.statistics.synchronize()
 
 
 class _Agree(keras.callbacks.Callback):

@@ -55,7 +55,7 @@ class Trainer:
     ):
         if not isinstance(strategy, tf.distribute.Strategy):
             strategy = create_strategy(strategy, cluster, **options)
-        elif not hasattr(strategy, "synchronize") or options:
+        elif not hasattr(strategy, "statistics") or options:
             raise ConfigError(
                 "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
                 f"go with the first two. Received: {type(strategy).__name__}, options {sorted(options)}."
@@ -138,7 +138,7 @@ class Trainer:
         """
         self._check(model)
         result = model.evaluate(self._distribute(data), *args, verbose=verbose if self.is_chief else 0, **kwargs)
-        self.strategy.synchronize()
+        self.strategy.statistics.synchronize()
         return result
 
     def predict(self, model: keras.Model, data: Any, *args: Any, verbose: str | int = "auto", **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ class Trainer:
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
             data = data.with_options(options)
         result = model.predict(self._distribute(data), *args, verbose=verbose if self.is_chief else 0, **kwargs)
-        self.strategy.synchronize()
+        self.strategy.statistics.synchronize()
         return result
 
     def save(self, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -178,7 +178,7 @@ class Trainer:
         path = os.fspath(path)
         if not path.endswith(".keras"):
             raise ConfigError(f"path must end in '.keras'. Received: {path!r}.")
-        self.strategy.synchronize()
+        self.strategy.statistics.synchronize()
         error: Exception | None = None
         if self.is_chief:
             partial = path.removesuffix(".keras") + ".partial.keras"

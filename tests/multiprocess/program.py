@@ -18,6 +18,26 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 
+class Power(keras.metrics.Sum):
+    """The sum of a power of the targets, for which each example has a number of its own."""
+
+    def __init__(self, exponent):
+        super().__init__(name=f"power{exponent}")
+        self.exponent = exponent
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_true**self.exponent)
+
+
+def coverage():
+    """An unseeded program that shuffles: comes first, before anything sets a seed."""
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[Power(0), Power(1), Power(2), Power(3)])
+    numbers = np.arange(96, dtype=np.float32)[:, None]
+    return model.fit(numbers / 96, numbers, batch_size=32, epochs=3, shuffle=True, verbose=0).history
+
+
 def parity():
     """Bare model.fit, as an unmodified script has it."""
     results = {}
@@ -219,7 +239,7 @@ def fine_tuning():
     return {"history": history, "weights": model.get_weights(), "predictions": trainer.predict(model, x, verbose=0)}
 
 
-SCENARIOS = (parity, trainer_fit, inference, everything, dropout, callbacks, fine_tuning)
+SCENARIOS = (coverage, parity, trainer_fit, inference, everything, dropout, callbacks, fine_tuning)
 results = {scenario.__name__: scenario() for scenario in SCENARIOS}
 results["is_chief"] = trainer.is_chief
 harness.store(out, RANK, results)

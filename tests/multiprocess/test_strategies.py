@@ -73,6 +73,14 @@ def test_evaluate_and_predict_equal_one_process(single, ranks, size):
             assert difference(evaluation, expected[kind][0]) < 1e-5, kind
 
 
+def test_an_unseeded_shuffled_epoch_has_each_example_once(ranks):
+    numbers = np.arange(96, dtype=np.float64)
+    for results in ranks:
+        for exponent in range(4):
+            sums = results["coverage"][f"power{exponent}"]
+            assert np.allclose(sums, (numbers**exponent).sum(), rtol=1e-6), exponent
+
+
 def test_dropout_masks_differ_between_replicas_and_steps_and_not_between_runs(runs):
     mirrored = runs("mirrored")[0][0]["dropout"]
     workers = np.concatenate([results["dropout"] for results in runs("multi_worker_mirrored")[0]], axis=2)

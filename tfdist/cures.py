@@ -1,0 +1,222 @@
+"""Subclasses of TensorFlow's strategies under which stock Keras 3 is right.
+
+They are thin, and `isinstance` holds, which Keras relies on. What stock Keras 3 gets wrong is cured in two places,
+`reduce` and the creation of variables in `scope()`; no module is patched. See `_KerasStrategy` for the list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import values  # for central storage alone
+
+from tfdist.moving_statistics import MovingStatistics
+
+# The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
+KERAS_SYMBOLIC_BUILD = "_maybe_symbolic_build"
+KERAS_SEED_VARIABLE = "seed_generator_state"
+
+# Added to a dropout seed once per replica. Odd and large, so that the seeds of two layers, which Keras draws
+# below 1e9, do not meet by being counted up.
+_SEED_STRIDE = 0x5851F42D
+
+
+class _KerasStrategy(tf.distribute.Strategy):
+    """What every strategy here adds to TensorFlow's own, so that stock `model.fit` is right under it.
+
+    - `reduce` takes the structures and the scalars with `axis=0` that Keras 3 gives it (keras#20585).
+    - Non-trainable floating-point model variables (BatchNorm's moving statistics) average over the replicas.
+      Keras creates them without aggregation, so that every replica keeps its own and they drift apart.
+    - Each replica draws its own dropout masks: its seed generators start from a seed of its own.
+    - Whole batches are dealt out in their order, never whole files (which permutes `predict`'s results).
+    """
+
+    # Whether the statistics are one variable (central storage) rather than one for each replica.
+    _shared_variables = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.statistics = MovingStatistics(self)
+        super().__init__(*args, **kwargs)
+
+    def scope(self) -> Any:
+        """Returns TensorFlow's scope, with the creator that gives Keras' variables what they need."""
+        # Keras enters the scope again inside fit: one creator is enough.
+        return super().scope() if tf.distribute.get_strategy() is self else self._creating_scope()
+
+    @contextlib.contextmanager
+    def _creating_scope(self) -> Iterator[Any]:
+        with super().scope(), tf.variable_creator_scope(self._create_variable):
+            yield self
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        if kwargs.get("name") == KERAS_SEED_VARIABLE:
+            return self._create_seed(next_creator, **kwargs)
+        if not _is_statistic(kwargs):
+            return next_creator(**kwargs)
+        kwargs["aggregation"] = tf.VariableAggregation.MEAN
+        if self._shared_variables:
+            return next_creator(**kwargs)
+        # Written by each replica for itself, averaged when read outside of one: no traffic in the step.
+        variable = next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
+        self.statistics.add(variable)
+        return variable
+
+    def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        """Creates a seed generator's state, `[seed, counter]`, with another seed on each replica."""
+        variable = next_creator(**kwargs)
+        ids = self.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        components = self.experimental_local_results(variable)
+        for replica, component in zip(self.experimental_local_results(ids), components, strict=True):
+            component.assign_add(tf.constant([int(replica) * _SEED_STRIDE, 0], component.dtype))
+        return variable
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on each replica, as TensorFlow's own `run`."""
+        self.statistics.desynchronize()
+        return super().run(fn, args, kwargs, options)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """Reduces over replicas as TensorFlow's own `reduce`, also for what Keras 3 gives it.
+
+        Args:
+            reduce_op: `tf.distribute.ReduceOp` or its name, `"SUM"` or `"MEAN"`.
+            value: A value per replica, or a structure of such values, of which each is reduced.
+            axis: The axis also reduced within each replica, or None. On scalars 0 means None.
+        """
+        if tf.nest.is_nested(value):
+            if sys._getframe(1).f_code.co_name == KERAS_SYMBOLIC_BUILD:
+                # Keras wants one batch to learn its shapes from: a local one will do, and needs neither
+                # numbers nor equal shapes on all replicas.
+                return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
+            return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
+        if self.statistics.synchronized and value in self.statistics:
+            return tf.convert_to_tensor(self.experimental_local_results(value)[0])
+        if axis == 0 and all(v.shape.rank == 0 for v in self.experimental_local_results(value)):
+            axis = None
+        return super().reduce(reduce_op, value, axis)
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+        """Splits each (global) batch of `dataset` over the replicas, in order.
+
+        TensorFlow's AUTO sharding deals out whole files where it can, which permutes the results of `predict`
+        and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept.
+        """
+        policy = tf.data.experimental.AutoShardPolicy
+        if dataset.options().experimental_distribute.auto_shard_policy == policy.AUTO:
+            by_data = tf.data.Options()
+            by_data.experimental_distribute.auto_shard_policy = policy.DATA
+            dataset = dataset.with_options(by_data)
+        return self._synchronizing(super().experimental_distribute_dataset(dataset, options))
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
+        """Distributes `dataset_fn(InputContext)`, one dataset of per-replica batches for each worker."""
+        dataset = super().distribute_datasets_from_function(lambda context: _loosen(dataset_fn(context)), options)
+        return self._synchronizing(dataset, elements_per_step=len(self.extended.worker_devices))
+
+    def _synchronizing(self, dataset: Any, elements_per_step: int = 1) -> Any:
+        """Makes each pass over `dataset` begin with equal statistics on all replicas.
+
+        Without it `evaluate` and `predict` would use each replica's own, and give another result than the saved
+        model does. A pass is the one moment that Keras lets a strategy see before its test steps.
+
+        Args:
+            dataset: A distributed dataset; changed in place.
+            elements_per_step: How many of its elements a step takes. Keras reads `cardinality` as a number of steps.
+        """
+        kind = type(dataset)
+
+        def begin(distributed: Any) -> Any:
+            if tf.executing_eagerly():
+                self.statistics.synchronize()
+                self.statistics.desynchronize()
+            return kind.__iter__(distributed)
+
+        def steps(distributed: Any) -> Any:
+            elements = kind.cardinality.fget(distributed)
+            return elements if elements < 0 else -(-elements // elements_per_step)
+
+        if getattr(kind, "cardinality", None) is not None:
+            dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "cardinality": property(steps)})
+        return dataset
+
+
+class OneDeviceStrategy(_KerasStrategy, tf.distribute.OneDeviceStrategy):
+    """Trains on one device."""
+
+    _shared_variables = True
+
+
+class MirroredStrategy(_KerasStrategy, tf.distribute.MirroredStrategy):
+    """Trains on several devices of one machine, each with a copy of the variables."""
+
+
+class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains on the devices of several workers, each with a copy of the variables."""
+
+
+class CentralStorageStrategy(_KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):
+    """Trains on several devices of one machine, with one copy of the variables."""
+
+    _shared_variables = True
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        # Keras' metrics and seed generators add to themselves by `assign(self + value)`. TensorFlow would sum that
+        # over the replicas into one variable and so count the old value once per replica.
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return self._create_per_replica(next_creator, **kwargs)
+        return super()._create_variable(next_creator, **kwargs)
+
+    def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        return super()._create_seed(functools.partial(self._create_per_replica, next_creator), **kwargs)
+
+    def _create_per_replica(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        components = [next_creator(**kwargs) for _ in range(self.num_replicas_in_sync)]
+        if len(components) == 1:
+            return components[0]
+        return values.SyncOnReadVariable(self, [component.get() for component in components], kwargs["aggregation"])
+
+
+class TPUStrategy(_KerasStrategy, tf.distribute.TPUStrategy):
+    """Trains on the cores of a TPU. Never run by tfdist's own tests."""
+
+
+def _loosen(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Makes the batch size of a finite dataset unknown.
+
+    Where batches have a fixed size, TensorFlow leaves out a last step in which some replica has none.
+    """
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        return dataset
+
+    def loosen(tensor: Any) -> Any:
+        if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
+            return tensor
+        return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
+
+    def each(*batch: Any) -> Any:
+        return tf.nest.map_structure(loosen, batch if isinstance(dataset.element_spec, tuple) else batch[0])
+
+    return dataset.map(each)
+
+
+def _is_statistic(kwargs: dict[str, Any]) -> bool:
+    """Whether a creator's arguments describe a BatchNorm-like statistic.
+
+    Optimizer slots pass through the same creator; Keras colocates each with its model variable.
+    """
+    value = kwargs.get("initial_value")
+    dtype = kwargs.get("dtype") or getattr(value, "dtype", None)
+    return (
+        not kwargs.get("trainable", True)
+        and dtype is not None
+        and tf.as_dtype(dtype).is_floating
+        and kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE)
+        and kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO)
+        and kwargs.get("colocate_with") is None
+    )

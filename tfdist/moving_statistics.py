@@ -1,0 +1,90 @@
+"""`MovingStatistics`: the variables of which each replica keeps its own value, and when they are averaged."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+
+class MovingStatistics:
+    """BatchNorm's moving statistics and their like, under a strategy with a copy of the variables on each replica.
+
+    Between steps each replica keeps its own (`VariableSynchronization.ON_READ`). Reading one outside of a replica takes
+    the mean over all replicas, which under several workers is a collective: it hangs where one worker does it alone.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        synchronized: Whether all replicas are known to hold the same values, so that reading them needs no peer.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self.synchronized = False
+        self._strategy = strategy
+        # Numbered in the order of their creation, which is the same on all workers.
+        self._refs: dict[int, weakref.ref[tf.Variable]] = {}
+        self._numbers = itertools.count()
+        self._averaged: tuple[int, ...] = ()  # what `_average` was compiled for
+        self._average: Callable[[], None] = self._average_all
+        self._sum = tf.function(lambda values: strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None))
+
+    def add(self, variable: tf.Variable) -> None:
+        """Takes a variable in, until nobody uses it any more."""
+        self._refs[next(self._numbers)] = weakref.ref(variable)
+
+    def __contains__(self, variable: object) -> bool:
+        return any(ref() is variable for ref in self._refs.values())
+
+    def living(self) -> list[tf.Variable]:
+        """Returns the variables still in use."""
+        return [variable for ref in self._refs.values() if (variable := ref()) is not None]
+
+    def synchronize(self) -> None:
+        """Sets every replica's values to their mean over all replicas.
+
+        A collective: under several workers, every worker must call it. From then until `desynchronize` reading is
+        local, so that one worker alone may save the model.
+        """
+        if self._refs and not self.synchronized:
+            living = self.living()  # held, so that none dies on one worker alone before this is over
+            self._forget_the_dead()
+            names = tuple(self._refs)
+            if self._averaged != names:
+                self._averaged, self._average = names, tf.function(self._average_all, autograph=False)
+            if names:
+                self._average()
+            del living
+        self.synchronized = True
+
+    def desynchronize(self) -> None:
+        """Says that replicas may have changed their values since `synchronize`."""
+        self.synchronized = False
+
+    def _average_all(self) -> None:
+        local = self._strategy.experimental_local_results
+        variables = self.living()
+        means = self._strategy.extended.batch_reduce_to(
+            tf.distribute.ReduceOp.MEAN, [(variable, variable) for variable in variables]
+        )
+        for variable, mean in zip(variables, means, strict=True):
+            for component, value in zip(local(variable), local(mean), strict=True):
+                component.assign(value)
+
+    def _forget_the_dead(self) -> None:
+        """Drops the variables of models that are gone, once they are so on all workers.
+
+        Python's garbage collector frees a model on one worker earlier than on another, but all must average the same.
+        """
+        alive = [ref() is not None for ref in self._refs.values()]
+        if isinstance(self._strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            alive = self._alive_everywhere(alive)
+        self._refs = {number: ref for (number, ref), lives in zip(self._refs.items(), alive, strict=True) if lives}
+
+    def _alive_everywhere(self, alive: Sequence[bool]) -> list[bool]:
+        mine = tf.constant(alive, tf.int32)
+        counts = self._sum(self._strategy.experimental_distribute_values_from_function(lambda _: mine))
+        return [bool(count == self._strategy.num_replicas_in_sync) for count in counts.numpy()]
