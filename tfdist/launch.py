@@ -98,6 +98,7 @@ class _Task:
         self.held_since = 0.0
         self.tail: list[bytes] = []
         self.open = True
+        self.over = False
 
     def read(self) -> list[bytes]:
         """Returns the complete lines that have come since; notes the end of the output."""
@@ -118,6 +119,10 @@ class _Task:
         lines = [line for line in lines if line.strip() and not _CHATTER.match(line)]
         self.tail = (self.tail + lines)[-_TAIL_LINES:]
         return lines
+
+    def blame(self) -> tuple[bool, float]:
+        """Sorts ended tasks: killed ones first, then by the time of their traceback."""
+        return (self.process.returncode >= 0, self.held_since or float("inf"))
 
     def signal(self, number: int) -> bool:
         """Sends a signal to the task and all that it has started; returns whether any of it was there."""
@@ -187,7 +192,8 @@ class Launcher:
                     self._watch()
                 finally:
                     for task in self._tasks:
-                        task.signal(signal.SIGKILL)
+                        if not task.over:  # else its number may be another's by now
+                            task.signal(signal.SIGKILL)
                         task.process.wait()
                         task.log.close()
                         task.pipe.close()
@@ -231,10 +237,12 @@ class Launcher:
                 for task in running:
                     if task.held and time.monotonic() - task.held_since > _HOLD_SECONDS:
                         self._release(task)
-                for task in [task for task in running if self._is_over(task)]:
+                # Of several at once, the one that was killed or complained first is the cause.
+                for task in sorted(filter(self._is_over, running), key=_Task.blame):
                     running.remove(task)
                     # What it started and left behind would hold its pipe open, too.
                     task.signal(signal.SIGKILL)
+                    task.over = True
                     self._drain(task, selector)
                     self._tell_guardian("-", task)
                     self._ended(task, running)
