@@ -125,6 +125,29 @@ def test_save_wants_a_keras_file(trainer, tmp_path):
         trainer.save(build(trainer), tmp_path / "model.h5")
 
 
+def test_save_heeds_overwrite(trainer, tmp_path):
+    path = tmp_path / "model.keras"
+    trainer.save(build(trainer), path)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match="overwrite=False"):
+        trainer.save(build(trainer), path, overwrite=False)
+    assert path.read_bytes() == before
+
+
+def test_an_empty_share_of_a_batch_never_makes_nan_of_batch_norm(trainer):
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.ones((33, 3), np.float32), np.ones((33, 1), np.float32)
+    with pytest.raises(ConfigError, match="The last training batch, 1 of 33 examples"):
+        trainer.fit(model, x, y, batch_size=32)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="does not give each of 2 replicas an example"):
+        trainer.fit(model, dataset, verbose=0)
+    trainer.fit(model, x[:18], y[:18], batch_size=16, verbose=0, epochs=2)
+    assert all(np.isfinite(weights).all() for weights in model.get_weights())
+
+
 def test_a_failed_save_raises_and_keeps_the_file_before(trainer, tmp_path):
     model = build(trainer)
     path = tmp_path / "model.keras"

@@ -77,7 +77,7 @@ class _KerasStrategy(tf.distribute.Strategy):
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on each replica, as TensorFlow's own `run`."""
-        self.statistics.desynchronize()
+        self.statistics.may_change()
         return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
@@ -88,15 +88,18 @@ class _KerasStrategy(tf.distribute.Strategy):
             value: A value per replica, or a structure of such values, of which each is reduced.
             axis: The axis also reduced within each replica, or None. On scalars 0 means None.
         """
+        local = self.experimental_local_results
+        if sys._getframe(1).f_code.co_name == KERAS_SYMBOLIC_BUILD:
+            # Keras wants one batch to learn its shapes from: a local one will do, and needs neither numbers nor
+            # equal shapes on all replicas.
+            return tf.nest.map_structure(lambda v: local(v)[0], value)
         if tf.nest.is_nested(value):
-            if sys._getframe(1).f_code.co_name == KERAS_SYMBOLIC_BUILD:
-                # Keras wants one batch to learn its shapes from: a local one will do, and needs neither
-                # numbers nor equal shapes on all replicas.
-                return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
             return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
+        if isinstance(value, (bool, int, float)):  # a train_step's own log
+            value = tf.convert_to_tensor(value)
         if self.statistics.synchronized and value in self.statistics:
-            return tf.convert_to_tensor(self.experimental_local_results(value)[0])
-        if axis == 0 and all(v.shape.rank == 0 for v in self.experimental_local_results(value)):
+            return tf.convert_to_tensor(local(value)[0])
+        if axis == 0 and all(v.shape.rank == 0 for v in local(value)):
             axis = None
         return super().reduce(reduce_op, value, axis)
 
@@ -133,7 +136,7 @@ class _KerasStrategy(tf.distribute.Strategy):
         def begin(distributed: Any) -> Any:
             if tf.executing_eagerly():
                 self.statistics.synchronize()
-                self.statistics.desynchronize()
+                self.statistics.may_change()
             return kind.__iter__(distributed)
 
         def steps(distributed: Any) -> Any:

@@ -76,3 +76,49 @@ def epochs(
     # Known to be endless, or TensorFlow asks all workers before each step whether they have data left.
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
     return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def feeding_all_replicas(data: Any, batch_size: int, num_replicas: int, share: float = 1.0) -> Any:
+    """Refuses training batches too small to give every replica an example.
+
+    BatchNorm makes NaN of an empty batch, and the sum of the gradients spreads it to all replicas.
+
+    Args:
+        data: What `fit` takes as `x`.
+        batch_size: Examples per step over all replicas, if `data` is an array.
+        num_replicas: The number of replicas.
+        share: The share of an array that is trained on, less than 1 with `validation_split`.
+
+    Returns:
+        `data`; of a `tf.data.Dataset`, one that raises `InvalidArgumentError` at such a batch.
+
+    Raises:
+        ConfigError: `data` is an array and its last batch is too small.
+    """
+    remedy = (
+        f"does not give each of {num_replicas} replicas an example, of which BatchNorm would make NaN; choose another "
+        "batch size, or leave the rest out (drop_remainder=True)."
+    )
+    if isinstance(data, tf.data.Dataset):
+
+        def check(*batch: Any) -> Any:
+            first = tf.nest.flatten(batch, expand_composites=False)[0]
+            if not isinstance(first, tf.Tensor) or not first.shape.rank:
+                return batch if isinstance(data.element_spec, tuple) else batch[0]
+            fed = _feeds_all(tf.shape(first)[0], num_replicas)
+            with tf.control_dependencies([tf.debugging.Assert(fed, ["A training batch", remedy, tf.shape(first)[0]])]):
+                batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+            return batch if isinstance(data.element_spec, tuple) else batch[0]
+
+        return data.map(check)
+    sizes = [len(array) for array in tf.nest.flatten(data) if hasattr(array, "shape") and array.shape]
+    examples = int(sizes[0] * share) if sizes else 0
+    last = examples % batch_size
+    if last and not _feeds_all(last, num_replicas):
+        raise ConfigError(f"The last training batch, {last} of {examples} examples, {remedy}")
+    return data
+
+
+def _feeds_all(examples: Any, num_replicas: int) -> Any:
+    """Returns whether TensorFlow's way of splitting a batch, ceil(examples / replicas) each, leaves no replica empty."""
+    return -(-examples // num_replicas) * (num_replicas - 1) < examples

@@ -28,6 +28,7 @@ from tfdist.errors import ConfigError
 # A traceback is held back for this long: its task may be about to end of it, and then it is shown with that.
 _HOLD_SECONDS = 3.0
 _TAIL_LINES = 20
+_LONGEST_LINE = 1 << 16
 _TRACEBACK = b"Traceback (most recent call last):"
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 # TensorFlow's C++ log below errors, and its errors about GPUs that are not there: in the task's log, not on the screen.
@@ -116,6 +117,8 @@ class _Task:
             self.log.write(chunk)
             self.log.flush()
             *lines, self.partial = re.split(rb"[\r\n]+", self.partial + chunk)
+            if len(self.partial) > _LONGEST_LINE:
+                lines, self.partial = [*lines, self.partial], b""
         lines = [line for line in lines if line.strip() and not _CHATTER.match(line)]
         self.tail = (self.tail + lines)[-_TAIL_LINES:]
         return lines
@@ -177,7 +180,9 @@ class Launcher:
             the launcher. With parameter servers the job ends when the chief does: servers never end by themselves.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        caught = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        # What is ignored stays so, as under nohup.
+        heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        caught = {n: signal.signal(n, self._on_signal) for n in heeded}
         try:
             with subprocess.Popen(
                 [sys.executable, "-S", "-E", "-c", _GUARDIAN],

@@ -74,7 +74,7 @@ class Scalars(keras.callbacks.Callback):
         values = {**(logs or {}), "examples_per_second": self._throughput.examples_per_second}
         with self._writer.as_default():
             for name, value in values.items():
-                if value is not None:
+                if value is not None and np.ndim(value) == 0:
                     tf.summary.scalar(name, float(value), step=epoch)
 
     def on_train_end(self, logs: Any = None) -> None:

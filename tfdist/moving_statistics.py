@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -24,6 +25,7 @@ class MovingStatistics:
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self.synchronized = False
+        self._managed = 0
         self._strategy = strategy
         # Numbered in the order of their creation, which is the same on all workers.
         self._refs: dict[int, weakref.ref[tf.Variable]] = {}
@@ -63,6 +65,24 @@ class MovingStatistics:
     def desynchronize(self) -> None:
         """Says that replicas may have changed their values since `synchronize`."""
         self.synchronized = False
+
+    @contextlib.contextmanager
+    def managed(self) -> Iterator[None]:
+        """Makes the caller say `desynchronize` after training steps.
+
+        Elsewhere any pass over data may train, and ends what `synchronize` promised. In here a callback may evaluate, and
+        another one then save the model on the chief alone.
+        """
+        self._managed += 1
+        try:
+            yield
+        finally:
+            self._managed -= 1
+
+    def may_change(self) -> None:
+        """Says that replicas will run something that may be a training step."""
+        if not self._managed:
+            self.desynchronize()
 
     def _average_all(self) -> None:
         local = self._strategy.experimental_local_results

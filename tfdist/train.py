@@ -100,7 +100,7 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
         "seed": config.seed,
         "epochs": len(history.epoch),
         "steps": throughput.steps,
-        "metrics": {name: float(values[-1]) for name, values in history.history.items()},
+        "metrics": {name: _finite(values[-1]) for name, values in history.history.items()},
         "examples_per_second": throughput.examples_per_second and round(throughput.examples_per_second, 1),
         "step_ms": throughput.step_ms,
         "compression": {"name": "none"},
@@ -139,6 +139,14 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
         command, cluster_lib.local_cluster(config.cluster.workers), workdir / "logs", grace_seconds=config.grace_seconds
     )
     return launcher.run()
+
+
+def _finite(value: Any) -> Any:
+    """Returns a metric as plain numbers; JSON has no NaN, so what is not finite becomes null."""
+    import numpy as np
+
+    numbers = np.asarray(value, np.float64)
+    return np.where(np.isfinite(numbers), numbers.astype(object), None).tolist()  # type: ignore[call-overload]
 
 
 def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import data as data_lib
 from tfdist import lockstep
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
 from tfdist.config import StrategyConfig
@@ -116,14 +117,21 @@ class Trainer:
         train_data = self._distribute(train_data)
         if not args and isinstance(train_data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
             kwargs.setdefault("shuffle", False)  # or Keras warns that it will not shuffle a dataset
-        model.fit(
-            train_data,
-            *args,
-            callbacks=self._wrap(callbacks),
-            validation_data=self._distribute(validation_data),
-            verbose=verbose if self.is_chief else 0,
-            **kwargs,
-        )
+        if self.num_replicas > 1 and any(v.value in self.strategy.statistics for v in model.non_trainable_variables):
+            # As Keras chooses it: 32, or with steps_per_epoch what then fills each step but the last.
+            batch_size = kwargs.get("batch_size", args[1] if len(args) > 1 else None)
+            if batch_size or "steps_per_epoch" not in kwargs:
+                share = 1 - kwargs.get("validation_split", 0.0)
+                train_data = data_lib.feeding_all_replicas(train_data, batch_size or 32, self.num_replicas, share)
+        with self.strategy.statistics.managed():
+            model.fit(
+                train_data,
+                *args,
+                callbacks=self._wrap(callbacks),
+                validation_data=self._distribute(validation_data),
+                verbose=verbose if self.is_chief else 0,
+                **kwargs,
+            )
         return model.history
 
     def evaluate(self, model: keras.Model, data: Any, *args: Any, verbose: str | int = "auto", **kwargs: Any) -> Any:
@@ -137,9 +145,8 @@ class Trainer:
             **kwargs: As for Keras' `evaluate`.
         """
         self._check(model)
-        result = model.evaluate(self._distribute(data), *args, verbose=verbose if self.is_chief else 0, **kwargs)
-        self.strategy.statistics.synchronize()
-        return result
+        with self.strategy.statistics.managed():
+            return model.evaluate(self._distribute(data), *args, verbose=verbose if self.is_chief else 0, **kwargs)
 
     def predict(self, model: keras.Model, data: Any, *args: Any, verbose: str | int = "auto", **kwargs: Any) -> Any:
         """Returns the model's outputs for all of `data`, in its order, on every rank.
@@ -156,9 +163,8 @@ class Trainer:
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
             data = data.with_options(options)
-        result = model.predict(self._distribute(data), *args, verbose=verbose if self.is_chief else 0, **kwargs)
-        self.strategy.statistics.synchronize()
-        return result
+        with self.strategy.statistics.managed():
+            return model.predict(self._distribute(data), *args, verbose=verbose if self.is_chief else 0, **kwargs)
 
     def save(self, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves `model` as one `.keras` file that plain Keras loads on one device.
@@ -178,11 +184,15 @@ class Trainer:
         path = os.fspath(path)
         if not path.endswith(".keras"):
             raise ConfigError(f"path must end in '.keras'. Received: {path!r}.")
+        self.strategy.statistics.desynchronize()  # a loop of the user's own may have trained
         self.strategy.statistics.synchronize()
         error: Exception | None = None
+        overwrite = kwargs.pop("overwrite", True)
         if self.is_chief:
             partial = path.removesuffix(".keras") + ".partial.keras"
             try:
+                if not overwrite and tf.io.gfile.exists(path):
+                    raise FileExistsError(f"path {path!r} exists, and overwrite=False was given.")
                 model.save(partial, **kwargs)
                 tf.io.gfile.rename(partial, path, overwrite=True)
             except Exception as e:
@@ -233,6 +243,8 @@ def _unsupported(model: keras.Model) -> Iterator[str]:
         yield "mixed_float16 (a LossScaleOptimizer) is not supported with several replicas; use mixed_bfloat16."
     if getattr(optimizer, "gradient_accumulation_steps", None):
         yield "gradient_accumulation_steps is not supported with several replicas; leave it out."
+    if getattr(optimizer, "use_ema", False) and getattr(optimizer, "ema_overwrite_frequency", None):
+        yield "ema_overwrite_frequency is not supported with several replicas; leave it out (use_ema works)."
     if model.jit_compile:
         yield "jit_compile=True is not supported with several replicas; compile with jit_compile=False."
     if getattr(model, "steps_per_execution", 1) > 1:
