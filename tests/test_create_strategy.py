@@ -125,6 +125,43 @@ def test_save_wants_a_keras_file(trainer, tmp_path):
         trainer.save(build(trainer), tmp_path / "model.h5")
 
 
+def test_a_lazily_built_model_takes_an_odd_batch_of_inputs_alone(trainer):
+    class Autoencoder(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x):
+            y = self.dense(x)
+            self.add_loss(keras.ops.mean((y - x) ** 2))
+            return y
+
+    with trainer.scope():
+        model = Autoencoder()
+        model.compile("sgd")
+    dataset = tf.data.Dataset.from_tensor_slices(np.ones((5, 3), np.float32)).batch(5)
+    assert np.isfinite(trainer.fit(model, dataset, verbose=0).history["loss"]).all()
+
+
+def test_saving_after_a_loop_of_the_users_own_takes_the_mean(trainer, tmp_path):
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.random.default_rng(0).standard_normal((8, 3), np.float32), np.ones((8, 1), np.float32)
+    dataset = trainer.strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors((x, y)).repeat())
+    batches = iter(dataset)
+    step = tf.function(lambda batch: trainer.strategy.run(model.train_step, (batch,)))
+    step(next(batches))
+    trainer.evaluate(model, x, y, verbose=0)
+    step(next(batches))
+    mean = model.layers[0].moving_mean.value
+    first, second = (c.numpy() for c in trainer.strategy.experimental_local_results(mean))
+    assert (first != second).any()
+    trainer.save(model, tmp_path / "model.keras")
+    saved = keras.models.load_model(tmp_path / "model.keras").layers[0].moving_mean.numpy()
+    assert saved == pytest.approx((first + second) / 2, abs=1e-7)
+
+
 def test_save_heeds_overwrite(trainer, tmp_path):
     path = tmp_path / "model.keras"
     trainer.save(build(trainer), path)

@@ -88,5 +88,6 @@ def test_a_callback_knows_its_hooks():
 def test_reduce_sums_structures_and_scalars(strategy):
     ones = strategy.run(lambda: tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32))
     assert strategy.reduce("SUM", ones, axis=0).numpy() == 1
+    assert strategy.reduce("MEAN", 1.0, axis=0).numpy() == 1, "a train_step may log a Python number"
     summed = strategy.reduce("SUM", {"a": ones, "b": (ones, ones)}, axis=None)
     assert np.array(tf.nest.flatten(summed)).tolist() == [1, 1, 1]

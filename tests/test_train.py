@@ -9,6 +9,7 @@ import sys
 import time
 
 import keras
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -188,6 +189,24 @@ def test_a_task_that_fails_ends_all_within_ten_seconds(tmp_path, where, code, na
         assert tracebacks and all(line.startswith("[worker:1] ") for line in tracebacks), output
         assert output.count(f"[worker:1] RuntimeError: failing in {where}, on purpose") == 1, output
     assert not left_over(str(tmp_path))
+
+
+def test_summary_numbers_are_json():
+    from tfdist import train
+
+    assert train._finite(np.float32(0.5)) == 0.5
+    assert json.dumps([train._finite(float("nan")), train._finite(np.array([0.25, np.inf]))]) == "[null, [0.25, null]]"
+
+
+def test_a_hangup_is_ignored_under_nohup(tmp_path):
+    command = ["nohup", sys.executable, "-m", "tfdist.launch", "--", "sh", "-c", "echo started; sleep 4"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert process.stdout.readline() == "[worker:0] started\n"
+    process.send_signal(signal.SIGHUP)
+    finish(process, timeout=30)
+    assert process.returncode == 0
 
 
 def test_interrupt_ends_all(tmp_path):
