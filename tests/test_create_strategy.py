@@ -59,7 +59,11 @@ def test_communication_options_pass_through(trainer):
         (["multi_worker_mirrored"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),
         (["mirrored"], {"bytes_per_pack": -1}, "must be 0 \\(off\\) or more"),
         (["one_device"], {"devices": 2}, "use strategy.name=mirrored"),
-        (["mirrored"], {"devices": 3}, "TensorFlow was already in use, with 2"),
+        (
+            ["mirrored"],
+            {"devices": 3},
+            r"test_create_strategy\.py:\d+: strategy\.devices=3 virtual CPUs cannot be made",
+        ),
     ],
 )
 def test_mistakes_are_answered(trainer, arguments, options, message):
@@ -102,22 +106,102 @@ def test_a_model_from_outside_the_scope_is_refused(trainer):
         trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
 
 
+def sgd(**arguments):
+    return lambda: keras.optimizers.SGD(0.1, **arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"jit_compile": True}, "jit_compile"),
-        ({"steps_per_execution": 4}, "steps_per_execution=4"),
-        (
-            {"optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
-            "gradient_accumulation_steps",
-        ),
-        ({"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))}, "mixed_bfloat16"),
+        ({"jit_compile": True}, "jit_compile=True compiles"),
+        ({"steps_per_execution": 4}, "steps_per_execution=4 fails"),
+        ({"optimizer": sgd(gradient_accumulation_steps=2)}, "gradient_accumulation_steps fails"),
+        ({"optimizer": sgd(use_ema=True, ema_overwrite_frequency=2)}, "ema_overwrite_frequency fails"),
+        ({"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))}, "mixed_float16"),
     ],
 )
-def test_what_several_replicas_get_wrong_is_refused(trainer, arguments, message):
+def test_a_bare_fit_says_what_only_the_trainer_cures(trainer, arguments, message):
     model = build(trainer, **arguments)
-    with pytest.raises(ConfigError, match=message):
+    x, y = np.ones((4, 3)), np.ones((4, 2))
+    with pytest.raises(ConfigError, match=rf"{message}.* use tfdist\.Trainer\(\.\.\.\)\.fit"):
+        model.fit(x, y, verbose=0)
+    if "optimizer" not in arguments:
+        with pytest.raises(ConfigError, match=rf"{message}.* use tfdist\.Trainer\(\.\.\.\)\.fit"):
+            model.evaluate(x, y, verbose=0)
+    trainer.fit(model, x, y, verbose=0)
+    trainer.evaluate(model, x, y, verbose=0)
+
+
+def test_a_bare_fit_names_every_fault(trainer):
+    model = build(trainer, jit_compile=True, optimizer=sgd(gradient_accumulation_steps=2))
+    with pytest.raises(ConfigError) as raised:
+        model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    assert len(raised.value.faults) == 2
+
+
+def test_a_loop_of_ones_own_may_run_a_compiled_models_step(trainer):
+    model = build(trainer, steps_per_execution=4)
+    x, y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
+    model.optimizer.build(model.trainable_variables)
+    tf.function(lambda: trainer.strategy.run(model.test_step, ((x, y),)))()
+
+
+def test_an_own_train_step_cannot_be_compiled(trainer):
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    with trainer.scope():
+        model = Own([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ConfigError, match=r"the one of Own may do more .* jit_compile=False"):
         trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
+
+
+def test_what_xla_cannot_compile_is_said(trainer):
+    class Python(keras.layers.Layer):
+        def call(self, x):
+            return tf.ensure_shape(tf.numpy_function(lambda value: value, [x], tf.float32), [None, 3])
+
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), Python(), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ConfigError, match=r"XLA cannot compile PyFunc of this model; .*jit_compile=False"):
+        trainer.fit(model, np.ones((4, 3), np.float32), np.ones((4, 2), np.float32), verbose=0)
+
+
+def test_an_optimizer_from_outside_the_scope_is_refused(trainer):
+    optimizer = keras.optimizers.Adam()
+    model = build(trainer, optimizer=lambda: optimizer)
+    with pytest.raises(ConfigError, match=r"Adam was created outside of this trainer's scope"):
+        trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
+
+
+def test_no_data_are_no_training(trainer):
+    model = build(trainer)
+    with pytest.raises(ConfigError, match="hold no batch"):
+        trainer.fit(model, np.ones((0, 3)), np.ones((0, 2)), verbose=0)
+    with pytest.raises(ConfigError, match="hold no batch"):
+        trainer.evaluate(model, tf.data.Dataset.from_tensors((np.ones((4, 3)), np.ones((4, 2)))).take(0), verbose=0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_gradients_of_several_types_are_reduced(trainer, dtype):
+    with trainer.scope():
+        layers = [keras.layers.Dense(4, dtype=dtype), keras.layers.Dense(2, dtype="float32")]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        model.compile("sgd", "mse")
+    losses = trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)), epochs=2, verbose=0).history["loss"]
+    assert losses[1] < losses[0]
+
+
+def test_a_prediction_of_some_steps_cut_by_an_execution(trainer):
+    model = build(trainer, steps_per_execution=4)
+    x = np.arange(60, dtype=np.float32).reshape(20, 3)
+    batches = tf.data.Dataset.from_tensor_slices(x).batch(2)
+    assert trainer.predict(model, batches.repeat(), steps=6, verbose=0).shape == (12, 2)
+    with pytest.raises(ConfigError, match="steps=6 of predict must be a multiple of steps_per_execution=4"):
+        trainer.predict(model, x, batch_size=2, steps=6, verbose=0)
 
 
 def test_save_wants_a_keras_file(trainer, tmp_path):

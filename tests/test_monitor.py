@@ -56,6 +56,18 @@ def test_the_time_between_epochs_is_left_out(clock):
     assert throughput.steps == 4
 
 
+def test_steps_of_one_execution_share_its_time(clock):
+    throughput = Throughput(8, clock)
+    throughput.set_params({"steps": 10})
+    for _ in range(2):
+        throughput.on_epoch_begin(0)
+        for last in (3, 7, 11):  # Keras does not say that the last execution has 2 steps
+            clock.now += 4
+            throughput.on_train_batch_end(last)
+    assert throughput.steps == 20
+    assert throughput.step_seconds == [1] * 4 + [2] * 2 + [1] * 8 + [2] * 2
+
+
 def test_median_and_95th_percentile_are_in_milliseconds(clock):
     throughput = Throughput(8, clock)
     run_epoch(throughput, clock, [60] + [step / 1000 for step in range(1, 102)])

@@ -16,7 +16,7 @@ from tfdist.errors import ConfigError, did_you_mean, unknown
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "tpu")
 IMPLEMENTATIONS = ("auto", "ring", "nccl")
-PRECISIONS = ("float32", "mixed_bfloat16")
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 MAX_VIRTUAL_CPUS = 256
 
 # Optimizer name to the arguments it takes besides the learning rate and those of every optimizer.
@@ -29,7 +29,15 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "nadam": ("beta_1", "beta_2", "epsilon"),
     "lion": ("beta_1", "beta_2"),
 }
-_EVERY_OPTIMIZER = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema", "ema_momentum")
+_EVERY_OPTIMIZER = (
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_momentum",
+    "gradient_accumulation_steps",
+)
 
 
 @dataclasses.dataclass
@@ -112,6 +120,7 @@ class OptimizerConfig:
             and every argument that differs from its default here.
         weight_decay: 0 means none; likewise `clipnorm`, `clipvalue` and `global_clipnorm`, of which one may be set.
         use_ema: Keep and, after training, use an exponential moving average of the weights.
+        gradient_accumulation_steps: Steps whose mean gradient makes one update; 0 means each step's own does.
     """
 
     name: str = "adam"
@@ -129,6 +138,7 @@ class OptimizerConfig:
     global_clipnorm: float = 0.0
     use_ema: bool = False
     ema_momentum: float = 0.99
+    gradient_accumulation_steps: int = 0
 
     def changed(self) -> dict[str, Any]:
         """Returns the arguments that differ from their defaults: those to give to the optimizer."""
@@ -148,6 +158,11 @@ class OptimizerConfig:
                 f"Expected one of {', '.join(sorted(OPTIMIZERS))}, or your own as 'package.module:Class'."
             )
             return
+        if self.gradient_accumulation_steps < 0 or self.gradient_accumulation_steps == 1:
+            yield (
+                "optimizer.gradient_accumulation_steps must be 0 (off) or 2 or more. "
+                f"Received: {self.gradient_accumulation_steps}."
+            )
         takes = OPTIMIZERS[self.name]
         for name in self.changed():
             if name not in takes and name not in _EVERY_OPTIMIZER:
@@ -174,7 +189,9 @@ class TrainConfig:
         deterministic: Use only TensorFlow operations that give the same bits each time; slower on GPUs.
         optimizer: The optimizer and its arguments.
         learning_rate: Step size.
-        precision: `"float32"` or `"mixed_bfloat16"` (computes in 16 bits, keeps weights in 32).
+        precision: `"float32"`, `"mixed_bfloat16"` or `"mixed_float16"`, which compute in 16 bits and keep weights in 32.
+        jit_compile: Compile each replica's computation with XLA.
+        steps_per_execution: Steps to run for each call of Python; callbacks see every so many steps.
         grace_seconds: How long a task has to end after a signal before it is killed.
     """
 
@@ -191,6 +208,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     learning_rate: float = 1e-3
     precision: str = "float32"
+    jit_compile: bool = False
+    steps_per_execution: int = 1
     grace_seconds: float = 25.0
 
     def __post_init__(self) -> None:
@@ -244,7 +263,12 @@ def _faults(config: TrainConfig) -> Iterator[str]:
         yield fault
     if config.precision not in PRECISIONS:
         yield unknown("precision", config.precision, PRECISIONS)
-    for name, least in (("epochs", 1), ("steps_per_epoch", 0), ("grace_seconds", 0), ("learning_rate", 0)):
+    if config.jit_compile and config.strategy.name == "central_storage":
+        yield "jit_compile is not possible under strategy central_storage; use mirrored."
+    if config.precision == "mixed_float16" and config.strategy.name == "central_storage":
+        yield "precision mixed_float16 is not possible under strategy central_storage; use mirrored, or mixed_bfloat16."
+    least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
+    for name, least in least_values.items():
         if not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
             yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."
     if not 0 <= config.seed < 2**31:

@@ -15,11 +15,18 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import values  # for central storage alone
 
+from tfdist import refusals
+from tfdist.errors import ConfigError
 from tfdist.moving_statistics import MovingStatistics
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_SYMBOLIC_BUILD = "_maybe_symbolic_build"
+KERAS_STEP = "one_step_on_data"
 KERAS_SEED_VARIABLE = "seed_generator_state"
+KERAS_ACCUMULATOR_VARIABLE = "gradient_accumulator"
+
+# What TensorFlow's CollectiveBcastSend takes.
+_BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 
 # Added to a dropout seed once per replica. Odd and large, so that the seeds of two layers, which Keras draws
 # below 1e9, do not meet by being counted up.
@@ -76,7 +83,9 @@ class _KerasStrategy(tf.distribute.Strategy):
         return variable
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Runs `fn` on each replica, as TensorFlow's own `run`."""
+        """Runs `fn` on each replica, as TensorFlow's own `run`; a model's own step only if Keras can run it."""
+        if self.num_replicas_in_sync > 1 and sys._getframe(1).f_code.co_name == KERAS_STEP:
+            refusals.check_bare(fn)
         self.statistics.may_change()
         return super().run(fn, args, kwargs, options)
 
@@ -109,6 +118,7 @@ class _KerasStrategy(tf.distribute.Strategy):
         TensorFlow's AUTO sharding deals out whole files where it can, which permutes the results of `predict`
         and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept.
         """
+        refusals.check_data(self, sys._getframe(1).f_locals.get("self"))
         policy = tf.data.experimental.AutoShardPolicy
         if dataset.options().experimental_distribute.auto_shard_policy == policy.AUTO:
             by_data = tf.data.Options()
@@ -161,6 +171,20 @@ class MirroredStrategy(_KerasStrategy, tf.distribute.MirroredStrategy):
 class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
     """Trains on the devices of several workers, each with a copy of the variables."""
 
+    @property
+    def num_workers(self) -> int:
+        """The number of workers, this one included."""
+        return self.num_replicas_in_sync // len(self.extended.worker_devices)
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        dtype = tf.as_dtype(kwargs.get("dtype") or getattr(kwargs.get("initial_value"), "dtype", None) or tf.float32)
+        if self.num_workers > 1 and dtype not in _BROADCAST:
+            raise ConfigError(
+                f"multi_worker_mirrored cannot broadcast a variable of {dtype.name} ({kwargs.get('name')}) to the workers; "
+                f"it can: {', '.join(known.name for known in _BROADCAST)}. For 16-bit computation use mixed_bfloat16."
+            )
+        return super()._create_variable(next_creator, **kwargs)
+
 
 class CentralStorageStrategy(_KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):
     """Trains on several devices of one machine, with one copy of the variables."""
@@ -211,7 +235,8 @@ def _loosen(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def _is_statistic(kwargs: dict[str, Any]) -> bool:
     """Whether a creator's arguments describe a BatchNorm-like statistic.
 
-    Optimizer slots pass through the same creator; Keras colocates each with its model variable.
+    Optimizer slots pass through the same creator; Keras colocates each with its model variable. Of these the
+    accumulators of gradients are statistics, too: each replica adds up its own.
     """
     value = kwargs.get("initial_value")
     dtype = kwargs.get("dtype") or getattr(value, "dtype", None)
@@ -221,5 +246,5 @@ def _is_statistic(kwargs: dict[str, Any]) -> bool:
         and tf.as_dtype(dtype).is_floating
         and kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE)
         and kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO)
-        and kwargs.get("colocate_with") is None
+        and (kwargs.get("colocate_with") is None or KERAS_ACCUMULATOR_VARIABLE in (kwargs.get("name") or ""))
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
 from tfdist.config import indivisible
 from tfdist.errors import ConfigError
@@ -76,6 +80,26 @@ def epochs(
     # Known to be endless, or TensorFlow asks all workers before each step whether they have data left.
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
     return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def from_generator(generator: types.GeneratorType, learns_shapes: Callable[[int], bool]) -> tf.data.Dataset:
+    """Makes a dataset of what a Python generator yields, of which Keras loses nothing while it learns the shapes.
+
+    Before it trains, Keras starts a pass over the data for its first batch. A generator cannot go back: whatever
+    TensorFlow has read ahead by then would be lost.
+
+    Args:
+        generator: Yields batches, as `fit` takes them.
+        learns_shapes: Whether a pass, by its number from 0, is such a one. It is given the first batch alone.
+
+    Raises:
+        ValueError: As Keras: the generator is empty, or yields no tuples.
+    """
+    adapter = GeneratorDataAdapter(generator)
+    restart, first = adapter.generator, adapter._first_batches[:1]
+    passes = itertools.count()
+    adapter.generator = lambda: iter(first) if learns_shapes(next(passes)) else restart()
+    return adapter.get_tf_dataset()
 
 
 def feeding_all_replicas(data: Any, batch_size: int, num_replicas: int, share: float = 1.0) -> Any:

@@ -21,8 +21,8 @@ class Throughput(keras.callbacks.Callback):
 
     Attributes:
         steps: Steps seen.
-        step_seconds: Seconds of each step but the first, which compiles: `[steps - 1]`. A step's time includes the
-            callbacks' and the wait for data.
+        step_seconds: Seconds of each step but those of the first execution, which compiles. A step's time includes the
+            callbacks' and the wait for data; steps of one execution share its time evenly.
     """
 
     def __init__(self, global_batch_size: int, clock: Callable[[], float] = time.perf_counter):
@@ -32,15 +32,21 @@ class Throughput(keras.callbacks.Callback):
         self.steps = 0
         self.step_seconds: list[float] = []
         self._last: float | None = None
+        self._epoch_steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._last = self._clock() if self.steps else None
+        self._epoch_steps = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         now = self._clock()
-        if self._last is not None:
-            self.step_seconds.append(now - self._last)
-        self.steps += 1
+        # Keras gives the number of an execution's last step, also where the epoch ends before it.
+        ended = min(batch + 1, (self.params or {}).get("steps") or batch + 1)
+        steps = ended - self._epoch_steps
+        if self._last is not None and steps:
+            self.step_seconds += [(now - self._last) / steps] * steps
+        self.steps += steps
+        self._epoch_steps = ended
         self._last = now
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import cures
+from tfdist import cures, startup
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError, unknown
@@ -48,6 +48,7 @@ def create_strategy(
         strategy = StrategyConfig(strategy, **options)
     if faults := list(strategy.faults()):
         raise ConfigError(faults)
+    startup.check_versions()
     if strategy.virtual_cpus:
         _make_virtual_cpus(strategy.virtual_cpus)
     return _FACTORIES[strategy.name](strategy, cluster)
@@ -99,10 +100,7 @@ def _multi_worker_mirrored(
     except RuntimeError as e:
         if "program startup" not in str(e):
             raise
-        raise ConfigError(
-            "TensorFlow was already in use when multi_worker_mirrored was created. Create the strategy (or the "
-            "tfdist.Trainer) first, before any tensor, variable, model or dataset."
-        ) from e
+        raise startup.too_late("multi_worker_mirrored cannot be created") from e
     _agree_on_seed(strategy)
     return strategy
 
@@ -137,10 +135,7 @@ def _make_virtual_cpus(count: int) -> None:
     except RuntimeError as e:
         # In use already: fine where it was for the same number.
         if (found := len(tf.config.list_logical_devices("CPU"))) != count:
-            raise ConfigError(
-                f"strategy.devices={count} virtual CPUs cannot be made: TensorFlow was already in use, with {found}. "
-                "Create the strategy (or the tfdist.Trainer) first, before any tensor, variable, model or dataset."
-            ) from e
+            raise startup.too_late(f"strategy.devices={count} virtual CPUs cannot be made (there are {found})") from e
 
 
 def _agree_on_seed(strategy: tf.distribute.Strategy) -> None:

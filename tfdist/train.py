@@ -74,7 +74,8 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
 
     with trainer.scope():
         model = task.build_model()
-        model.compile(optimizer=build_optimizer(config), **task.compile_arguments())
+        arguments = {"jit_compile": config.jit_compile, "steps_per_execution": config.steps_per_execution}
+        model.compile(optimizer=build_optimizer(config), **{**arguments, **task.compile_arguments()})
     throughput = monitor.Throughput(batch_size)
     callbacks: list[keras.callbacks.Callback] = [throughput]
     if trainer.is_chief:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
 from tfdist import data as data_lib
-from tfdist import lockstep
+from tfdist import lockstep, refusals, step
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
 from tfdist.config import StrategyConfig
 from tfdist.errors import ClusterError, ConfigError
@@ -114,39 +117,68 @@ class Trainer:
             Keras' History, equal on all ranks.
         """
         self._check(model)
-        train_data = self._distribute(train_data)
-        if not args and isinstance(train_data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
-            kwargs.setdefault("shuffle", False)  # or Keras warns that it will not shuffle a dataset
+        given = inspect.signature(keras.Model.fit).bind(model, train_data, *args, **kwargs).arguments
+        del given["self"], given["x"]
+        for data in (train_data, validation_data):
+            refusals.check_data(self.strategy, data)
+        if isinstance(train_data, tf.data.Dataset):
+            given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle a dataset
+            if _cuts_executions(model, given.get("steps_per_epoch")):
+                # Keras would count the steps that it does not run, and end before the data does.
+                train_data = train_data.filter(lambda *_: True)
+        elif callable(train_data) or isinstance(train_data, types.GeneratorType):
+            given.setdefault("shuffle", False)
+            weights = given.pop("class_weight", None) if callable(train_data) else None
+            train_data = self._distribute(train_data, weights)
         if self.num_replicas > 1 and any(v.value in self.strategy.statistics for v in model.non_trainable_variables):
             # As Keras chooses it: 32, or with steps_per_epoch what then fills each step but the last.
-            batch_size = kwargs.get("batch_size", args[1] if len(args) > 1 else None)
-            if batch_size or "steps_per_epoch" not in kwargs:
-                share = 1 - kwargs.get("validation_split", 0.0)
+            batch_size = given.get("batch_size")
+            if batch_size or "steps_per_epoch" not in given:
+                share = 1 - given.get("validation_split", 0.0)
                 train_data = data_lib.feeding_all_replicas(train_data, batch_size or 32, self.num_replicas, share)
-        with self.strategy.statistics.managed():
+        limit = step.StepLimit(given.get("steps_per_epoch"), given.get("validation_steps"))
+        with self._running():
             model.fit(
                 train_data,
-                *args,
-                callbacks=self._wrap(callbacks),
-                validation_data=self._distribute(validation_data),
+                callbacks=[limit, *self._wrap(callbacks)],
+                # Keras looks at it before each validation.
+                validation_data=self._distribute(validation_data, learns_shapes=lambda number: number % 2 == 0),
                 verbose=verbose if self.is_chief else 0,
-                **kwargs,
+                **given,
             )
         return model.history
 
-    def evaluate(self, model: keras.Model, data: Any, *args: Any, verbose: str | int = "auto", **kwargs: Any) -> Any:
+    def evaluate(
+        self,
+        model: keras.Model,
+        data: Any,
+        *args: Any,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        verbose: str | int = "auto",
+        **kwargs: Any,
+    ) -> Any:
         """Evaluates `model`, as Keras' `evaluate`; every example counts once, whatever the number of replicas.
 
         Args:
             model: Built and compiled in `scope()`.
             data: As `train_data` of `fit`.
             *args: As for Keras' `evaluate`.
+            callbacks: As for Keras' `evaluate`.
             verbose: As for Keras' `evaluate`; the chief alone shows progress.
             **kwargs: As for Keras' `evaluate`.
         """
         self._check(model)
-        with self.strategy.statistics.managed():
-            return model.evaluate(self._distribute(data), *args, verbose=verbose if self.is_chief else 0, **kwargs)
+        given = inspect.signature(keras.Model.evaluate).bind(model, data, *args, **kwargs).arguments
+        refusals.check_data(self.strategy, data)
+        limit = step.StepLimit(None, given.get("steps"))
+        with self._running():
+            return model.evaluate(
+                self._distribute(data),
+                *args,
+                callbacks=[limit, *_listed(callbacks)],
+                verbose=verbose if self.is_chief else 0,
+                **kwargs,
+            )
 
     def predict(self, model: keras.Model, data: Any, *args: Any, verbose: str | int = "auto", **kwargs: Any) -> Any:
         """Returns the model's outputs for all of `data`, in its order, on every rank.
@@ -159,12 +191,22 @@ class Trainer:
             **kwargs: As for Keras' `predict`.
         """
         self._check(model)
+        refusals.check_data(self.strategy, data)
+        steps = inspect.signature(keras.Model.predict).bind(model, data, *args, **kwargs).arguments.get("steps")
         if isinstance(data, tf.data.Dataset):
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
             data = data.with_options(options)
-        with self.strategy.statistics.managed():
-            return model.predict(self._distribute(data), *args, verbose=verbose if self.is_chief else 0, **kwargs)
+            if _cuts_executions(model, steps):
+                data = data.take(steps)
+        elif _cuts_executions(model, steps):
+            raise ConfigError(
+                f"steps={steps} of predict must be a multiple of steps_per_execution={model.steps_per_execution} "
+                "unless the data are a tf.data.Dataset."
+            )
+        with self._running():
+            data = self._distribute(data, learns_shapes=lambda number: False)
+            return model.predict(data, *args, verbose=verbose if self.is_chief else 0, **kwargs)
 
     def save(self, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves `model` as one `.keras` file that plain Keras loads on one device.
@@ -203,9 +245,16 @@ class Trainer:
         if failed:
             raise ClusterError(f"The chief could not write {path!r}; its own message says why.")
 
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with self.strategy.statistics.managed():
+            try:
+                yield
+            except StopIteration as e:
+                raise ConfigError("The data hold no batch, training or validation.") from e
+
     def _wrap(self, callbacks: Sequence[keras.callbacks.Callback] | None) -> list[keras.callbacks.Callback]:
-        given = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
-        given = [given] if isinstance(given, keras.callbacks.Callback) else list(given or [])
+        given = _listed(callbacks)
         for callback in given:
             if isinstance(callback, keras.callbacks.BackupAndRestore) and self._ranks.size > 1:
                 raise ConfigError(
@@ -214,8 +263,22 @@ class Trainer:
                 )
         return lockstep.wrap(given, self.strategy, self._ranks)
 
-    def _distribute(self, data: Any) -> Any:
-        return self.strategy.distribute_datasets_from_function(data) if callable(data) else data
+    def _distribute(
+        self,
+        data: Any,
+        class_weight: dict[int, float] | None = None,
+        learns_shapes: Callable[[int], bool] = lambda number: number == 0,
+    ) -> Any:
+        if isinstance(data, types.GeneratorType):
+            return data_lib.from_generator(data, learns_shapes)
+        if not callable(data) or isinstance(data, tf.data.Dataset):
+            return data
+
+        def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            batches = data(context)
+            return batches.map(make_class_weight_map_fn(class_weight)) if class_weight else batches
+
+        return self.strategy.distribute_datasets_from_function(dataset)
 
     def _check(self, model: keras.Model) -> None:
         if model.distribute_strategy is not self.strategy:
@@ -223,8 +286,8 @@ class Trainer:
                 f"Model {model.name!r} was not built in this trainer's scope: build and compile it in "
                 "`with trainer.scope():`."
             )
-        if self.num_replicas > 1 and (faults := list(_unsupported(model))):
-            raise ConfigError(faults)
+        refusals.check_model(model)
+        step.adopt(model)
 
 
 def _refuse_to_train_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
@@ -236,16 +299,11 @@ def _refuse_to_train_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy:
         )
 
 
-def _unsupported(model: keras.Model) -> Iterator[str]:
-    """Yields what Keras 3 gets wrong with several replicas and tfdist does not cure yet."""
-    optimizer = getattr(model, "optimizer", None)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        yield "mixed_float16 (a LossScaleOptimizer) is not supported with several replicas; use mixed_bfloat16."
-    if getattr(optimizer, "gradient_accumulation_steps", None):
-        yield "gradient_accumulation_steps is not supported with several replicas; leave it out."
-    if getattr(optimizer, "use_ema", False) and getattr(optimizer, "ema_overwrite_frequency", None):
-        yield "ema_overwrite_frequency is not supported with several replicas; leave it out (use_ema works)."
-    if model.jit_compile:
-        yield "jit_compile=True is not supported with several replicas; compile with jit_compile=False."
-    if getattr(model, "steps_per_execution", 1) > 1:
-        yield f"steps_per_execution={model.steps_per_execution} is not supported with several replicas; leave it at 1."
+def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:
+    given = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
+    return [given] if isinstance(given, keras.callbacks.Callback) else list(given or [])
+
+
+def _cuts_executions(model: keras.Model, steps: int | None) -> bool:
+    """Whether the last of `steps` steps ends amid an execution."""
+    return bool(steps and steps % model.steps_per_execution)

@@ -12,7 +12,7 @@ from tfdist.cluster import local_cluster
 from tfdist.launch import Launcher
 
 ROOT = pathlib.Path(__file__).parents[2]
-TIMEOUT = 240
+TIMEOUT = 600
 
 
 def run(module: str, strategy: str, out: pathlib.Path, *args: str) -> list[dict[str, Any]]:

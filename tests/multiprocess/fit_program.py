@@ -1,0 +1,517 @@
+"""Everything that `fit` takes. Arguments: strategy, output folder.
+
+`stock` is the reference: plain Keras on one device, without tfdist. Elsewhere the same cases go through the Trainer.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+
+from tests.multiprocess import harness
+
+name, out = sys.argv[1:]
+trainer = None
+if name != "stock":
+    import tfdist
+
+    trainer = tfdist.Trainer(name, **({"devices": 2} if name in ("mirrored", "central_storage") else {}))
+RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
+
+import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+rng = np.random.default_rng(0)
+SIZE, BATCH = 77, 16  # the last batch has 13: 7 and 6
+X = rng.standard_normal((SIZE, 12)).astype(np.float32)
+Y = rng.integers(0, 3, SIZE).astype(np.int32)
+FULL = slice(0, 64)
+WORDS = np.array(list("abcdefgh"))
+TEXT = np.array([" ".join(rng.choice(WORDS, rng.integers(1, 6))) for _ in range(SIZE)])[:, None]
+LENGTHS = rng.integers(1, 6, SIZE)
+RAGGED = tf.RaggedTensor.from_row_lengths(rng.integers(0, 10, LENGTHS.sum()), LENGTHS)
+VIDEO = rng.standard_normal((40, 3, 6, 6, 1)).astype(np.float32)
+PAIR = {"a": X[:, :5], "b": X[:, 5:]}
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def loss(**arguments):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
+
+
+def scope():
+    return trainer.scope() if trainer else contextlib.nullcontext()
+
+
+def batches(*arrays, size=BATCH):
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(size)
+
+
+def dense():
+    hidden = keras.layers.Dense(24, activation="tanh")
+    return keras.Sequential([keras.Input((12,)), hidden, keras.layers.Dense(3, dtype="float32")])
+
+
+def train(build=dense, data=(X, Y), fit=None, evaluate=None, epochs=2, optimizer=None, policy="float32", **compiled):
+    """Returns the losses, weights and optimizer variables of a training."""
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(3)
+    with scope():
+        model = build()
+        arguments = {"loss": loss(), "metrics": ["accuracy"], **compiled}
+        arguments = {
+            key: value() if key == "metrics" and callable(value) else value for key, value in arguments.items()
+        }
+        model.compile((optimizer or (lambda: keras.optimizers.SGD(0.1, momentum=0.9)))(), **arguments)
+    keras.config.set_dtype_policy("float32")
+    sized = {"batch_size": BATCH} if len(data) > 1 else {}  # what has no targets beside it has batches of its own
+    arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **sized, **(fit or {})}
+    fitted = trainer.fit(model, *data, **arguments) if trainer else model.fit(*data, **arguments)
+    results = dict(fitted.history)
+    if evaluate:
+        evaluation = trainer.evaluate(model, *evaluate, verbose=0) if trainer else model.evaluate(*evaluate, verbose=0)
+        predict = (
+            (lambda x: trainer.predict(model, x, verbose=0)) if trainer else (lambda x: model.predict(x, verbose=0))
+        )
+        results |= {"evaluation": evaluation, "predictions": predict(evaluate[0])}
+    optimizer = model.optimizer
+    state = {"weights": [w for w in model.get_weights() if w.dtype.kind == "f"]}
+    state["slots"] = [v.numpy() for v in optimizer.variables]
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        names = ("dynamic_scale", "step_counter", "iterations")
+        state["scale"] = {each: int(getattr(optimizer, each).numpy()) for each in names}
+    return {"history": results, **state}
+
+
+# --- inputs ---
+
+
+def two_inputs():
+    a, b = keras.Input((5,), name="a"), keras.Input((7,), name="b")
+    hidden = keras.layers.Dense(8, activation="tanh")(keras.layers.Concatenate()([a, b]))
+    return a, b, keras.layers.Dense(3, name="c")(hidden), keras.layers.Dense(1, name="r")(hidden)
+
+
+def by_name():
+    a, b, c, r = two_inputs()
+    return keras.Model({"a": a, "b": b}, {"c": c, "r": r})
+
+
+def by_place():
+    a, b, c, r = two_inputs()
+    return keras.Model([a, b], [c, r])
+
+
+OUTPUTS = {"loss_weights": {"c": 1.0, "r": 0.5}, "metrics": {"c": ["accuracy"], "r": ["mae"]}}
+OUTPUTS["loss"] = {"c": loss(), "r": "mse"}
+
+
+@case
+def dict_arrays():
+    x = {key: value[FULL] for key, value in PAIR.items()}
+    return train(by_name, (x, {"c": Y[FULL], "r": X[FULL, :1]}), **OUTPUTS)
+
+
+@case
+def dict_dataset():
+    data = batches(PAIR, {"c": Y, "r": X[:, :1]}).take(4)
+    return train(by_name, (data,), **OUTPUTS)
+
+
+@case
+def tuple_arrays():
+    data = ((X[FULL, :5], X[FULL, 5:]), (Y[FULL], X[FULL, :1]))
+    return train(by_place, data, loss=[loss(), "mse"], metrics=[["accuracy"], ["mae"]])
+
+
+@case
+def text_vectorization():
+    def build():
+        vectorize = keras.layers.TextVectorization(max_tokens=20, output_sequence_length=6)
+        vectorize.adapt(TEXT)
+        text = keras.Input((1,), dtype="string")
+        hidden = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 4)(vectorize(text)))
+        return keras.Model(text, keras.layers.Dense(3)(hidden))
+
+    data = (tf.constant(TEXT), tf.constant(Y))
+    return train(build, (batches(*data),), evaluate=(data[0], data[1]))
+
+
+@case
+def string_lookup():
+    def build():
+        look_up = keras.layers.StringLookup(vocabulary=list(WORDS))
+        letters = keras.Input((1,), dtype="string")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(10, 4)(look_up(letters)))
+        return keras.Model(letters, keras.layers.Dense(3)(hidden))
+
+    return train(build, (tf.constant([[text[0][0]] for text in TEXT]), tf.constant(Y)))
+
+
+class Bag(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(10, 4)
+        self.classify = keras.layers.Dense(3)
+
+    def call(self, x):
+        if isinstance(x, tf.RaggedTensor):
+            x = x.to_tensor(shape=[None, 6])
+        return self.classify(keras.ops.mean(self.embedding(x), axis=1))
+
+
+@case
+def ragged():
+    return train(Bag, (batches(RAGGED, Y),))
+
+
+@case
+def five_dimensions():
+    def build():
+        layers = [keras.layers.Conv3D(4, 2), keras.layers.Flatten(), keras.layers.Dense(3)]
+        return keras.Sequential([keras.Input((3, 6, 6, 1)), *layers])
+
+    return train(build, (VIDEO, Y[:40]), fit={"batch_size": 8})
+
+
+@case
+def odd_first_batch():
+    return train(
+        lambda: keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(3)]), (batches(X[:35], Y[:35], size=7),)
+    )
+
+
+@case
+def short_last_batch():
+    return train(evaluate=(X, Y))
+
+
+@case
+def short_last_batch_of_masked_words():
+    def build():
+        words = [keras.layers.Embedding(30, 4, mask_zero=True), keras.layers.LSTM(5), keras.layers.Dense(3)]
+        return keras.Sequential(words)
+
+    return train(
+        build, (np.abs(X * 5).astype(np.int32) % 30, Y), optimizer=lambda: keras.optimizers.Adam(0.01, clipnorm=0.05)
+    )
+
+
+def generate():
+    for start in range(0, SIZE, BATCH):
+        yield X[start : start + BATCH], Y[start : start + BATCH]
+
+
+@case
+def generator():
+    def endless():
+        while True:
+            yield from generate()
+
+    return train(data=(endless(),), fit={"steps_per_epoch": 5})
+
+
+@case
+def finite_generator():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it has run out
+        return train(data=(generate(),), epochs=1)
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return -(-SIZE // BATCH)
+
+    def __getitem__(self, index):
+        return tuple(a[index * BATCH : (index + 1) * BATCH] for a in (X, Y))
+
+
+@case
+def py_dataset():
+    return train(data=(Batches(),), fit={"validation_data": Batches()})
+
+
+# --- losses, weights, steps ---
+
+
+@case
+def sample_weight():
+    return train(fit={"sample_weight": np.linspace(0.1, 2, SIZE)}, weighted_metrics=["accuracy"])
+
+
+@case
+def class_weight():
+    return train(fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}})
+
+
+@case
+def class_weight_dataset():
+    return train(data=(batches(X, Y),), fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}})
+
+
+@case
+def class_weight_function():
+    """Through the Trainer data may be a function of one pipeline's batches."""
+    weights = {0: 1.0, 1: 2.0, 2: 0.5}
+
+    def dataset(context):
+        mine = (
+            X[FULL].reshape(4, context.num_input_pipelines, -1, 12),
+            Y[FULL].reshape(4, context.num_input_pipelines, -1),
+        )
+        flat = [a[:, context.input_pipeline_id].reshape(-1, *a.shape[3:]) for a in mine]
+        return batches(*flat, size=BATCH // context.num_replicas_in_sync)
+
+    return train(data=(dataset,) if trainer else (batches(X[FULL], Y[FULL]),), fit={"class_weight": weights})
+
+
+@case
+def validation_split():
+    return train(fit={"validation_split": 0.3})
+
+
+class Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = dense()
+        self.mine = keras.metrics.Mean(name="mine")
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predictions = self(x, training=True)
+            value = self.compute_loss(x=x, y=y, y_pred=predictions)
+        gradients = tape.gradient(value, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {**self.observe(y, predictions), "rate": 0.5, "steps": tf.constant(3), "pair": tf.constant([1.0, 2.0])}
+
+    def test_step(self, data):
+        return self.observe(data[1], self(data[0]))
+
+    def observe(self, y, predictions):
+        self.mine.update_state(keras.losses.sparse_categorical_crossentropy(y, predictions, from_logits=True))
+        return {"mine": self.mine.result()}
+
+    @property
+    def metrics(self):
+        return [self.mine]
+
+
+@case
+def own_steps():
+    return train(Own, (X[FULL], Y[FULL]), fit={"validation_data": (X, Y)}, metrics=None)
+
+
+class Penalty(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.01 * keras.ops.mean(x**2))
+        return x
+
+
+@case
+def added_losses():
+    def build():
+        hidden = keras.layers.Dense(8, kernel_regularizer="l2", kernel_constraint="max_norm")
+        return keras.Sequential([keras.Input((12,)), hidden, Penalty(), keras.layers.Dense(3)])
+
+    return train(build)
+
+
+@case
+def summed_loss():
+    return train(data=(X[FULL], Y[FULL]), loss=loss(reduction="sum"), optimizer=lambda: keras.optimizers.SGD(0.01))
+
+
+@case
+def metrics_with_state():
+    def build():
+        return keras.Sequential([keras.Input((12,)), keras.layers.Dense(1, activation="sigmoid")])
+
+    def metrics():
+        return [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="p"), keras.metrics.F1Score(threshold=0.5)]
+
+    return train(build, (X, (Y > 0).astype(np.float32)[:, None]), loss="binary_crossentropy", metrics=metrics)
+
+
+# --- executions ---
+
+
+def executed(steps, reference=1, **arguments):
+    # Stock Keras trains on to the next multiple of the steps, so that one step each is the reference.
+    return train(steps_per_execution=steps if trainer else reference, **arguments)
+
+
+@case
+def executions_of_4():
+    return executed(4, evaluate=(X, Y))
+
+
+@case
+def executions_of_16():
+    return executed(16, evaluate=(X, Y))
+
+
+@case
+def executions_cut_by_the_epoch():
+    validation = {"validation_data": batches(X, Y).repeat(), "validation_steps": 3}
+    return executed(4, data=(batches(X, Y).repeat(),), fit={"steps_per_epoch": 6, **validation})
+
+
+@case
+def executions_cut_by_epochs_of_finite_data():
+    """Of 50 batches: Keras would count 8 for each of the epochs of 6, and end before the last."""
+    return executed(4, data=(batches(X, Y).repeat(10),), fit={"steps_per_epoch": 6}, epochs=8)
+
+
+@case
+def executions_of_unknown_data():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it has run out
+        return executed(4, data=(batches(X, Y, size=8).filter(lambda *_: True),))
+
+
+@case
+def compiled():
+    return train(jit_compile=True, evaluate=(X, Y))
+
+
+@case
+def compiled_executions():
+    return executed(4, jit_compile=True)
+
+
+@case
+def eager():
+    return train(run_eagerly=True, evaluate=(X, Y))
+
+
+@case
+def eager_executions():
+    return executed(3, run_eagerly=True)
+
+
+# --- optimizers ---
+
+
+def adam(**arguments):
+    return lambda: keras.optimizers.Adam(0.01, **arguments)
+
+
+@case
+def clipnorm():
+    return train(optimizer=lambda: keras.optimizers.SGD(0.1, clipnorm=0.05))
+
+
+@case
+def global_clipnorm():
+    return train(optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05))
+
+
+@case
+def clipvalue():
+    return train(optimizer=lambda: keras.optimizers.SGD(0.1, clipvalue=0.01))
+
+
+@case
+def schedule():
+    return train(optimizer=lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.01, 10)))
+
+
+@case
+def moving_average():
+    return train(optimizer=adam(use_ema=True, ema_momentum=0.5))
+
+
+@case
+def moving_average_overwrites():
+    return train(optimizer=adam(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3))
+
+
+@case
+def accumulation():
+    """An update each third step, and two epochs of 5."""
+    return train(optimizer=adam(gradient_accumulation_steps=3))
+
+
+@case
+def accumulation_with_everything():
+    arguments = {
+        "use_ema": True,
+        "ema_momentum": 0.5,
+        "ema_overwrite_frequency": 3,
+        "weight_decay": 0.1,
+        "clipnorm": 0.1,
+    }
+    return executed(2, optimizer=adam(gradient_accumulation_steps=2, **arguments))
+
+
+@case
+def accumulation_of_embeddings():
+    def build():
+        return keras.Sequential([keras.layers.Embedding(30, 4), keras.layers.Flatten(), keras.layers.Dense(3)])
+
+    return train(build, (np.abs(X * 5).astype(np.int32) % 30, Y), optimizer=adam(gradient_accumulation_steps=2))
+
+
+# --- 16 bits ---
+
+
+def scaled(**arguments):
+    return lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01, **arguments), initial_scale=64.0, dynamic_growth_steps=3
+    )
+
+
+@case
+def loss_scale():
+    return train(optimizer=scaled())
+
+
+@case
+def loss_scale_and_accumulation():
+    return train(optimizer=scaled(gradient_accumulation_steps=3), steps_per_execution=1)
+
+
+@case
+def mixed_bfloat16():
+    return train(policy="mixed_bfloat16")
+
+
+@case
+def mixed_float16():
+    return train(policy="mixed_float16")
+
+
+@case
+def inf_on_one_replica():
+    """In the first batch on the first replica, in the third on the second; each halves the scale once."""
+    x = X[FULL].copy()
+    x[1] = x[2 * BATCH + 12] = np.inf
+    return train(data=(x, Y[FULL]), policy="mixed_float16", optimizer=lambda: keras.optimizers.SGD(0.1), epochs=1)
+
+
+PYTHON_DATA = ("generator", "finite_generator", "py_dataset")
+
+if __name__ == "__main__":
+    results = {}
+    for each, function in CASES.items():
+        if name == "multi_worker_mirrored" and each in PYTHON_DATA:
+            try:
+                function()
+            except tfdist.ConfigError as e:
+                results[each] = str(e)
+            continue
+        results[each] = function()
+        print(each, flush=True)
+    harness.store(out, RANK, results)

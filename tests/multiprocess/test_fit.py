@@ -1,0 +1,120 @@
+"""Whatever `fit` takes, two replicas under the Trainer train what plain Keras trains on one device."""
+
+import numpy as np
+import pytest
+
+from tests.multiprocess.test_strategies import difference
+
+# Every run of the program takes up to two minutes on two cores.
+pytestmark = pytest.mark.timeout(900)
+
+PYTHON_DATA = ("generator", "finite_generator", "py_dataset")
+INPUTS = [
+    "dict_arrays",
+    "dict_dataset",
+    "tuple_arrays",
+    "text_vectorization",
+    "string_lookup",
+    "ragged",
+    "five_dimensions",
+    "odd_first_batch",
+    "short_last_batch",
+    "short_last_batch_of_masked_words",
+]
+LOSSES = [
+    "sample_weight",
+    "class_weight",
+    "class_weight_dataset",
+    "class_weight_function",
+    "validation_split",
+    "own_steps",
+    "added_losses",
+    "summed_loss",
+    "metrics_with_state",
+]
+EXECUTIONS = [
+    "executions_of_4",
+    "executions_of_16",
+    "executions_cut_by_the_epoch",
+    "executions_cut_by_epochs_of_finite_data",
+    "executions_of_unknown_data",
+    "compiled",
+    "compiled_executions",
+    "eager",
+    "eager_executions",
+]
+OPTIMIZERS = [
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "schedule",
+    "moving_average",
+    "moving_average_overwrites",
+    "accumulation",
+    "accumulation_with_everything",
+    "accumulation_of_embeddings",
+    "loss_scale",
+    "loss_scale_and_accumulation",
+]
+HALVES = ["mixed_bfloat16", "mixed_float16", "inf_on_one_replica"]
+EXACT = [*INPUTS, *LOSSES, *EXECUTIONS, *OPTIMIZERS]
+
+
+@pytest.fixture(scope="module")
+def stock(runs):
+    return runs("stock", "fit_program")[0][0]
+
+
+@pytest.fixture(scope="module", params=["mirrored", "multi_worker_mirrored"])
+def ranks(request, runs):
+    return runs(request.param, "fit_program")[0]
+
+
+@pytest.fixture(scope="module")
+def mirrored(runs):
+    return runs("mirrored", "fit_program")[0][0]
+
+
+def test_no_case_is_left_out(stock):
+    assert set(stock) == {*EXACT, *HALVES, *PYTHON_DATA}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_two_replicas_train_what_one_process_does(stock, ranks, case):
+    for results in ranks:
+        assert difference(results[case]["history"], stock[case]["history"]) < 1e-5
+        assert difference(results[case]["weights"], stock[case]["weights"]) < 1e-5
+        assert difference(results[case]["slots"], stock[case]["slots"]) < 1e-4
+
+
+@pytest.mark.parametrize("case", PYTHON_DATA)
+def test_data_from_python_feed_the_replicas_of_one_process(stock, mirrored, case):
+    assert difference(mirrored[case], stock[case]) < 1e-5
+
+
+@pytest.mark.parametrize("case", PYTHON_DATA)
+def test_data_from_python_are_refused_with_several_workers(runs, case):
+    for results in runs("multi_worker_mirrored", "fit_program")[0]:
+        assert "cannot be split among workers" in results[case]
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_16_bits_stay_near(stock, ranks, case):
+    for results in ranks:
+        for name, expected in stock[case]["history"].items():
+            np.testing.assert_allclose(results[case]["history"][name], expected, rtol=2e-2)
+        for mine, expected in zip(results[case]["weights"], stock[case]["weights"], strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=2e-2, atol=2e-3)
+
+
+def test_inf_on_one_replica_skips_the_step_on_all(stock, ranks):
+    for results in (stock, *ranks):
+        expected = {"dynamic_scale": 2**15 / 4, "step_counter": 1, "iterations": 2}
+        assert results["inf_on_one_replica"]["scale"] == expected
+        assert all(np.isfinite(weights).all() for weights in results["inf_on_one_replica"]["weights"])
+
+
+@pytest.mark.parametrize("case", ["clipnorm", "global_clipnorm", "clipvalue"])
+def test_clipping_does_clip(stock, case):
+    losses = stock[case]["history"]["loss"]
+    assert stock["short_last_batch"]["history"]["loss"][-1] < losses[-1] - 0.05

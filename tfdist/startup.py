@@ -1,0 +1,100 @@
+"""What must hold before a strategy is made: versions that are tested, and a TensorFlow that has not started yet."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from tfdist.errors import ConfigError
+
+# From, and up to but without.
+TESTED = {"tensorflow": ("2.21", "2.22"), "keras": ("3.15", "3.16")}
+
+# Calls into TensorFlow or Keras that do not start it.
+_HARMLESS = {"config", "get_logger", "set_random_seed", "set_seed", "experimental"}
+
+
+@functools.cache
+def check_versions() -> None:
+    """Warns, once, where TensorFlow or Keras is not of the tested range: tfdist leans on private names of both."""
+    found = {"tensorflow": tf.__version__, "keras": keras.__version__}
+    if untested := [name for name, version in found.items() if not _is_tested(name, version)]:
+        ranges = " and ".join(f"{name} >={TESTED[name][0]},<{TESTED[name][1]}" for name in TESTED)
+        received = " and ".join(f"{name} {found[name]}" for name in untested)
+        warnings.warn(
+            f"tfdist {tfdist.__version__} is tested with {ranges}. Found: {received}; what it cures may have moved.",
+            stacklevel=2,
+        )
+
+
+def _is_tested(name: str, version: str) -> bool:
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split(".")[:2])
+
+    first, end = TESTED[name]
+    return numbers(first) <= numbers(version) < numbers(end)
+
+
+def too_late(what: str) -> ConfigError:
+    """Returns the error for a strategy that is made after TensorFlow has started.
+
+    Args:
+        what: What cannot be made any more, as the message begins.
+    """
+    package = str(pathlib.Path(__file__).parent)
+    callers = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(package)]
+    message = (
+        f"{what} after TensorFlow has started. Create the strategy (or the tfdist.Trainer) first, before any tensor, "
+        "variable, model or dataset"
+    )
+    if not callers:
+        return ConfigError(f"{message}.")
+    here = callers[-1]
+    message = f"{here.filename}:{here.lineno}: {message}: move this call up"
+    for line, code in _starts(here):
+        return ConfigError(f"{message}, before line {line}: {code}")
+    return ConfigError(f"{message}, to right after the imports. What has started it is none of this file's own calls.")
+
+
+def _starts(here: traceback.FrameSummary) -> Iterator[tuple[int, str]]:
+    """Yields the lines before `here`, in its file, that call TensorFlow or Keras."""
+    try:
+        source = pathlib.Path(here.filename).read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (OSError, ValueError, SyntaxError):
+        return
+    lines = source.splitlines()
+    roots = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] in ("tensorflow", "keras", "tf_keras")
+    }
+    # Bodies of other functions run when they are called, if at all.
+    bodies = [tree.body] + [
+        node.body
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == here.name and node.lineno <= (here.lineno or 0)
+    ]
+    calls: list[int] = []
+    for statement in [statement for body in bodies for statement in body]:
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and node.lineno < (here.lineno or sys.maxsize):
+                root, *names = re.findall(r"\w+", ast.unparse(node.func))
+                if root in roots and not _HARMLESS.intersection(names):
+                    calls.append(node.lineno)
+    for number in sorted(calls):
+        yield number, lines[number - 1].strip()

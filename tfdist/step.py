@@ -1,0 +1,226 @@
+"""The function that Keras' `fit` and `evaluate` call for each execution of one or several steps.
+
+Keras makes it in `Model._make_function`, which the Trainer overrides on its models. Stock Keras 3, with several replicas,
+cannot run several steps in one execution, compiles the collectives along with the replica's computation, and reduces
+each number of the logs by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import optimizer as optimizer_lib
+from tfdist.errors import ConfigError
+
+# The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
+KERAS_MAKE_FUNCTION = "_make_function"
+
+
+def adopt(model: keras.Model) -> None:
+    """Makes Keras build `model`'s training and test functions here, and its optimizer reduce first. In place."""
+    if KERAS_MAKE_FUNCTION not in vars(model):
+        setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model))
+        model.train_function = model.test_function = None
+    if isinstance(model.optimizer, keras.optimizers.Optimizer) and model.distribute_strategy.num_replicas_in_sync > 1:
+        optimizer_lib.distribute_optimizer(model.optimizer)
+
+
+class Execution:
+    """Runs `steps_per_execution` steps for each call.
+
+    Args:
+        model: The model.
+        step: Its `train_step` or `test_step`.
+
+    Attributes:
+        left: How many steps there are left to run, where that is known; the next call runs no more. Keras itself runs on
+            to the next multiple of `steps_per_execution`.
+    """
+
+    def __init__(self, model: keras.Model, step: Callable[[Any], Any]):
+        self.left: int | None = None
+        self._strategy = model.distribute_strategy
+        self._steps = int(model.steps_per_execution)
+        self._replica = _ReplicaStep(model, step)
+        self._one, self._some = self._run_one, self._run_some
+        self._single = self._run_single
+        if not model.run_eagerly:
+            self._one = tf.function(self._run_one, reduce_retracing=True, autograph=False)
+            self._single = tf.function(self._run_single, reduce_retracing=True, autograph=False)
+            self._some = tf.function(self._run_some, reduce_retracing=True, autograph=False)
+
+    def __call__(self, iterator: Any) -> Mapping[str, Any]:
+        """Returns the logs of the last step, averaged over the replicas.
+
+        Raises:
+            ConfigError: XLA cannot compile the model.
+        """
+        try:
+            return self._execute(iterator)
+        except tf.errors.InvalidArgumentError as e:
+            if "unsupported operations" not in e.message:
+                raise
+            operation = re.search(r"on XLA\w*: (.*?)[ {(]", e.message)
+            raise ConfigError(
+                f"jit_compile=True: XLA cannot compile {operation[1] if operation else 'an operation'} of this model; "
+                "compile the model with jit_compile=False."
+            ) from e
+
+    def _execute(self, iterator: Any) -> Mapping[str, Any]:
+        if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            for _, data in zip(range(self._steps), iterator, strict=False):  # of train_on_batch
+                logs = self._reduced(self._one(data))
+            return logs
+        if self._steps == 1:
+            return self._single(iterator)
+        steps, self.left = self._steps if self.left is None else min(self._steps, self.left), None
+        return self._some(iterator, tf.constant(steps))
+
+    def _run_one(self, data: Any) -> dict[str, tf.Tensor]:
+        """One step; returns the packed logs, averaged over this process's replicas."""
+        packed = self._strategy.run(self._replica, args=(data,))
+        local = self._strategy.experimental_local_results
+        return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
+
+    def _run_single(self, iterator: Any) -> Mapping[str, Any]:
+        return self._reduced(self._run_one(iterator.get_next()))
+
+    def _run_some(self, iterator: Any, steps: tf.Tensor) -> Mapping[str, Any]:
+        def body(done: tf.Tensor, _: Any, logs: Any) -> Any:
+            data = iterator.get_next_as_optional()
+            more = data.has_value()
+            return done + 1, more, tf.cond(more, lambda: self._run_one(data.get_value()), lambda: logs)
+
+        first = self._run_one(iterator.get_next())
+        *_, logs = tf.while_loop(
+            lambda done, more, _: tf.logical_and(more, done < steps), body, (1, True, first), parallel_iterations=1
+        )
+        return self._reduced(logs)
+
+    def _reduced(self, packed: dict[str, tf.Tensor]) -> Mapping[str, Any]:
+        if isinstance(self._strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            each = self._strategy.run(lambda: packed)
+            packed = {dtype: self._strategy.reduce("MEAN", value, axis=None) for dtype, value in each.items()}
+        return self._replica.unpack(packed)
+
+
+class _ReplicaStep:
+    """A step on one replica."""
+
+    def __init__(self, model: keras.Model, step: Callable[[Any], Any]):
+        self._model = model
+        self._step = step
+        self._trains = step == model.train_step
+        self._weighs = self._trains and takes_means(model)
+        self._compiles = model.jit_compile and not model.run_eagerly
+        self._compiled: dict[int, Callable[[Any], Any]] = {}  # one for each replica
+        self._variables: Any = None
+        self._logs: Any = None
+
+    def __call__(self, data: Any) -> dict[str, tf.Tensor]:
+        data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+        context = tf.distribute.get_replica_context()
+        weight = share(data, context) if self._weighs and context.num_replicas_in_sync > 1 else None
+        if not self._compiles:
+            with optimizer_lib.weighing(weight):
+                return self._pack(self._step(data))
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        if replica not in self._compiled:
+            self._compiled[replica] = tf.function(self._local, reduce_retracing=True, jit_compile=True, autograph=False)
+        logs, applied = self._compiled[replica](data)
+        with optimizer_lib.weighing(weight):
+            for grads, variables in zip(applied, self._variables, strict=True):
+                self._model.optimizer.apply(grads, variables)
+        return self._pack(logs)
+
+    def _local(self, data: Any) -> Any:
+        """What is compiled: the step up to its gradients, as no collective can be."""
+        with optimizer_lib.capturing() as captured:
+            logs = self._step(data)
+        self._variables = [variables for _, variables in captured]
+        return logs, [grads for grads, _ in captured]
+
+    def _pack(self, logs: Any) -> dict[str, tf.Tensor]:
+        """Concatenates the numbers of the logs, so that one collective reduces them all."""
+        self._logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
+        packed: dict[str, list[tf.Tensor]] = {}
+        for value in tf.nest.flatten(self._logs):
+            dtype = _packed_dtype(value)
+            packed.setdefault(dtype.name, []).append(tf.reshape(tf.cast(value, dtype), [-1]))
+        return {dtype: tf.concat(values, 0) for dtype, values in packed.items()}
+
+    def unpack(self, packed: dict[str, tf.Tensor]) -> Any:
+        """Returns the logs from what `_pack` made of them."""
+        offsets = dict.fromkeys(packed, 0)
+
+        def take(value: tf.Tensor) -> tf.Tensor:
+            name = _packed_dtype(value).name
+            size = value.shape.num_elements()
+            taken = packed[name][offsets[name] : offsets[name] + size]
+            offsets[name] += size
+            return tf.reshape(taken, value.shape)
+
+        return tf.nest.map_structure(take, self._logs)
+
+
+def _packed_dtype(value: tf.Tensor) -> tf.DType:
+    return tf.float32 if value.dtype in (tf.float32, tf.float16, tf.bfloat16, tf.bool) else tf.float64
+
+
+def share(data: Any, context: tf.distribute.ReplicaContext) -> tf.Tensor | None:
+    """Returns how many times an equal share this replica's examples are, or None where shares are surely equal.
+
+    Each replica's loss is the mean over its own examples. Where a batch does not split evenly, the mean over the batch
+    is the weighted mean of these.
+    """
+    mine = _examples(data)
+    if mine is None or isinstance(mine, int):
+        return None
+    mine = tf.cast(mine, tf.float32)
+    return mine * context.num_replicas_in_sync / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+
+def _examples(data: Any) -> tf.Tensor | int | None:
+    first = next((v for v in tf.nest.flatten(data) if v is not None), None)
+    if isinstance(first, tf.RaggedTensor):
+        return first.nrows()
+    if isinstance(first, tf.SparseTensor):
+        return first.dense_shape[0]
+    if first is None or not first.shape.rank:
+        return None
+    known = first.shape[0] is not None and not tf.executing_eagerly()  # which knows each replica's own alone
+    return int(first.shape[0]) if known else tf.shape(first)[0]
+
+
+def takes_means(model: keras.Model) -> bool:
+    """Whether the loss is a mean over the examples, for all that can be known."""
+    losses = [loss for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)]
+    return type(model).train_step is keras.Model.train_step and not any(
+        loss.reduction in ("sum", None, "none") for loss in losses
+    )
+
+
+class StepLimit(keras.callbacks.Callback):
+    """Tells `Execution` how many steps are left.
+
+    Args:
+        train_steps: The steps of an epoch, or None if unknown.
+        test_steps: The steps of an evaluation, or None if unknown.
+    """
+
+    def __init__(self, train_steps: int | None, test_steps: int | None):
+        super().__init__()
+        self._train_steps = train_steps
+        self._test_steps = test_steps
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.train_function.left = self._train_steps and self._train_steps - batch
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.test_function.left = self._test_steps and self._test_steps - batch
