@@ -105,3 +105,10 @@ def test_a_batch_larger_than_the_data_is_a_fault():
     assert global_batches(batch=SIZE, steps=1).shape == (1, SIZE)
     with pytest.raises(ConfigError, match="global_batch_size 51 is larger than the training data, 50 examples"):
         shards(batch=SIZE + 1)
+
+
+def test_a_generator_loses_nothing_to_the_pass_that_learns_shapes():
+    batches = ((np.full((2, 1), number, np.float32),) for number in range(20))
+    dataset = data.from_generator(batches, learns_shapes=lambda number: number == 0)
+    assert [int(x[0, 0]) for (x,) in dataset] == [0]
+    assert [int(x[0, 0]) for (x,) in dataset] == list(range(20))

@@ -1,17 +1,21 @@
 """The private names of Keras and TensorFlow that tfdist leans on: says which seam a release has moved."""
 
 import inspect
+import re
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.trainers import data_adapters
+from keras.src.trainers import epoch_iterator as keras_epochs
+from keras.src.trainers.data_adapters import generator_data_adapter, tf_dataset_adapter
 from tensorflow.python.distribute import values
 from tensorflow.python.eager import context
 
 import tfdist
-from tfdist import cures
+from tfdist import cures, optimizer, refusals, step
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +55,74 @@ def test_statistics_are_told_from_slots_and_metrics(strategy):
 
 
 def test_optimizers_reduce_gradients_where_expected():
-    source = inspect.getsource(keras.optimizers.Optimizer._backend_update_step)
-    assert "_all_reduce_sum_gradients" in source, "seam gradient reduction has moved"
+    moved = "seam gradient reduction has moved"
+    assert optimizer.KERAS_REDUCTION in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
+    assert optimizer.KERAS_UPDATE in inspect.getsource(keras.optimizers.Optimizer.apply), moved
+    assert "self.apply(" in inspect.getsource(keras.optimizers.Optimizer.apply_gradients), moved
+
+
+def test_optimizers_update_by_the_steps_that_are_repeated_outside_of_the_replicas():
+    """`_Update` repeats this function but for its conditions: all that it does must be known."""
+    source = inspect.getsource(getattr(keras.optimizers.Optimizer, optimizer.KERAS_UPDATE))
+    calls = re.findall(r"self\.(_\w+)", source)
+    assert set(calls) == {
+        "_iterations",
+        "_get_variable_index",
+        "_clip_gradients",
+        "_apply_weight_decay",
+        "_backend_update_step",
+        "_backend_reset_gradient_accumulators",
+        "_backend_increment_gradient_accumulators",
+        "_trainable_variables",
+        optimizer.KERAS_ACCUMULATORS,
+        optimizer.KERAS_MOVE_AVERAGES,
+        optimizer.KERAS_OVERWRITE,
+    }, "seam gradient reduction: Keras updates in another way now"
+
+
+def test_a_loss_scale_optimizer_looks_at_what_it_is_given():
+    source = inspect.getsource(keras.optimizers.LossScaleOptimizer)
+    assert "self.inner_optimizer.apply(" in source, "seam gradient reduction: the inner optimizer is called elsewhere"
+    assert "self.check_finite" in source, "seam gradient reduction: inf is looked for elsewhere"
+
+
+def test_accumulators_are_told_from_slots(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        adam = keras.optimizers.Adam(gradient_accumulation_steps=2)
+        adam.build(model.trainable_variables)
+    moved = "seam variable creation: the accumulators' name has moved"
+    assert len(getattr(adam, optimizer.KERAS_ACCUMULATORS)) == 2
+    for variable in getattr(adam, optimizer.KERAS_ACCUMULATORS):
+        assert cures.KERAS_ACCUMULATOR_VARIABLE in variable.name, moved
+        assert isinstance(variable.value, values.SyncOnReadVariable), moved
+
+
+def test_models_make_their_functions_where_the_trainer_does():
+    for make in (keras.Model.make_train_function, keras.Model.make_test_function):
+        assert step.KERAS_MAKE_FUNCTION in inspect.getsource(make), "seam step function has moved"
+    source = inspect.getsource(getattr(keras.Model, step.KERAS_MAKE_FUNCTION))
+    assert f"def {cures.KERAS_STEP}(data)" in source, "seam step function: a bare fit is not recognised any more"
+    assert ".run(step_function, args=(data,))" in source, "seam step function: it runs another function now"
+
+
+def test_keras_tells_where_data_come_from():
+    moved = "data: Keras has renamed its adapters"
+    assert refusals.KERAS_ADAPTER in inspect.getsource(keras_epochs.EpochIterator.__init__), moved
+    for name in refusals.KERAS_SELF_FEEDING:
+        assert name in inspect.getsource(data_adapters), moved
+    adapter = generator_data_adapter.GeneratorDataAdapter((np.ones((2, size)),) for size in (3, 3, 3))
+    assert len(adapter._first_batches) == 2, moved
+    assert len(list(adapter.generator())) == 3, moved
+    assert callable(tf_dataset_adapter.make_class_weight_map_fn), moved
+
+
+def test_optimizers_know_their_strategy(strategy):
+    outside = keras.optimizers.SGD()
+    with strategy.scope():
+        inside = keras.optimizers.SGD()
+    assert getattr(inside, refusals.KERAS_STRATEGY) is strategy, "refusals: the optimizer's strategy has moved"
+    assert getattr(outside, refusals.KERAS_STRATEGY) is not strategy
 
 
 def test_stock_strategies_still_fail_as_the_cures_suppose(strategy):

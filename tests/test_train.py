@@ -225,3 +225,19 @@ def test_interrupt_ends_all(tmp_path):
     finish(process, timeout=20)
     assert process.returncode == 130
     assert not left_over(str(tmp_path))
+
+
+def test_options_of_the_step_reach_the_model(tmp_path):
+    options = ["--config.steps_per_execution=4", "--config.jit_compile", "--config.precision=mixed_float16"]
+    options += ["--config.optimizer.gradient_accumulation_steps=2", "--config.steps_per_epoch=10", "--config.epochs=8"]
+    process = start("--config=configs/digits_mirrored.py", f"--workdir={tmp_path}", *options)
+    output = finish(process)
+    assert process.returncode == 0, output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 80
+    assert summary["metrics"]["val_accuracy"] > 0.5
+    model = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert model.optimizer.inner_optimizer.gradient_accumulation_steps == 2
+    assert model.optimizer.iterations.numpy() == 40, "updates"
+    assert model.layers[-1].dtype_policy.name == "mixed_float16"

@@ -220,7 +220,11 @@ class StepLimit(keras.callbacks.Callback):
         self._test_steps = test_steps
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.model.train_function.left = self._train_steps and self._train_steps - batch
+        self._tell(self.model.train_function, self._train_steps, batch)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.model.test_function.left = self._test_steps and self._test_steps - batch
+        self._tell(self.model.test_function, self._test_steps, batch)
+
+    def _tell(self, function: Any, steps: int | None, begun: int) -> None:
+        if isinstance(function, Execution):  # not one of the user's own making
+            function.left = steps and steps - begun

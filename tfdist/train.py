@@ -129,8 +129,13 @@ def build_optimizer(config: TrainConfig) -> Any:
     name = config.optimizer.name
     arguments = {"learning_rate": config.learning_rate, **config.optimizer.changed()}
     if ":" in name:
-        return registry.resolve("optimizer", name, {})(**arguments)
-    return keras.optimizers.get({"class_name": name, "config": arguments})
+        optimizer = registry.resolve("optimizer", name, {})(**arguments)
+    else:
+        optimizer = keras.optimizers.get({"class_name": name, "config": arguments})
+    if config.precision == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # `compile` would do it, but forget it in the file that `save` writes.
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
 
 
 def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:

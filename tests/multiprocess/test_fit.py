@@ -8,6 +8,7 @@ from tests.multiprocess.test_strategies import difference
 # Every run of the program takes up to two minutes on two cores.
 pytestmark = pytest.mark.timeout(900)
 
+BARE = ("dict_dataset", "tuple_arrays", "text_vectorization", "five_dimensions", "own_steps")
 PYTHON_DATA = ("generator", "finite_generator", "py_dataset")
 INPUTS = [
     "dict_arrays",
@@ -85,6 +86,13 @@ def test_two_replicas_train_what_one_process_does(stock, ranks, case):
         assert difference(results[case]["history"], stock[case]["history"]) < 1e-5
         assert difference(results[case]["weights"], stock[case]["weights"]) < 1e-5
         assert difference(results[case]["slots"], stock[case]["slots"]) < 1e-4
+
+
+@pytest.mark.parametrize("case", BARE)
+def test_so_does_a_bare_fit(stock, ranks, case):
+    for results in ranks:
+        assert difference(results[f"bare {case}"]["history"], stock[case]["history"]) < 1e-5
+        assert difference(results[f"bare {case}"]["weights"], stock[case]["weights"]) < 1e-5
 
 
 @pytest.mark.parametrize("case", PYTHON_DATA)

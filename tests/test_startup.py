@@ -1,0 +1,76 @@
+"""Untested versions, and strategies that come too late."""
+
+import subprocess
+import sys
+import warnings
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfdist import startup
+from tfdist.cluster import local_cluster
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    startup.check_versions.cache_clear()
+    yield lambda module, version: monkeypatch.setattr(module, "__version__", version)
+    startup.check_versions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("module", "version"), [(keras, "3.14.9"), (keras, "3.16.0"), (keras, "4.0"), (tf, "2.20.1"), (tf, "2.22.0-rc1")]
+)
+def test_an_untested_version_gives_one_warning_with_the_tested_range(versions, module, version):
+    versions(module, version)
+    with pytest.warns(
+        UserWarning, match=r"tested with tensorflow >=2\.21,<2\.22 and keras >=3\.15,<3\.16\. Found: "
+    ) as seen:
+        startup.check_versions()
+        startup.check_versions()
+    assert len(seen) == 1
+    assert f"{module.__name__.rpartition('.')[2]} {version}" in str(seen[0].message)
+
+
+@pytest.mark.parametrize("version", ["3.15.0", "3.15.99"])
+def test_tested_versions_give_none(versions, version):
+    versions(keras, version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        startup.check_versions()
+
+
+IMPORTS = """
+import tensorflow as tf
+from keras import layers
+import tfdist
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "line"),
+    [
+        ("multi_worker_mirrored", "x = tf.constant(1)", "before line 6: x = tf.constant(1)"),
+        ("mirrored", "layers.Dense(3).build((None, 2))", "before line 6: layers.Dense(3).build((None, 2))"),
+        (
+            "mirrored",
+            "def unused():\n    tf.zeros(3)\ntf.get_logger()\nprint(tf.ones(2))",
+            "before line 9: print(tf.ones(2))",
+        ),
+        ("mirrored", "exec('tf.zeros(2)')", "to right after the imports"),
+    ],
+)
+def test_a_strategy_that_comes_too_late_names_the_place_and_where_to_go(tmp_path, monkeypatch, name, before, line):
+    script = tmp_path / "script.py"
+    options = "" if name == "multi_worker_mirrored" else ", devices=2"
+    script.write_text(f"{IMPORTS}\n{before}\ntfdist.Trainer('{name}'{options})\n")
+    if name == "multi_worker_mirrored":
+        cluster = local_cluster(2)
+        monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config(cluster.tasks()[0]))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    message = done.stderr.strip().splitlines()[-1]
+    assert f"{script}:{len(script.read_text().splitlines())}: " in message
+    assert "cannot be" in message and "after TensorFlow has started" in message
+    assert line in message
