@@ -95,7 +95,11 @@ def from_generator(generator: types.GeneratorType, learns_shapes: Callable[[int]
     Raises:
         ValueError: As Keras: the generator is empty, or yields no tuples.
     """
-    adapter = GeneratorDataAdapter(generator)
+
+    def present(batch: Any) -> Any:  # TensorFlow cannot split an absent sample_weight over replicas
+        return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
+
+    adapter = GeneratorDataAdapter(map(present, generator))
     restart, first = adapter.generator, adapter._first_batches[:1]
     passes = itertools.count()
     adapter.generator = lambda: iter(first) if learns_shapes(next(passes)) else restart()

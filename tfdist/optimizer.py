@@ -40,9 +40,11 @@ def distribute_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """
     if getattr(optimizer, _MARK, False):
         return
-    setattr(optimizer, _MARK, True)
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     leaf = optimizer.inner_optimizer if scaled else optimizer
+    for name in ("apply", KERAS_REDUCTION, KERAS_UPDATE, _MARK):
+        vars(leaf).pop(name, None)  # it was used without its LossScaleOptimizer before, or with another one
+    setattr(optimizer, _MARK, True)
     update = _Update(leaf, scaled)
     setattr(leaf, KERAS_REDUCTION, list)
     setattr(leaf, KERAS_UPDATE, update)
@@ -110,8 +112,7 @@ class _Update:
         optimizer = self._optimizer
         context = tf.distribute.get_replica_context()
         if context and (optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
-            across = functools.partial(self._across, variables=variables)
-            context.merge_call(lambda strategy, grads: across(strategy, grads), args=(grads,))
+            context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))
         else:
             self._keras_update(grads, variables)
 

@@ -149,6 +149,12 @@ class _ReplicaStep:
     def _pack(self, logs: Any) -> dict[str, tf.Tensor]:
         """Concatenates the numbers of the logs, so that one collective reduces them all."""
         self._logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
+        for value in tf.nest.flatten(self._logs):
+            if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
+                raise ConfigError(
+                    f"A {self._step.__name__} must return numbers of known shape, to be averaged over the replicas. "
+                    f"{type(self._model).__name__} returns {value.dtype.name} of shape {value.shape}."
+                )
         packed: dict[str, list[tf.Tensor]] = {}
         for value in tf.nest.flatten(self._logs):
             dtype = _packed_dtype(value)
