@@ -1,11 +1,15 @@
-"""Gives TensorFlow its two virtual CPUs before any test uses it."""
+"""Gives TensorFlow its two virtual CPUs before any test uses it; makes hypothesis try the same examples each time."""
 
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.pop("TF_CONFIG", None)
 
+import hypothesis
 import tensorflow as tf
+
+hypothesis.settings.register_profile("tfdist", derandomize=True, deadline=None, max_examples=200)
+hypothesis.settings.load_profile("tfdist")
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2

@@ -17,11 +17,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist.errors import ConfigError, unknown
+from tfdist.errors import ConfigError, short, shown, unknown
 
 JOBS = ("chief", "worker", "ps")
 TASK_TYPES = (*JOBS, "evaluator")
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]+)")
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,36 +110,34 @@ def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"TF_CONFIG is not JSON: {e}. Received: {_short(text)}") from None
+        raise ConfigError(f"TF_CONFIG is not JSON: {e}. Received: {short(text)}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"TF_CONFIG must be a JSON object with 'cluster' and 'task'. Received: {_short(text)}")
-    jobs, task = config.get("cluster"), config.get("task")
+        raise ConfigError(f"TF_CONFIG must be a JSON object with 'cluster' and 'task'. Received: {short(text)}")
     faults: list[str] = []
+    for part, example in (
+        ("cluster", '{"worker": ["host0:2222", "host1:2222"]}, with the addresses of all tasks'),
+        ("task", '{"type": "worker", "index": 0}, with the index of this process'),
+    ):
+        if part not in config:
+            faults.append(
+                f"{part!r} is missing: add {example}. Received: {short(', '.join(map(repr, config))) or '{}'}"
+            )
+        elif not isinstance(config[part], dict) or not config[part]:
+            faults.append(f"{part!r} must be an object such as {example}. Received: {short(json.dumps(config[part]))}")
+    jobs, task = (value if isinstance(value := config.get(part), dict) else {} for part in ("cluster", "task"))
     member: TaskSpec | None = None
-    if not isinstance(jobs, dict) or not jobs:
-        faults.append(
-            'TF_CONFIG: \'cluster\' must be an object such as {"worker": ["host:port", ...]}. '
-            f"Received: {_short(json.dumps(jobs))}"
-        )
-        jobs = {}
-    else:
+    if jobs:
         faults += _cluster_faults(jobs)
-    if not isinstance(task, dict):
-        faults.append(
-            'TF_CONFIG has no \'task\': add {"type": "worker", "index": 0}, with the index of this process. '
-            f"Received: {_short(json.dumps(task))}"
-        )
-    elif not isinstance(task.get("type"), str) or not _is_index(task.get("index")):
-        faults.append(
-            "TF_CONFIG: 'task' must have a 'type' (a job's name) and an 'index' (a whole number from 0). "
-            f"Received: {_short(json.dumps(task))}"
-        )
-    else:
+    if isinstance(task.get("type"), str) and _is_index(task.get("index")):
         member = TaskSpec(task["type"], int(task["index"]))
-        if jobs:
-            faults += _task_faults(member, jobs)
+        faults += _task_faults(member, jobs)
+    elif task:
+        faults.append(
+            "'task' must have a 'type' (a job's name) and an 'index' (a whole number from 0). "
+            f"Received: {short(json.dumps(task))}"
+        )
     if faults or member is None:
-        raise ConfigError(faults)
+        raise ConfigError(f"TF_CONFIG: {fault}" for fault in faults)
     cluster = ClusterSpec({job: addresses for job, addresses in jobs.items() if job != "evaluator"})
     return cluster, member
 
@@ -150,8 +148,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[ClusterSp
     Raises:
         ConfigError: TF_CONFIG is set and faulty.
     """
-    text = environ.get("TF_CONFIG", "").strip()
-    return from_tf_config(text) if text and text != "{}" else None
+    text = environ.get("TF_CONFIG", "")
+    return from_tf_config(text) if "".join(text.split()) not in ("", "{}") else None
 
 
 def local_cluster(workers: int, ps: int = 0) -> ClusterSpec:
@@ -191,13 +189,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def _is_index(value: Any) -> bool:
-    return (isinstance(value, int) and not isinstance(value, bool)) or (
-        isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10
-    )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 120 else text[:117] + "..."
+    if isinstance(value, str):
+        return value.isascii() and value.isdigit() and len(value) < 10
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**9
 
 
 def _cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
@@ -205,59 +199,66 @@ def _cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
     owner: dict[str, str] = {}
     for job, addresses in jobs.items():
         if job not in TASK_TYPES:
-            yield unknown("job", str(job), TASK_TYPES)
+            yield unknown("job", job, TASK_TYPES)
         if not isinstance(addresses, (list, tuple)):
-            yield f"Job {job!r} must be a list of 'host:port'. Received: {_short(repr(addresses))}"
+            yield f"job {shown(job)} must be a list of 'host:port'. Received: {shown(addresses)}"
             continue
         for index, address in enumerate(addresses):
-            task = f"{job}:{index}"
+            task = f"{short(str(job))}:{index}"
             if fault := _address_fault(address):
                 yield f"{task}: {fault}"
-            elif address in owner:
-                yield f"{task}: address {address!r} is already that of {owner[address]}; every task needs its own."
+            # Case and leading zeros make no other address.
+            elif (same := re.sub(r":0+(\d+)$", r":\1", address.lower())) in owner:
+                yield f"{task}: address {address!r} is already that of {owner[same]}; every task needs its own."
             else:
-                owner[address] = task
+                owner[same] = task
     chiefs = jobs.get("chief", ())
     if isinstance(chiefs, (list, tuple)) and len(chiefs) > 1:
-        yield f"A cluster has at most one chief. Received: {len(chiefs)}."
-    if not (jobs.get("chief") or jobs.get("worker")):
-        yield (
-            "A cluster needs a worker or a chief to train. Received: jobs "
-            + (_short(", ".join(map(str, jobs))) or "none")
-            + "."
-        )
+        yield f"a cluster has at most one chief; make the others workers. Received: {len(chiefs)}."
+    if _jobs_are_sound(jobs) and not _trains(jobs):
+        filled = ", ".join(f"{job} ({len(addresses)})" for job, addresses in jobs.items())
+        yield f"a cluster needs a worker or a chief to train: add addresses to job 'worker'. Received: {filled or 'no job'}."
+
+
+def _jobs_are_sound(jobs: Mapping[str, Any]) -> bool:
+    return all(job in TASK_TYPES and isinstance(addresses, (list, tuple)) for job, addresses in jobs.items())
+
+
+def _trains(jobs: Mapping[str, Any]) -> bool:
+    return bool(jobs.get("chief") or jobs.get("worker"))
 
 
 def _address_fault(address: Any) -> str:
     if not isinstance(address, str):
-        return f"an address is a text 'host:port'. Received: {_short(repr(address))}"
-    if "://" in address:
-        return f"address {_short(address)!r} has a scheme; write {_short(address.split('://', 1)[1])!r}."
-    if "@" in address:
-        return f"address {_short(address)!r} has a user; write {_short(address.rsplit('@', 1)[1])!r}."
+        return f"an address is a text 'host:port'. Received: {shown(address)}"
+    excess = [what for what, sign in (("a scheme", "://"), ("a user", "@")) if sign in address]
+    if excess:
+        bare = address.split("://", 1)[-1].partition("/")[0].rsplit("@", 1)[-1]
+        remedy = "'host:port', such as 'host1:2222'" if _address_fault(bare) else repr(bare)
+        return f"address {shown(address)} has {' and '.join(excess)}; write {remedy}."
     match = _ADDRESS.fullmatch(address)
     if not match:
-        return f"address {_short(address)!r} is not 'host:port', such as 'host1:2222'."
-    if not 1 <= int(match["port"][:9]) <= 65535:
-        return f"port {_short(match['port'])} of {_short(address)!r} is out of range; expected 1 to 65535."
+        return f"address {shown(address)} is not 'host:port', such as 'host1:2222' or '[::1]:2222'."
+    if not 1 <= int(match["port"].lstrip("0")[:6] or 0) <= 65535:
+        return f"port {short(match['port'])} of {shown(address)} is out of range; expected 1 to 65535."
     return ""
 
 
 def _task_faults(task: TaskSpec, jobs: Mapping[str, Any]) -> Iterator[str]:
     """Yields what is wrong with a task, given the jobs of its cluster."""
+    addresses = jobs.get(task.type) or ()
     if task.type not in TASK_TYPES:
         yield unknown("task type", task.type, TASK_TYPES)
-    elif task.type != "evaluator":
-        addresses = jobs.get(task.type, ())
-        if not isinstance(addresses, (list, tuple)):
-            return  # a fault of the cluster
+    elif isinstance(addresses, (list, tuple)) and addresses:
         size = len(addresses)
-        if not size:
-            yield f"Task {task} has no job {task.type!r} in the cluster, which has: {_short(', '.join(map(str, jobs)))}."
-        elif not 0 <= task.index < size:
-            yield f"Task {task}: index {task.index} is out of range; job {task.type!r} has {size} tasks, 0 to {size - 1}."
+        if not 0 <= task.index < size:
+            yield f"task {task}: index {task.index} is out of range; job {task.type!r} has {size} tasks, 0 to {size - 1}."
     elif task.index < 0:
-        yield f"Task {task}: index {task.index} is out of range; expected 0 or more."
+        yield f"task {task}: index {task.index} is out of range; expected 0 or more."
+    # An evaluator need not be in the cluster; and a job that is misspelt or broken is the cluster's fault.
+    elif task.type != "evaluator" and _jobs_are_sound(jobs) and _trains(jobs):
+        filled = ", ".join(job for job, addresses in jobs.items() if addresses)
+        yield f"task {task} has no job {task.type!r} in the cluster, which has: {filled}."
 
 
 def _show(found: tuple[ClusterSpec, TaskSpec] | None, style: str) -> str:

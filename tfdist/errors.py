@@ -5,8 +5,10 @@ Every message names the argument, what was received, what was expected and the r
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -16,16 +18,34 @@ class ConfigError(ValueError):
         faults: One sentence per fault; at least one.
 
     Attributes:
-        faults: The sentences, as a tuple.
+        faults: The sentences, as a tuple; each is one line that can be printed, whatever was received.
     """
 
     def __init__(self, faults: str | Iterable[str]):
-        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
+        found = [faults] if isinstance(faults, str) else list(faults)
+        self.faults: tuple[str, ...] = tuple(map(_one_line, found or ["something is wrong, but no fault was named."]))
         super().__init__("\n".join(self.faults))
 
 
 class ClusterError(RuntimeError):
     """The cluster, at run time, is not what the configuration promised."""
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def short(text: str) -> str:
+    """Returns the text, cut to what a sentence can hold."""
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def shown(value: Any) -> str:
+    """Returns the value's repr, cut to what a sentence can hold."""
+    try:
+        return short(repr(value))
+    except Exception:  # the user's own __repr__, or an int with too many digits
+        return f"a value of type {type(value).__name__}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -34,7 +54,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
+@contextlib.contextmanager
+def collected(faults: list[str]) -> Iterator[None]:
+    """Adds the faults of a `ConfigError` that is raised inside to `faults`, so that others are found, too."""
+    try:
+        yield
+    except ConfigError as e:
+        faults += e.faults
+
+
 def unknown(what: str, received: str, known: Iterable[str]) -> str:
     """Returns the sentence for a name that is not in a list of known names."""
     known = sorted(known)
-    return f"unknown {what} {received!r}{did_you_mean(received, known)} Known: {', '.join(known)}."
+    return f"unknown {what} {shown(received)}{did_you_mean(received, known)} Known: {', '.join(known)}."
