@@ -98,6 +98,9 @@ def test_every_file_in_configs_passes(path, monkeypatch):
         ({"seed": 2**31}, "seed must be 0 to 2147483647. Received: 2147483648."),
         ({"epochs": "3"}, "config.epochs must be int. Received: '3'."),
         ({"epochs": True}, "config.epochs must be int. Received: True."),
+        ({"task": []}, "config.task must be str. Received: []."),
+        ({"precision": "x" * 5000}, "unknown precision 'xxx"),
+        ({"learning_rate": 10**400}, "config.learning_rate must be float. Received: 1000"),
         ({"epochs": 3.0}, "config.epochs must be int. Received: 3.0."),
         ({"learning_rate": "fast"}, "config.learning_rate must be float. Received: 'fast'."),
         ({"deterministic": 1}, "config.deterministic must be bool. Received: 1."),
@@ -124,7 +127,21 @@ def test_every_fault_is_reported_at_once():
     )
     checked.task_options.filters = 0
     assert len(faults(checked)) == 6
-    assert len(faults(make(epochs="1", seed="2", strategy=StrategyConfig(name=3)))) == 3
+    checked = make(epochs="1", seed="2", strategy=StrategyConfig(name=3), precision="half", learning_rate=-1)
+    assert len(faults(checked)) == 5, "what is of its type is judged beside what is not"
+
+
+def test_an_attribute_that_is_no_field_is_a_misspelt_field():
+    checked = make()
+    checked.epoch = 3
+    checked.optimizer.momentun = 0.9
+    checked.task_options.filter = 3
+    checked.strategy._note = "is nobody's business"
+    found = faults(checked)
+    assert len(found) == 3
+    assert found[0].startswith("config.epoch: unknown config field 'epoch'; did you mean 'epochs'? Known: task, ")
+    assert found[1].startswith("config.task_options.filter: unknown config field 'filter'; did you mean 'filters'?")
+    assert found[2].startswith("config.optimizer.momentun: unknown config field 'momentun'; did you mean 'momentum'?")
 
 
 @pytest.mark.parametrize(
@@ -149,6 +166,15 @@ def test_a_batch_that_known_replicas_do_not_divide_names_the_nearest_that_they_d
         config.check(checked)
 
 
+def test_the_workers_of_the_environment_go_before_those_of_the_configuration():
+    checked = make(global_batch_size=33, strategy=StrategyConfig("multi_worker_mirrored"), cluster=ClusterConfig(2))
+    assert faults(checked) == ("global_batch_size 33 is not divisible by 2 replicas; use 32 or 34.",)
+    config.check(checked, workers=3)
+    config.check(checked, workers=0)
+    with pytest.raises(ConfigError, match="33 is not divisible by 4 replicas; use 32 or 36"):
+        config.check(checked, workers=4)
+
+
 def test_where_the_replicas_are_not_known_a_batch_is_not_judged():
     for strategy in (StrategyConfig("mirrored"), StrategyConfig("tpu"), StrategyConfig()):
         config.check(make(global_batch_size=7, strategy=strategy))
@@ -165,7 +191,7 @@ def test_devices_are_a_number_a_text_or_a_list():
     assert StrategyConfig(devices=2).device_names == ["CPU:0", "CPU:1"]
     assert StrategyConfig(devices=["GPU:1", "GPU:3"]).device_names == ["GPU:1", "GPU:3"]
     assert StrategyConfig(devices="GPU:1, GPU:3,").device_names == ["GPU:1", "GPU:3"]
-    assert StrategyConfig().device_names == []
+    assert StrategyConfig().device_names == StrategyConfig(devices=None).device_names == []
     assert [StrategyConfig(devices=d).virtual_cpus for d in (3, "3", "GPU:0", "")] == [3, 3, 0, 0]
 
 

@@ -7,12 +7,13 @@ fields (`--config.optimizer.momentum=0.9`); `check` judges the whole before use 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from tfdist import registry
-from tfdist.errors import ConfigError, did_you_mean, unknown
+from tfdist.errors import ConfigError, did_you_mean, shown, unknown
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "tpu")
 IMPLEMENTATIONS = ("auto", "ring", "nccl")
@@ -62,7 +63,7 @@ class StrategyConfig:
     def __post_init__(self) -> None:
         if isinstance(self.devices, (list, tuple)):
             self.devices = ",".join(map(str, self.devices))
-        self.devices = str(self.devices)
+        self.devices = "" if self.devices is None else str(self.devices)
 
     @property
     def virtual_cpus(self) -> int:
@@ -214,7 +215,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         # So that the task's options exist as fields that flags can set.
-        if self.task_options is None and self.task in registry.TASKS:
+        if self.task_options is None and isinstance(self.task, str) and self.task in registry.TASKS:
             self.task_options = registry.resolve("task", self.task, registry.TASKS).Options()
         _resolve_types(self)
 
@@ -228,19 +229,58 @@ def _resolve_types(config: Any) -> None:
             _resolve_types(value)
 
 
-def check(config: TrainConfig) -> None:
-    """Raises a `ConfigError` with every fault of the configuration that shows before TensorFlow is loaded."""
-    if faults := list(_faults(config)):
+def check(config: TrainConfig, workers: int | None = None) -> None:
+    """Raises a `ConfigError` with every fault of the configuration that shows before TensorFlow is loaded.
+
+    Args:
+        config: The configuration.
+        workers: Training tasks of the cluster that the environment describes; 0 means that it is faulty, None that it
+            describes none, so that `cluster.workers` holds.
+    """
+    if faults := list(_faults(config, workers)):
         raise ConfigError(faults)
 
 
-def _faults(config: TrainConfig) -> Iterator[str]:
-    if faults := list(_type_faults(config, "config")):
-        yield from faults
-        return  # what follows compares values, of the declared types
-    yield from config.strategy.faults()
-    yield from config.optimizer.faults()
-    yield from _task_faults(config)
+def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[str]:
+    wrong = dict(_type_faults(config, "config"))
+    yield from wrong.values()
+
+    def typed(*fields: str) -> bool:
+        """Whether these fields are of their declared types, so that their values can be judged."""
+        return not any(f"{path}.".startswith(f"config.{field}.") for path in wrong for field in fields)
+
+    if typed("strategy"):
+        yield from config.strategy.faults()
+    if typed("optimizer"):
+        yield from config.optimizer.faults()
+    if typed("task", "task_options"):
+        yield from _task_faults(config)
+    if typed("cluster", "strategy"):
+        yield from _workers_faults(config)
+    if typed("global_batch_size", "per_replica_batch_size"):
+        sizes = (config.global_batch_size, config.per_replica_batch_size)
+        if min(sizes) != 0 or max(sizes) == 0:
+            yield (
+                "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
+                f"Received: {sizes[0]} and {sizes[1]}."
+            )
+        elif typed("cluster", "strategy"):
+            workers = config.cluster.workers if environment_workers is None else environment_workers
+            if (replicas := _known_replicas(config.strategy, workers)) and (fault := indivisible(sizes[0], replicas)):
+                yield fault
+    if typed("precision") and config.precision not in PRECISIONS:
+        yield unknown("precision", config.precision, PRECISIONS)
+    if typed("jit_compile", "precision", "optimizer", "strategy") and config.strategy.name == "central_storage":
+        yield from _central_storage_faults(config)
+    least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
+    for name, least in least_values.items():
+        if typed(name) and not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
+            yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."
+    if typed("seed") and not 0 <= config.seed < 2**31:
+        yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
+
+
+def _workers_faults(config: TrainConfig) -> Iterator[str]:
     workers = config.cluster.workers
     if workers < 1:
         yield f"cluster.workers must be 1 or more. Received: {workers}."
@@ -249,30 +289,16 @@ def _faults(config: TrainConfig) -> Iterator[str]:
             f"strategy {config.strategy.name!r} trains in one process, but cluster.workers is {workers}; "
             "use --config.strategy.name=multi_worker_mirrored, or leave cluster.workers at 1."
         )
-    sizes = (config.global_batch_size, config.per_replica_batch_size)
-    if min(sizes) != 0 or max(sizes) == 0:
-        yield (
-            "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
-            f"Received: {sizes[0]} and {sizes[1]}."
-        )
-    elif (
-        config.global_batch_size
-        and (replicas := _known_replicas(config))
-        and (fault := indivisible(config.global_batch_size, replicas))
-    ):
-        yield fault
-    if config.precision not in PRECISIONS:
-        yield unknown("precision", config.precision, PRECISIONS)
-    if config.jit_compile and config.strategy.name == "central_storage":
-        yield "jit_compile is not possible under strategy central_storage; use mirrored."
-    if config.precision == "mixed_float16" and config.strategy.name == "central_storage":
-        yield "precision mixed_float16 is not possible under strategy central_storage; use mirrored, or mixed_bfloat16."
-    least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
-    for name, least in least_values.items():
-        if not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
-            yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."
-    if not 0 <= config.seed < 2**31:
-        yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
+
+
+def _central_storage_faults(config: TrainConfig) -> Iterator[str]:
+    remedy = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
+    if config.jit_compile:
+        yield f"jit_compile {remedy}"
+    if config.precision == "mixed_float16":
+        yield f"precision mixed_float16 {remedy}"
+    if config.optimizer.use_ema:
+        yield f"optimizer.use_ema {remedy}"
 
 
 def _task_faults(config: TrainConfig) -> Iterator[str]:
@@ -300,14 +326,14 @@ def _full_name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _known_replicas(config: TrainConfig) -> int:
+def _known_replicas(strategy: StrategyConfig, workers: int) -> int:
     """Returns the number of replicas where it can be told without TensorFlow, else 0."""
-    if config.strategy.name == "one_device":
+    if strategy.name == "one_device":
         return 1
-    if config.strategy.name in ("mirrored", "central_storage"):
-        return len(config.strategy.device_names) if config.strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0
+    if strategy.name in ("mirrored", "central_storage"):
+        return len(strategy.device_names) if strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0
     # Every worker has at least one replica, more where it has GPUs: only what no number of GPUs can cure is a fault.
-    return config.cluster.workers if config.strategy.name == "multi_worker_mirrored" else 0
+    return max(workers, 0) if strategy.name == "multi_worker_mirrored" else 0
 
 
 def indivisible(batch_size: int, replicas: int) -> str:
@@ -319,20 +345,32 @@ def indivisible(batch_size: int, replicas: int) -> str:
     return f"global_batch_size {batch_size} is not divisible by {replicas} replicas; use {choice}."
 
 
-def _type_faults(config: Any, path: str) -> Iterator[str]:
-    """Yields the fields whose values are not of their declared type (a config file may assign anything)."""
+def unknown_field(path: str, name: str, known: Collection[str]) -> str:
+    """Returns the sentence for a field that a group of fields (or what is no group) has not."""
+    fields = f"Known: {', '.join(known)}." if known else "It has no fields."
+    return f"{path}: unknown config field {shown(name)}{did_you_mean(name, known)} {fields}"
+
+
+def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yields what is no field or not of its declared type, with its path (a config file may assign anything)."""
     hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    for name in getattr(config, "__dict__", ()):  # slots have none
+        # What is the class's own (a cached property) or private is no misspelt field.
+        if name not in fields and not name.startswith("_") and not hasattr(type(config), name):
+            yield f"{path}.{name}", unknown_field(f"{path}.{name}", name, fields)
+    for field in fields.values():
         value, expected = getattr(config, field.name), hints[field.name]
         where = f"{path}.{field.name}"
-        if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if expected is float and number and abs(value) <= sys.float_info.max:
             setattr(config, field.name, float(value))
         elif (
             isinstance(expected, type)
             and expected is not Any  # a class since Python 3.11
             and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
         ):
-            yield f"{where} must be {expected.__name__}. Received: {value!r}."
+            yield where, f"{where} must be {expected.__name__}. Received: {shown(value)}."
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _type_faults(value, where)
 

@@ -1,7 +1,7 @@
 """The command line of `tfdist.train`: `--config`, `--config.field=value`, `--workdir`. No TensorFlow here.
 
-`ml_collections.config_flags` sets the fields. It stops at the first mistake, some of them with a
-traceback, so all overrides are looked at first and every fault is reported at once.
+`ml_collections.config_flags` sets the fields. It stops at the first mistake, some of them with a traceback, so all
+arguments are looked at first, it gets those that are sound, and every fault is reported at once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pathlib
+import re
 import sys
 import traceback
 import types
@@ -21,17 +22,20 @@ from ml_collections import config_flags
 
 from tfdist import config as config_lib
 from tfdist.config import TrainConfig
-from tfdist.errors import ConfigError, did_you_mean
+from tfdist.errors import ConfigError, collected, did_you_mean, short, shown
 
 _CONFIG_HELP = "Python file whose get_config() returns a tfdist.TrainConfig."
 
 
-def parse(argv: Sequence[str], description: str | None) -> tuple[TrainConfig, pathlib.Path] | None:
+def parse(
+    argv: Sequence[str], description: str | None, workers: int | None = None
+) -> tuple[TrainConfig, pathlib.Path] | None:
     """Returns the checked configuration and the work directory; None where `--help` was asked for and given.
 
     Args:
         argv: The program's name and its arguments.
         description: What `--help` begins with.
+        workers: As for `config.check`.
 
     Raises:
         ConfigError: With every fault of the command line and the configuration.
@@ -39,47 +43,62 @@ def parse(argv: Sequence[str], description: str | None) -> tuple[TrainConfig, pa
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "Where results go. Default: runs/NAME_OF_THE_CONFIG_FILE.", flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
-    if any(argument in ("--help", "-help", "-h", "--h") for argument in argv[1:]):
+    if any(_split(argument)[0] in ("help", "h") for argument in argv[1:]):
         flags.DEFINE_string("config", None, _CONFIG_HELP, flag_values=values)
         print(f"{description}\n{values.get_help()}\n{_fields_help()}")
         return None
-    path = _value(argv, "config")
+    try:
+        arguments = values.read_flags_from_files(list(argv[1:]), force_gnu=True)
+    except (flags.Error, OSError, ValueError) as e:
+        raise ConfigError(f"--flagfile: {e}") from None
+    path = _config_path(arguments)
     if not path:
         raise ConfigError(
             "--config is missing: a Python file whose get_config() returns a tfdist.TrainConfig, such as configs/digits.py."
         )
     config = _load(path)
-    faults = list(_override_faults(config, argv))
-    if faults:
-        raise ConfigError(faults)
+    faults: list[str] = []
+    sound = [argv[0], f"--config={path}", *_sound_arguments(config, arguments, faults)]
     try:
         # The file has been run, once: its value stands for its name.
         config_flags.DEFINE_config_dataclass(
-            "config", config, _CONFIG_HELP, flag_values=values, sys_argv=list(argv), parse_fn=lambda path: config
+            "config", config, _CONFIG_HELP, flag_values=values, sys_argv=sound, parse_fn=lambda path: config
         )
-        rest = values(list(argv))[1:]
-    except (flags.Error, TypeError, ValueError) as e:
-        raise ConfigError(str(e)) from None
-    if rest:
-        raise ConfigError(f"Arguments that are no flags: {' '.join(rest)}. Fields are set as --config.field=value.")
-    config_lib.check(values.config)
+        values(sound)
+    except Exception as e:  # what it raises at values that it cannot take is not documented
+        raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {_told(e)}"]) from None
+    with collected(faults):
+        config_lib.check(values.config, workers)
+    if faults:
+        raise ConfigError(faults)
     return values.config, pathlib.Path(values.workdir or pathlib.Path("runs") / pathlib.Path(path).stem)
 
 
-def _value(argv: Sequence[str], name: str) -> str | None:
-    """Returns the value of the last `--name=value` or `--name value`."""
+def _split(argument: str) -> tuple[str, str | None]:
+    """Returns name and value of a flag; an empty name where the argument is no flag, None where it has no value."""
+    name, equals, value = argument.removeprefix("-").removeprefix("-").partition("=")
+    return (name if argument.startswith("-") else ""), (value if equals else None)
+
+
+def _take_value(following: list[str]) -> str | None:
+    """Takes a flag's value from the arguments that follow it; None where it has none."""
+    return following.pop(0) if following and not following[0].startswith("--") else None
+
+
+def _config_path(arguments: Sequence[str]) -> str | None:
+    """Returns the value of the last `--config=value` or `--config value`."""
     found = None
-    for position, argument in enumerate(argv):
-        flag, equals, value = argument.lstrip("-").partition("=")
-        if argument.startswith("-") and flag == name:
-            found = value if equals else (argv[position + 1] if position + 1 < len(argv) else None)
+    for position, argument in enumerate(arguments):
+        name, value = _split(argument)
+        if name == "config":
+            found = _take_value(list(arguments[position + 1 :])) if value is None else value
     return found
 
 
 def _load(path: str) -> TrainConfig:
     """Returns what a config file's get_config() returns, its own traceback shortened to its own line."""
     try:
-        source = pathlib.Path(path).read_text(encoding="utf-8")
+        source = pathlib.Path(path).read_bytes()
     except (OSError, ValueError) as e:
         raise ConfigError(f"--config={path}: {getattr(e, 'strerror', None) or e}.") from None
     # Dataclasses that the file defines look their module up.
@@ -89,17 +108,14 @@ def _load(path: str) -> TrainConfig:
     try:
         exec(compile(source, path, "exec", dont_inherit=True), namespace)  # noqa: S102 (a config is a program)
         config = namespace["get_config"]()
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except Exception as e:
+    except BaseException as e:  # sys.exit(), too: no training has taken place
         if isinstance(e, KeyError) and "get_config" not in namespace:
             raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
-        frames = traceback.extract_tb(e.__traceback__)
-        own = [frame for frame in frames if frame.filename == path]
-        line = e.lineno if isinstance(e, SyntaxError) else own[-1].lineno if own else "?"
-        elsewhere = frames[-1].filename not in (path, __file__)
-        origin = f" (raised at {frames[-1].filename}:{frames[-1].lineno})" if elsewhere else ""
-        raise ConfigError(f"--config={path}, line {line}: {type(e).__name__}: {e}{origin}") from None
+        told = _told(e)
+        line, origin = _place(e, path)
+        raise ConfigError(f"--config={path}{line}: {told}{_nearest_field(told, namespace)}{origin}") from None
     if not isinstance(config, TrainConfig):
         raise ConfigError(
             f"--config={path}: get_config() must return a tfdist.TrainConfig. Received: {type(config).__name__}."
@@ -107,33 +123,79 @@ def _load(path: str) -> TrainConfig:
     return config
 
 
-def _override_faults(config: TrainConfig, argv: Sequence[str]) -> Iterator[str]:
-    """Yields what is wrong with each `--config.path=value` or `--noconfig.path`."""
-    for argument in argv[1:]:
-        flag, equals, text = argument.lstrip("-").partition("=")
-        if not argument.startswith("-") or not flag.startswith(("config.", "noconfig.")):
+def _place(error: BaseException, path: str) -> tuple[str, str]:
+    """Returns the config file's own line in an error, and where outside of the file the error was raised, or nothing."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.lineno:
+        frames.append((error.filename or "", error.lineno))
+    line = next((f", line {line}" for name, line in reversed(frames) if name == path), "")
+    outside = frames[-1][0] not in (path, __file__)
+    return line, f" (raised at {frames[-1][0]}:{frames[-1][1]})" if outside else ""
+
+
+def _told(error: BaseException) -> str:
+    """Returns type and message of an error."""
+    try:
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+    except Exception:  # the user's own __str__
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _nearest_field(told: str, namespace: dict[str, Any]) -> str:
+    """Returns the field nearest to one that a dataclass was given and does not have, where that is what is told."""
+    match = re.fullmatch(r"TypeError: (\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", told)
+    kind = match and (namespace.get(match[1]) or getattr(config_lib, match[1], None))
+    if match is None or not dataclasses.is_dataclass(kind):
+        return ""
+    return did_you_mean(match[2], [field.name for field in dataclasses.fields(kind)])
+
+
+def _sound_arguments(config: TrainConfig, arguments: Sequence[str], faults: list[str]) -> Iterator[str]:
+    """Yields the arguments besides `--config` that can be parsed, as `--name=value`; adds a fault for each other one."""
+    following = list(arguments)
+    while following:
+        flag, value = _split(argument := following.pop(0))
+        written = f"--{short(flag)}"
+        is_field = flag.startswith(("config.", "noconfig."))
+        if argument == "--":
             continue
-        holder: Any = config
-        *parents, name = flag.split(".")[1:]
-        for part in (*parents, name):
-            known = (
-                {field.name: field for field in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else {}
-            )
-            if part not in known:
-                fields = f"Known: {', '.join(known)}." if known else "It has no fields."
-                yield f"--{flag}: unknown config field {part!r}{did_you_mean(part, known)} {fields}"
-                break
-            kind, holder = known[part].type, getattr(holder, part)
+        if not flag:
+            fault = f"{shown(argument)} is no flag. Fields are set as --config.field=value."
+        elif is_field or flag in ("config", "workdir"):
+            kind, fault = _field(config, flag, written) if is_field else (str, "")
+            if value is None and kind is not bool and not flag.startswith("no"):
+                value = _take_value(following)
+                fault = fault or ("" if value is not None else f"{written} has no value; write {written}=VALUE.")
+            fault = fault or _value_fault(kind, flag, written, value)
         else:
-            if dataclasses.is_dataclass(holder):
-                yield f"--{flag}: this is a group of fields; set one of them, such as --{flag}.{dataclasses.fields(holder)[0].name}=..."
-            elif not _is_settable(kind):
-                yield f"--{flag}: a {kind.__name__ if isinstance(kind, type) else kind} cannot be set on the command line; set it in the config file."
-            elif flag.startswith("no"):
-                if equals or kind is not bool:
-                    yield f"--{flag}: only a field that is true or false is turned off in this way, without a value."
-            elif equals and (fault := _value_fault(kind, text)):
-                yield f"--{flag}: {fault}"
+            known = ["config", "workdir", "help", *(path for path, _ in _fields(config, "config"))]
+            fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
+            fault += " Known: --config, --config.field, --workdir, --help."
+            if value is None:
+                _take_value(following)
+        if fault:
+            faults.append(fault)
+        elif flag != "config":
+            yield f"--{flag}" if value is None else f"--{flag}={value}"
+
+
+def _field(config: TrainConfig, flag: str, written: str) -> tuple[Any, str]:
+    """Returns the type of the field that `config.path` or `noconfig.path` names, and why it cannot be set, if so."""
+    kind, holder = None, config
+    for name in flag.split(".")[1:]:
+        known = {field.name: field for field in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else {}
+        if name not in known:
+            return None, config_lib.unknown_field(written, name, known)
+        kind, holder = known[name].type, getattr(holder, name)
+    if dataclasses.is_dataclass(holder):
+        fields = dataclasses.fields(holder)
+        such = f"; set one of them, such as {written}.{fields[0].name}=..." if fields else ", and has none."
+        return kind, f"{written}: this is a group of fields{such}"
+    if not _is_settable(kind):
+        name = kind.__name__ if isinstance(kind, type) else kind
+        return kind, f"{written}: a {name} cannot be set on the command line; set it in the config file."
+    return kind, ""
 
 
 def _is_settable(kind: Any) -> bool:
@@ -145,25 +207,34 @@ def _is_settable(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, (bool, int, float, str, tuple, enum.Enum))
 
 
-def _value_fault(kind: Any, text: str) -> str:
+def _value_fault(kind: Any, flag: str, written: str, value: str | None) -> str:
+    if flag.startswith("no"):
+        sound = kind is bool and value is None
+        return (
+            ""
+            if sound
+            else f"{written}: only a field that is true or false is turned off in this way, without a value."
+        )
     expected = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind)
     try:
-        if expected:
-            (flags.BooleanParser().parse if kind is bool else kind)(text)
+        if expected and value is not None:
+            (flags.BooleanParser().parse if kind is bool else kind)(value)
     except ValueError:
-        return f"expected {expected}. Received: {text!r}."
+        return f"{written}: expected {expected}. Received: {shown(value)}."
     return ""
+
+
+def _fields(config: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields path and value of every field."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{path}.{field.name}")
+        else:
+            yield f"{path}.{field.name}", value
 
 
 def _fields_help() -> str:
     """Returns every field of the configuration with its default."""
-
-    def rows(config: Any, path: str) -> Iterator[str]:
-        for field in dataclasses.fields(config):
-            value = getattr(config, field.name)
-            if dataclasses.is_dataclass(value):
-                yield from rows(value, f"{path}.{field.name}")
-            else:
-                yield f"  --{path}.{field.name}={value}"
-
-    return "Fields of the configuration, with the defaults of TrainConfig:\n" + "\n".join(rows(TrainConfig(), "config"))
+    rows = [f"  --{path}={value}" for path, value in _fields(TrainConfig(), "config")]
+    return "Fields of the configuration, with the defaults of TrainConfig:\n" + "\n".join(rows)

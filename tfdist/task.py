@@ -27,7 +27,8 @@ class Task:
 
     Attributes:
         Options: A dataclass with defaults: `--config.task_options.NAME=VALUE` sets its fields. A method `faults`, if it
-            has one, yields a sentence for each fault.
+            has one, yields a sentence for each fault. An attribute that is no field is taken for a misspelt one, unless
+            it begins with `_`.
     """
 
     Options: type = NoOptions
