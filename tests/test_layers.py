@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import pathlib
 import subprocess
@@ -169,7 +170,12 @@ def test_loading_tensorflow_would_be_noticed(run, code):
         (["-m", "tfdist.train"], 2),
         (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=0", "--workdir=unused"], 2),
         (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epoch=1", "--workdir=unused"], 2),
+        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=x", "--workdir=unused"], 2),
+        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.strategy.name=miror", "--workdir=unused"], 2),
+        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.task=digts", "--workdir=unused"], 2),
+        (["-m", "tfdist.train", "--config=configs/digits_mirrored.py", "--config.strategy.devices=3"], 2),
         (["-m", "tfdist.train", "--config=configs/no_such_file.py", "--workdir=unused"], 2),
+        (["-m", "tfdist.train", "--config=README.md", "--workdir=unused"], 2),
         (["-m", "tfdist.cluster", "show"], 0),
         (["-m", "tfdist.cluster", "check"], 0),
         (["-m", "tfdist.launch", "--help"], 0),
@@ -180,12 +186,45 @@ def test_what_needs_no_tensorflow_loads_none(run, arguments, exit_code):
     done = run(*arguments)
     assert done.returncode == exit_code, done.stderr
     assert "Traceback" not in done.stderr
+    assert not exit_code or len(done.stderr.splitlines()) == 1
 
 
-def test_a_faulty_tf_config_is_found_before_tensorflow_is_loaded(run):
-    done = run("-m", "tfdist.train", "--config=configs/digits.py", "--workdir=unused", TF_CONFIG='{"cluster": 3}')
-    assert done.returncode == 2
-    assert "'cluster' must be an object" in done.stderr
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("tfdist.cluster", ["TF_CONFIG: 'cluster' must be an object", "TF_CONFIG: 'task' is missing"]),
+        (
+            "tfdist.train",
+            [
+                "tfdist: TF_CONFIG: 'cluster' must be an object",
+                "tfdist: TF_CONFIG: 'task' is missing",
+                "tfdist: --config.epoch: unknown config field 'epoch'; did you mean 'epochs'?",
+                "tfdist: seed must be 0 to",
+            ],
+        ),
+    ],
+)
+def test_every_fault_of_tf_config_and_configuration_is_found_before_tensorflow_is_loaded(run, module, expected):
+    arguments = {
+        "tfdist.cluster": ["check"],
+        "tfdist.train": ["--config=configs/digits.py", "--config.epoch=1", "--config.seed=-1", "--workdir=unused"],
+    }[module]
+    done = run("-m", module, *arguments, TF_CONFIG='{"cluster": 3}')
+    assert (done.returncode, done.stdout) == (2, "")
+    found = done.stderr.splitlines()
+    assert [fault.startswith(said) for fault, said in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize(("workers", "batch", "exit_code"), [(3, 64, 2), (3, 63, 99), (2, 63, 2)])
+def test_a_batch_that_the_workers_of_tf_config_do_not_divide_is_found_before_tensorflow_is_loaded(
+    run, workers, batch, exit_code
+):
+    cluster = {"cluster": {"worker": [f"h{i}:1" for i in range(workers)]}, "task": {"type": "worker", "index": 0}}
+    arguments = ["--config=configs/digits_multi_worker.py", f"--config.global_batch_size={batch}", "--workdir=unused"]
+    done = run("-m", "tfdist.train", *arguments, TF_CONFIG=json.dumps(cluster))
+    assert done.returncode == exit_code
+    said = f"tfdist: global_batch_size {batch} is not divisible by {workers} replicas"
+    assert done.stderr.startswith(said) is (exit_code == 2)
 
 
 def test_the_supervisor_of_a_training_loads_no_tensorflow_but_its_tasks_do(run, tmp_path):

@@ -23,7 +23,7 @@ from tfdist import config as config_lib
 from tfdist import flags as flags_lib
 from tfdist import registry
 from tfdist.config import TrainConfig
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, collected
 from tfdist.launch import Launcher
 
 if TYPE_CHECKING:
@@ -166,19 +166,24 @@ def main(argv: Sequence[str]) -> int:
     """Runs `python -m tfdist.train`; returns the exit code."""
     # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    try:
-        parsed = flags_lib.parse(argv, __doc__)
+    faults: list[str] = []
+    environment = None
+    workers: int | None = 0
+    with collected(faults):
+        environment = cluster_lib.from_environment()
+        workers = len(environment[0].training_tasks()) if environment else None
+    with collected(faults):
+        parsed = flags_lib.parse(argv, __doc__, workers)
         if parsed is None:
             return 0
-        config, workdir = parsed
-        environment = cluster_lib.from_environment()
-        if environment is None and config.cluster.workers > 1:
-            return launch(config, argv, workdir)
-        train(config, workdir)
-    except ConfigError as e:
-        print(f"tfdist: {e}", file=sys.stderr)
-        return 2
-    return 0
+        if not faults:
+            config, workdir = parsed
+            if environment is None and config.cluster.workers > 1:
+                return launch(config, argv, workdir)
+            train(config, workdir)
+    for fault in faults:
+        print(f"tfdist: {fault}", file=sys.stderr)
+    return 2 if faults else 0
 
 
 if __name__ == "__main__":
