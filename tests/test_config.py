@@ -17,6 +17,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 NAN = float("nan")
 
 
+class Unshowable:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
 def make(**fields):
     return TrainConfig(**{"global_batch_size": 32, **fields})
 
@@ -98,6 +103,7 @@ def test_every_file_in_configs_passes(path, monkeypatch):
         ({"seed": 2**31}, "seed must be 0 to 2147483647. Received: 2147483648."),
         ({"epochs": "3"}, "config.epochs must be int. Received: '3'."),
         ({"epochs": True}, "config.epochs must be int. Received: True."),
+        ({"epochs": Unshowable()}, "config.epochs must be int. Received: a value of type Unshowable."),
         ({"task": []}, "config.task must be str. Received: []."),
         ({"precision": "x" * 5000}, "unknown precision 'xxx"),
         ({"learning_rate": 10**400}, "config.learning_rate must be float. Received: 1000"),
@@ -129,6 +135,19 @@ def test_every_fault_is_reported_at_once():
     assert len(faults(checked)) == 6
     checked = make(epochs="1", seed="2", strategy=StrategyConfig(name=3), precision="half", learning_rate=-1)
     assert len(faults(checked)) == 5, "what is of its type is judged beside what is not"
+    checked = make(
+        epochs="1",
+        strategy=StrategyConfig("miror"),
+        optimizer=OptimizerConfig("adm"),
+        task="digts",
+        task_options=digits.Options(),
+        cluster=ClusterConfig(0),
+        global_batch_size=0,
+    )
+    assert len(faults(checked)) == 6
+    assert len(faults(make(strategy="mirrored", cluster=ClusterConfig(2)))) == 1
+    checked = make(epochs="1", strategy=StrategyConfig("mirrored", devices=3))
+    assert faults(checked)[1:] == ("global_batch_size 32 is not divisible by 3 replicas; use 30 or 33.",)
 
 
 def test_an_attribute_that_is_no_field_is_a_misspelt_field():

@@ -250,6 +250,10 @@ def test_a_missing_config_flag_is_a_fault(arguments):
             ", line 2: TypeError: OptimizerConfig.__init__() got an unexpected keyword argument 'momentun'; "
             "did you mean 'momentum'?",
         ),
+        (
+            "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    depth: int = 1\nOptions(dept=2)\n",
+            ", line 5: TypeError: Options.__init__() got an unexpected keyword argument 'dept'; did you mean 'depth'?",
+        ),
         ("def config():\n    pass\n", ": the file defines no function get_config()."),
         ("def get_config():\n    pass\n", ": get_config() must return a tfdist.TrainConfig. Received: NoneType."),
         ("def get_config():\n    return {}\n", ": get_config() must return a tfdist.TrainConfig. Received: dict."),

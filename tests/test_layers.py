@@ -190,11 +190,16 @@ def test_what_needs_no_tensorflow_loads_none(run, arguments, exit_code):
 
 
 @pytest.mark.parametrize(
-    ("module", "expected"),
+    ("command", "expected"),
     [
-        ("tfdist.cluster", ["TF_CONFIG: 'cluster' must be an object", "TF_CONFIG: 'task' is missing"]),
+        ("tfdist.cluster check", ["TF_CONFIG: 'cluster' must be an object", "TF_CONFIG: 'task' is missing"]),
         (
-            "tfdist.train",
+            # How many workers there are is not known: the batch is not judged.
+            "tfdist.train --config=configs/digits_multi_worker.py --config.global_batch_size=63 --workdir=unused",
+            ["tfdist: TF_CONFIG: 'cluster' must be an object", "tfdist: TF_CONFIG: 'task' is missing"],
+        ),
+        (
+            "tfdist.train --config=configs/digits.py --config.epoch=1 --config.seed=-1 --workdir=unused",
             [
                 "tfdist: TF_CONFIG: 'cluster' must be an object",
                 "tfdist: TF_CONFIG: 'task' is missing",
@@ -204,12 +209,8 @@ def test_what_needs_no_tensorflow_loads_none(run, arguments, exit_code):
         ),
     ],
 )
-def test_every_fault_of_tf_config_and_configuration_is_found_before_tensorflow_is_loaded(run, module, expected):
-    arguments = {
-        "tfdist.cluster": ["check"],
-        "tfdist.train": ["--config=configs/digits.py", "--config.epoch=1", "--config.seed=-1", "--workdir=unused"],
-    }[module]
-    done = run("-m", module, *arguments, TF_CONFIG='{"cluster": 3}')
+def test_every_fault_of_tf_config_and_configuration_is_found_before_tensorflow_is_loaded(run, command, expected):
+    done = run("-m", *command.split(), TF_CONFIG='{"cluster": 3}')
     assert (done.returncode, done.stdout) == (2, "")
     found = done.stderr.splitlines()
     assert [fault.startswith(said) for fault, said in zip(found, expected, strict=True)] == [True] * len(expected)
