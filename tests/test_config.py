@@ -1,13 +1,14 @@
-"""`config.check`: every fault that shows before TensorFlow is loaded; every file of configs/ passes."""
+"""`check`: every fault that shows before TensorFlow is loaded; every file of configs/ passes."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pathlib
 
 import pytest
 
-from tfdist import config, flags
+from tfdist import check, config, flags
 from tfdist.config import ClusterConfig, OptimizerConfig, StrategyConfig, TrainConfig
 from tfdist.errors import ConfigError
 from tfdist.task import NoOptions
@@ -28,7 +29,7 @@ def make(**fields):
 
 def faults(checked):
     with pytest.raises(ConfigError) as raised:
-        config.check(checked)
+        check.check(checked)
     return raised.value.faults
 
 
@@ -182,27 +183,27 @@ def test_a_batch_that_known_replicas_do_not_divide_names_the_nearest_that_they_d
     assert faults(checked) == (f"global_batch_size {said}",)
     for better in said[:-1].partition("use ")[2].split(" or "):
         checked.global_batch_size = int(better)
-        config.check(checked)
+        check.check(checked)
 
 
 def test_the_workers_of_the_environment_go_before_those_of_the_configuration():
     checked = make(global_batch_size=33, strategy=StrategyConfig("multi_worker_mirrored"), cluster=ClusterConfig(2))
     assert faults(checked) == ("global_batch_size 33 is not divisible by 2 replicas; use 32 or 34.",)
-    config.check(checked, workers=3)
-    config.check(checked, workers=0)
+    check.check(checked, workers=3)
+    check.check(checked, workers=0)
     with pytest.raises(ConfigError, match="33 is not divisible by 4 replicas; use 32 or 36"):
-        config.check(checked, workers=4)
+        check.check(checked, workers=4)
 
 
 def test_where_the_replicas_are_not_known_a_batch_is_not_judged():
     for strategy in (StrategyConfig("mirrored"), StrategyConfig("tpu"), StrategyConfig()):
-        config.check(make(global_batch_size=7, strategy=strategy))
-    config.check(make(global_batch_size=0, per_replica_batch_size=7, strategy=StrategyConfig("mirrored", devices=3)))
+        check.check(make(global_batch_size=7, strategy=strategy))
+    check.check(make(global_batch_size=0, per_replica_batch_size=7, strategy=StrategyConfig("mirrored", devices=3)))
 
 
 def test_whole_numbers_become_floats_where_floats_are_declared():
     checked = make(learning_rate=1, grace_seconds=3)
-    config.check(checked)
+    check.check(checked)
     assert [type(checked.learning_rate), type(checked.grace_seconds)] == [float, float]
 
 
@@ -223,11 +224,11 @@ def test_each_optimizer_takes_its_arguments_and_gives_those_changed(name):
         changed = {argument: other[value] if isinstance(value, bool) else value / 2 + 0.1}
         optimizer = OptimizerConfig(name, **changed)
         assert optimizer.changed() == changed
-        config.check(make(optimizer=optimizer))
+        check.check(make(optimizer=optimizer))
 
 
 def test_the_users_own_optimizer_may_take_any_argument():
-    config.check(make(optimizer=OptimizerConfig("own.module:Optimizer", momentum=0.5, beta_1=0.5)))
+    check.check(make(optimizer=OptimizerConfig("own.module:Optimizer", momentum=0.5, beta_1=0.5)))
 
 
 OWN = """
@@ -255,7 +256,7 @@ class Plain(Task):
 def test_the_users_own_task_gets_its_options_and_their_faults(own_tasks):
     module = own_tasks("own_task_a", OWN)
     checked = make(task=f"{module}:Own")
-    config.check(checked)
+    check.check(checked)
     assert checked.task_options == importlib.import_module(module).Options(3, "own")
     checked.task_options.depth = 10
     assert faults(checked) == ("task_options.depth must be 9 or less. Received: 10.",)
@@ -267,7 +268,7 @@ def test_the_users_own_task_gets_its_options_and_their_faults(own_tasks):
 
 def test_a_task_without_options_needs_none(own_tasks):
     checked = make(task=own_tasks("own_task_b", OWN) + ":Plain")
-    config.check(checked)
+    check.check(checked)
     assert checked.task_options == NoOptions()
 
 
@@ -287,10 +288,30 @@ def test_options_annotated_by_texts_work_as_flags(own_tasks, tmp_path):
 def test_an_error_inside_the_users_own_module_is_not_taken_for_a_fault(own_tasks):
     module = own_tasks("own_task_d", "import os\nos.no_such_function()")
     with pytest.raises(AttributeError, match="no_such_function"):
-        config.check(make(task=f"{module}:Own"))
+        check.check(make(task=f"{module}:Own"))
 
 
 def test_to_dict_is_plain():
     plain = config.to_dict(make(strategy=StrategyConfig("mirrored", devices=2)))
     assert plain["strategy"]["devices"] == "2"
     assert plain["task_options"] == {"filters": 32, "dropout": 0.3}
+
+
+def test_central_storage_says_all_that_it_cannot():
+    config = TrainConfig(strategy=StrategyConfig("central_storage"), global_batch_size=8)
+    config.jit_compile, config.precision, config.optimizer.use_ema = True, "mixed_float16", True
+    with pytest.raises(ConfigError) as raised:
+        check.check(config)
+    assert [fault.partition(" is not possible under central_storage")[0] for fault in raised.value.faults] == [
+        "jit_compile",
+        "precision mixed_float16",
+        "optimizer.use_ema",
+    ]
+
+
+@pytest.mark.parametrize(("steps", "sound"), [(-1, False), (0, True), (1, False), (2, True)])
+def test_gradients_are_accumulated_over_several_steps_or_not_at_all(steps, sound):
+    config = TrainConfig(global_batch_size=8)
+    config.optimizer.gradient_accumulation_steps = steps
+    with contextlib.nullcontext() if sound else pytest.raises(ConfigError, match=r"0 \(off\) or 2 or more\. Received"):
+        check.check(config)

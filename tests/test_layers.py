@@ -21,6 +21,7 @@ ORDER = [
     "tfdist.cluster",
     "tfdist.registry",
     "tfdist.config",
+    "tfdist.check",
     "tfdist.flags",
     "tfdist.launch",
     "tfdist.task",

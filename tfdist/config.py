@@ -1,19 +1,18 @@
 """`TrainConfig`: everything that `python -m tfdist.train` can be told. No TensorFlow here.
 
 Dataclasses with a default for every field. They are not frozen because `ml_collections.config_flags` assigns to their
-fields (`--config.optimizer.momentum=0.9`); `check` judges the whole before use and reports every fault at once.
+fields (`--config.optimizer.momentum=0.9`); `tfdist.check` judges the whole before use.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdist import registry
-from tfdist.errors import ConfigError, did_you_mean, shown, unknown
+from tfdist.errors import did_you_mean, unknown
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "tpu")
 IMPLEMENTATIONS = ("auto", "ring", "nccl")
@@ -227,152 +226,6 @@ def _resolve_types(config: Any) -> None:
         field.type = hints[field.name]
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
             _resolve_types(value)
-
-
-def check(config: TrainConfig, workers: int | None = None) -> None:
-    """Raises a `ConfigError` with every fault of the configuration that shows before TensorFlow is loaded.
-
-    Args:
-        config: The configuration.
-        workers: Training tasks of the cluster that the environment describes; 0 means that it is faulty, None that it
-            describes none, so that `cluster.workers` holds.
-    """
-    if faults := list(_faults(config, workers)):
-        raise ConfigError(faults)
-
-
-def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[str]:
-    wrong = dict(_type_faults(config, "config"))
-    yield from wrong.values()
-
-    def typed(*fields: str) -> bool:
-        """Whether these fields are of their declared types, so that their values can be judged."""
-        return not any(f"{path}.".startswith(f"config.{field}.") for path in wrong for field in fields)
-
-    if typed("strategy"):
-        yield from config.strategy.faults()
-    if typed("optimizer"):
-        yield from config.optimizer.faults()
-    if typed("task", "task_options"):
-        yield from _task_faults(config)
-    if typed("cluster", "strategy"):
-        yield from _workers_faults(config)
-    if typed("global_batch_size", "per_replica_batch_size"):
-        sizes = (config.global_batch_size, config.per_replica_batch_size)
-        if min(sizes) != 0 or max(sizes) == 0:
-            yield (
-                "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
-                f"Received: {sizes[0]} and {sizes[1]}."
-            )
-        elif typed("cluster", "strategy"):
-            workers = config.cluster.workers if environment_workers is None else environment_workers
-            if (replicas := _known_replicas(config.strategy, workers)) and (fault := indivisible(sizes[0], replicas)):
-                yield fault
-    if typed("precision") and config.precision not in PRECISIONS:
-        yield unknown("precision", config.precision, PRECISIONS)
-    if typed("jit_compile", "precision", "optimizer", "strategy") and config.strategy.name == "central_storage":
-        yield from _central_storage_faults(config)
-    least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
-    for name, least in least_values.items():
-        if typed(name) and not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
-            yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."
-    if typed("seed") and not 0 <= config.seed < 2**31:
-        yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
-
-
-def _workers_faults(config: TrainConfig) -> Iterator[str]:
-    workers = config.cluster.workers
-    if workers < 1:
-        yield f"cluster.workers must be 1 or more. Received: {workers}."
-    elif workers > 1 and config.strategy.name in STRATEGIES and config.strategy.name != "multi_worker_mirrored":
-        yield (
-            f"strategy {config.strategy.name!r} trains in one process, but cluster.workers is {workers}; "
-            "use --config.strategy.name=multi_worker_mirrored, or leave cluster.workers at 1."
-        )
-
-
-def _central_storage_faults(config: TrainConfig) -> Iterator[str]:
-    remedy = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
-    if config.jit_compile:
-        yield f"jit_compile {remedy}"
-    if config.precision == "mixed_float16":
-        yield f"precision mixed_float16 {remedy}"
-    if config.optimizer.use_ema:
-        yield f"optimizer.use_ema {remedy}"
-
-
-def _task_faults(config: TrainConfig) -> Iterator[str]:
-    try:
-        task = registry.resolve("task", config.task, registry.TASKS)
-    except ConfigError as e:
-        yield from e.faults
-        return
-    expected = getattr(task, "Options", None)
-    if not isinstance(expected, type):
-        yield f"task {config.task!r} is no tfdist.task.Task: it has no 'Options'."
-        return
-    if config.task_options is None:
-        config.task_options = expected()
-    if not isinstance(config.task_options, expected):
-        yield (
-            f"task {config.task!r} takes task_options of {_full_name(expected)}. "
-            f"Received: {_full_name(type(config.task_options))}; set task and task_options together, in the config file."
-        )
-    elif callable(faults := getattr(config.task_options, "faults", None)):
-        yield from faults()
-
-
-def _full_name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _known_replicas(strategy: StrategyConfig, workers: int) -> int:
-    """Returns the number of replicas where it can be told without TensorFlow, else 0."""
-    if strategy.name == "one_device":
-        return 1
-    if strategy.name in ("mirrored", "central_storage"):
-        return len(strategy.device_names) if strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0
-    # Every worker has at least one replica, more where it has GPUs: only what no number of GPUs can cure is a fault.
-    return max(workers, 0) if strategy.name == "multi_worker_mirrored" else 0
-
-
-def indivisible(batch_size: int, replicas: int) -> str:
-    """Returns the sentence for a global batch size that the replicas do not divide, or an empty text."""
-    if batch_size % replicas == 0:
-        return ""
-    below = batch_size // replicas * replicas
-    choice = f"{below} or {below + replicas}" if below else f"{replicas}"
-    return f"global_batch_size {batch_size} is not divisible by {replicas} replicas; use {choice}."
-
-
-def unknown_field(path: str, name: str, known: Collection[str]) -> str:
-    """Returns the sentence for a field that a group of fields (or what is no group) has not."""
-    fields = f"Known: {', '.join(known)}." if known else "It has no fields."
-    return f"{path}: unknown config field {shown(name)}{did_you_mean(name, known)} {fields}"
-
-
-def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yields what is no field or not of its declared type, with its path (a config file may assign anything)."""
-    hints = typing.get_type_hints(type(config))
-    fields = {field.name: field for field in dataclasses.fields(config)}
-    for name in getattr(config, "__dict__", ()):  # slots have none
-        # What is the class's own (a cached property) or private is no misspelt field.
-        if name not in fields and not name.startswith("_") and not hasattr(type(config), name):
-            yield f"{path}.{name}", unknown_field(f"{path}.{name}", name, fields)
-    for field in fields.values():
-        value, expected = getattr(config, field.name), hints[field.name]
-        where = f"{path}.{field.name}"
-        number = isinstance(value, int) and not isinstance(value, bool)
-        if expected is float and number and abs(value) <= sys.float_info.max:
-            setattr(config, field.name, float(value))
-        elif (
-            isinstance(expected, type)
-            and expected is not Any  # a class since Python 3.11
-            and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
-        ):
-            yield where, f"{where} must be {expected.__name__}. Received: {shown(value)}."
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _type_faults(value, where)
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

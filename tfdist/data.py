@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 
-from tfdist.config import indivisible
+from tfdist.check import indivisible
 from tfdist.errors import ConfigError
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
+from tfdist import check
 from tfdist import config as config_lib
 from tfdist.config import TrainConfig
 from tfdist.errors import ConfigError, collected, did_you_mean, short, shown
@@ -35,7 +36,7 @@ def parse(
     Args:
         argv: The program's name and its arguments.
         description: What `--help` begins with.
-        workers: As for `config.check`.
+        workers: As for `check.check`.
 
     Raises:
         ConfigError: With every fault of the command line and the configuration.
@@ -68,7 +69,7 @@ def parse(
     except Exception as e:  # what it raises at values that it cannot take is not documented
         raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {_told(e)}"]) from None
     with collected(faults):
-        config_lib.check(values.config, workers)
+        check.check(values.config, workers)
     if faults:
         raise ConfigError(faults)
     return values.config, pathlib.Path(values.workdir or pathlib.Path("runs") / pathlib.Path(path).stem)
@@ -186,7 +187,7 @@ def _field(config: TrainConfig, flag: str, written: str) -> tuple[Any, str]:
     for name in flag.split(".")[1:]:
         known = {field.name: field for field in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else {}
         if name not in known:
-            return None, config_lib.unknown_field(written, name, known)
+            return None, check.unknown_field(written, name, known)
         kind, holder = known[name].type, getattr(holder, name)
     if dataclasses.is_dataclass(holder):
         fields = dataclasses.fields(holder)

@@ -34,7 +34,7 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
     """Runs one task of a training and, on the chief, writes the run's files.
 
     Args:
-        config: What to train, checked by `config.check`.
+        config: What to train, checked by `check.check`.
         workdir: Where `summary.json`, `config.json`, `model.keras` and `tensorboard/<task>/` go.
         trainer: An existing trainer to use, with a strategy of its own. None means one made from `config`.
 
