@@ -255,18 +255,140 @@ def test_save_heeds_overwrite(trainer, tmp_path):
     assert path.read_bytes() == before
 
 
-def test_an_empty_share_of_a_batch_never_makes_nan_of_batch_norm(trainer):
+STARVING = {
+    "arrays": lambda x, y: (x, y),
+    "dataset": lambda x, y: (tf.data.Dataset.from_tensor_slices((x, y)).batch(32),),
+    "generator": lambda x, y: (((x[i : i + 32], y[i : i + 32]) for i in (0, 32)),),
+}
+
+
+@pytest.mark.parametrize("kind", STARVING)
+@pytest.mark.parametrize("built", [True, False])
+def test_an_empty_share_of_a_batch_never_makes_nan_of_batch_norm(trainer, kind, built):
     with trainer.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((3,)), *layers] if built else layers)
         model.compile("sgd", "mse")
     x, y = np.ones((33, 3), np.float32), np.ones((33, 1), np.float32)
-    with pytest.raises(ConfigError, match="The last training batch, 1 of 33 examples"):
-        trainer.fit(model, x, y, batch_size=32)
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="does not give each of 2 replicas an example"):
-        trainer.fit(model, dataset, verbose=0)
+    with pytest.raises(ConfigError, match="A training batch does not give each replica an example"):
+        trainer.fit(model, *STARVING[kind](x, y), verbose=0)
+    assert all(np.isfinite(weights).all() for weights in model.get_weights())
     trainer.fit(model, x[:18], y[:18], batch_size=16, verbose=0, epochs=2)
     assert all(np.isfinite(weights).all() for weights in model.get_weights())
+
+
+def test_an_empty_share_trains_what_there_is(trainer):
+    """The mean of nothing is NaN, and does not count."""
+
+    def mean(y, predictions):
+        return tf.reduce_mean((y - predictions) ** 2)
+
+    for loss in (mean, "mse"):
+        model = build(trainer, loss=lambda: loss, jit_compile=loss == "mse")  # noqa: B023
+        before = model.get_weights()
+        trainer.fit(model, np.ones((1, 3), np.float32), np.ones((1, 2), np.float32), verbose=0)
+        assert all(np.isfinite(weights).all() for weights in model.get_weights())
+        assert (before[0] != model.get_weights()[0]).any()
+
+
+def test_arguments_go_by_keras_names_and_places(trainer):
+    model = build(trainer)
+    x, y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
+    assert len(trainer.fit(model, x=x, y=y, epochs=2, verbose=0).epoch) == 2
+    assert len(trainer.fit(model, x, y, 2, 3, 0).epoch) == 3
+    assert trainer.evaluate(model, x=x, y=y, verbose=0) == trainer.evaluate(model, x, y, 2, 0)
+    assert trainer.predict(model, x=x, verbose=0).shape == (4, 2)
+    with pytest.raises(TypeError, match="epoch"):
+        trainer.fit(model, x, y, epoch=2)
+
+
+def test_an_uncompiled_model_predicts(trainer):
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    assert trainer.predict(model, np.ones((5, 3)), verbose=0).shape == (5, 2)
+
+
+class OwnApply(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients(grads_and_vars)
+
+
+class Lazy(keras.Sequential):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.other = keras.optimizers.SGD()
+
+
+def sequential(*layers, shape=(3,), batch=None, kind=keras.Sequential):
+    return kind([keras.Input(shape, batch_size=batch), *layers, keras.layers.Dense(2)])
+
+
+def multi_optimizer():
+    optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(), {".*bias": keras.optimizers.Adam()})
+    return keras.optimizers.MultiOptimizer(optimizers)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (
+            sequential,
+            {"loss": keras.losses.MeanSquaredError("mean_with_sample_weight")},
+            "use reduction='sum_over_batch_",
+        ),
+        (sequential, {"optimizer": OwnApply}, "OwnApply overrides apply_gradients"),
+        (sequential, {"optimizer": multi_optimizer}, "MultiOptimizer is not supported"),
+        (lambda: sequential(kind=Lazy), {}, r"The optimizer SGD of Lazy must be built before fit: optimizer\.build"),
+        (lambda: sequential(keras.layers.LSTM(2, stateful=True), shape=(4, 3), batch=4), {}, "lstm.* is stateful=True"),
+        (lambda: sequential(keras.layers.Dense(2, dtype="float8_from_float32")), {}, "float8 layers"),
+    ],
+)
+def test_what_cannot_be_trained_by_several_replicas_is_said(trainer, make, arguments, message):
+    with trainer.scope():
+        model = make()
+        arguments = {name: value() if name == "optimizer" else value for name, value in arguments.items()}
+        model.compile(**{"optimizer": "sgd", "loss": "mse", **arguments})
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(model, np.ones((4, *model.input_shape[1:])), np.ones((4, 2)), verbose=0)
+
+
+def test_what_was_made_outside_of_the_scope_is_said(trainer):
+    metric = keras.metrics.MeanAbsoluteError(name="far")
+    with pytest.raises(ConfigError, match=r"A metric was created outside .* \(it has far/"):
+        trainer.fit(build(trainer, metrics=[metric]), np.ones((4, 3)), np.ones((4, 2)))
+    layer = keras.layers.Dense(2, name="away")
+    layer.build((None, 3))
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), layer])
+        model.compile("sgd", "mse")
+    with pytest.raises(ConfigError, match=r"A layer was created outside .* \(it has away/kernel\)"):
+        trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
+
+
+def test_data_that_are_no_batches_or_come_out_of_order_are_said(trainer):
+    model = build(trainer)
+    with pytest.raises(ConfigError, match=r"must hold batches: call its batch\(\)"):
+        trainer.fit(model, tf.data.Dataset.from_tensor_slices((np.ones((4, 3)), np.ones(4))))
+
+    class Queue(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.ones((4, 3)), np.ones((4, 2))
+
+    with pytest.raises(ConfigError, match="workers=2, use_multiprocessing=False comes out of order"):
+        trainer.fit(model, Queue(workers=2))
+
+
+def test_a_model_compiled_anew_may_be_fitted_by_itself(trainer):
+    model = build(trainer)
+    x, y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
+    trainer.fit(model, x, y, verbose=0)
+    with trainer.scope():
+        model.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
+    model.fit(x, y, batch_size=2, verbose=0)
+    assert model.optimizer._iterations.numpy() == 2
 
 
 def test_a_failed_save_raises_and_keeps_the_file_before(trainer, tmp_path):

@@ -106,6 +106,30 @@ def test_models_make_their_functions_where_the_trainer_does():
     assert ".run(step_function, args=(data,))" in source, "seam step function: it runs another function now"
 
 
+def test_models_tell_their_layers_and_variables_their_strategy(strategy):
+    with strategy.scope():
+        inner = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
+        model = keras.Sequential([keras.Input((2,)), inner])
+    assert inner.layers[0] in list(model._flatten_layers()), "refusals: nested layers are told elsewhere"
+    assert all(v.value.distribute_strategy is strategy for v in model.weights)
+
+
+def test_keras_divides_a_loss_by_what_the_strategy_says(strategy):
+    """Within `as_one_replica` there is one."""
+    from keras.src.losses import loss
+
+    def scaled():
+        return loss.scale_loss_for_distribution(tf.constant(4.0)), loss.unscale_loss_for_distribution(tf.constant(4.0))
+
+    def alone():
+        with strategy.as_one_replica():
+            return scaled()
+
+    values = [strategy.experimental_local_results(v)[0].numpy() for v in (*strategy.run(scaled), *strategy.run(alone))]
+    assert values == [2, 8, 4, 4], "seam step function: Keras divides losses by something else"
+    assert strategy.num_replicas_in_sync == 2
+
+
 def test_keras_tells_where_data_come_from():
     moved = "data: Keras has renamed its adapters"
     assert refusals.KERAS_ADAPTER in inspect.getsource(keras_epochs.EpochIterator.__init__), moved

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,7 +49,26 @@ class _KerasStrategy(tf.distribute.Strategy):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)
+        self._view = threading.local()  # each replica runs in a thread of its own
         super().__init__(*args, **kwargs)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over all workers; 1 within `as_one_replica`."""
+        return 1 if getattr(self._view, "one", False) else super().num_replicas_in_sync
+
+    @contextlib.contextmanager
+    def as_one_replica(self) -> Iterator[None]:
+        """Lets this replica's step compute its loss as if there were no other.
+
+        Keras divides a loss by the number of replicas, but only if it reduces the loss itself: not where a function
+        returns one number, nor in a `train_step` that has a loss of its own. The caller divides, whatever the loss.
+        """
+        self._view.one = True
+        try:
+            yield
+        finally:
+            self._view.one = False
 
     def scope(self) -> Any:
         """Returns TensorFlow's scope, with the creator that gives Keras' variables what they need."""

@@ -164,7 +164,8 @@ class _Agree(keras.callbacks.Callback):
         if self._ranks.size == 1:
             return
         optimizer = self.model.optimizer
-        rate = getattr(optimizer, "_learning_rate", None)
+        # A LossScaleOptimizer's own rate means nothing.
+        rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
         # A schedule is a function of the step, and so the same on all ranks.
         mine = float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
         gathered = self._ranks.gather(float(self.model.stop_training), mine)

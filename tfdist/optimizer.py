@@ -42,23 +42,27 @@ def distribute_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         return
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     leaf = optimizer.inner_optimizer if scaled else optimizer
-    for name in ("apply", KERAS_REDUCTION, KERAS_UPDATE, _MARK):
+    for name in ("apply", "scale_loss", KERAS_REDUCTION, KERAS_UPDATE, _MARK):
         vars(leaf).pop(name, None)  # it was used without its LossScaleOptimizer before, or with another one
     setattr(optimizer, _MARK, True)
     update = _Update(leaf, scaled)
     setattr(leaf, KERAS_REDUCTION, list)
     setattr(leaf, KERAS_UPDATE, update)
     optimizer.apply = _Reduce(optimizer, update)
+    optimizer.scale_loss = _ScaleLoss(optimizer)
 
 
 @contextlib.contextmanager
-def weighing(weight: tf.Tensor | None) -> Iterator[None]:
-    """Multiplies this replica's gradients by `weight` before they are summed; None means 1."""
-    _replica.weight = weight
+def sharing(share: tf.Tensor | float | None) -> Iterator[None]:
+    """Multiplies this replica's gradients by `share`, its part in the mean over all replicas; None means 1.
+
+    It multiplies the loss where the step calls `scale_loss`, which costs nothing, and otherwise each gradient.
+    """
+    _replica.share, _replica.scaled = share, set()
     try:
         yield
     finally:
-        _replica.weight = None
+        _replica.share = None
 
 
 @contextlib.contextmanager
@@ -72,19 +76,35 @@ def capturing() -> Iterator[list[tuple[Sequence[Any], Sequence[Any] | None]]]:
         _replica.captured = None
 
 
+class _ScaleLoss:
+    """`scale_loss`, which Keras calls before it computes gradients."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
+        self._scale_loss = optimizer.scale_loss
+        self._key = id(optimizer)
+
+    def __call__(self, loss: Any) -> Any:
+        loss = self._scale_loss(loss)
+        if (share := getattr(_replica, "share", None)) is None:
+            return loss
+        _replica.scaled.add(self._key)
+        return loss * tf.cast(share, loss.dtype)
+
+
 class _Reduce:
     """`apply` of the outermost optimizer: reduces, then goes on as Keras does."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, update: _Update):
         self._apply = optimizer.apply
         self._update = update
+        self._key = id(optimizer)
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if (share := getattr(_replica, "share", None)) is not None:
+            grads = _without_nan(grads, share) if self._key in _replica.scaled else _scale(grads, share)
         if (captured := getattr(_replica, "captured", None)) is not None:
             captured.append((grads, trainable_variables))
             return
-        if (weight := getattr(_replica, "weight", None)) is not None:
-            grads = _scale(grads, weight)
         if not self._update.reduces:
             grads = _all_reduce(tf.distribute.ReduceOp.SUM, grads)
         self._apply(grads, trainable_variables)
@@ -156,28 +176,35 @@ class _Update:
     def _totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
         # A replica's gradient is its share of a sum, while accumulators are statistics, which average over the replicas:
         # so the mean of the accumulators is what one process would have.
-        shares = tf.distribute.get_strategy().num_replicas_in_sync if self.reduces else 1
+        strategy = tf.distribute.get_strategy()
+        shares = strategy.num_replicas_in_sync if self.reduces else 1
         for grad, variable in zip(grads, variables, strict=True):
             index = self._optimizer._get_variable_index(variable)
             accumulator = getattr(self._optimizer, KERAS_ACCUMULATORS)[index].value
             yield accumulator, accumulator + tf.convert_to_tensor(grad) * shares
 
 
-def _scale(grads: Sequence[Any], weight: tf.Tensor) -> list[Any]:
-    """Returns the gradients times `weight`, without touching them where it is 1; 0 makes 0 of NaN, too."""
+def _scale(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
+    """Returns the gradients times `share`; 0 makes 0 of NaN, too."""
 
     def times(value: tf.Tensor) -> tf.Tensor:
-        return tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))
+        return tf.math.multiply_no_nan(value, tf.cast(share, value.dtype))
 
-    def scaled() -> list[Any]:
-        return [
-            tf.IndexedSlices(times(g.values), g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else times(g)
-            for g in present
-        ]
+    def scale(grad: Any) -> Any:
+        if isinstance(grad, tf.IndexedSlices):
+            return tf.IndexedSlices(times(grad.values), grad.indices, grad.dense_shape)
+        return None if grad is None else times(grad)
 
-    present = [g for g in grads if g is not None]
-    values = iter(tf.cond(tf.equal(weight, 1), lambda: present, scaled))
-    return [None if g is None else next(values) for g in grads]
+    return [scale(grad) for grad in grads]
+
+
+def _without_nan(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
+    """Returns the gradients, or zeros where this replica has no examples: the mean over none is NaN."""
+    if isinstance(share, float):
+        return list(grads)
+    present = [grad for grad in grads if grad is not None]
+    values = iter(tf.cond(share > 0, lambda: present, lambda: _scale(present, share)))
+    return [None if grad is None else next(values) for grad in grads]
 
 
 def _all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ KERAS_STRATEGY = "_distribution_strategy"
 KERAS_ADAPTER = "data_adapter"
 KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoaderAdapter", "GrainDatasetAdapter")
 
+_CENTRAL = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
 _TRAINER = "use tfdist.Trainer(...).fit, evaluate and predict instead of the model's own."
 
 
@@ -61,42 +62,94 @@ def check_model(model: keras.Model) -> None:
         raise ConfigError(faults)
 
 
+def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers of a model: those of its own `train_step`, too."""
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    return list({id(value): value for value in found if isinstance(value, keras.optimizers.Optimizer)}.values())
+
+
 def _model_faults(model: keras.Model) -> Iterator[str]:
-    optimizer = getattr(model, "optimizer", None)
-    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    if getattr(inner, KERAS_STRATEGY, model.distribute_strategy) is not model.distribute_strategy:
-        yield (
-            f"The optimizer {type(inner).__name__} was created outside of this trainer's scope: create it in "
-            "`with trainer.scope():`, or give its name."
-        )
-    if model.distribute_strategy.num_replicas_in_sync == 1:
+    strategy = model.distribute_strategy
+    for optimizer in optimizers(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if getattr(inner, KERAS_STRATEGY, strategy) is not strategy:
+            yield (
+                f"The optimizer {type(inner).__name__} was created outside of this trainer's scope: create it in "
+                "`with trainer.scope():`, or give its name."
+            )
+    if strategy.num_replicas_in_sync == 1:
         return
+    for kind, variables in (("metric", _metric_variables(model)), ("layer", model.weights)):
+        if outside := [v.path for v in variables if getattr(v.value, "distribute_strategy", None) is not strategy]:
+            yield (
+                f"A {kind} was created outside of this trainer's scope (it has {outside[0]}): create it in "
+                "`with trainer.scope():`."
+            )
+    for optimizer in optimizers(model):
+        yield from _optimizer_faults(model, optimizer)
     if model.jit_compile and type(model).train_step is not keras.Model.train_step:
         yield (
             f"jit_compile=True compiles a train_step up to its gradients, and the one of {type(model).__name__} may do "
             "more after them: compile the model with jit_compile=False."
         )
-    if not isinstance(model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy):
-        return
-    remedy = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
-    if model.jit_compile:
-        yield f"jit_compile=True {remedy}"
-    if inner is not optimizer:
-        yield f"mixed_float16 (a LossScaleOptimizer) {remedy}"
-    if getattr(inner, "use_ema", False):
-        yield f"use_ema=True {remedy}"
+    losses = [loss for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)]
+    if any(loss.reduction == "mean_with_sample_weight" for loss in losses):
+        yield (
+            "reduction='mean_with_sample_weight' divides by the sum of a batch's weights, of which a replica has a part "
+            "alone; use reduction='sum_over_batch_size'."
+        )
+    if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
+        yield "float8 layers keep scales that are no gradients, and cannot be summed over replicas; use mixed_bfloat16."
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            yield f"The layer {layer.name} is stateful=True, and each replica would carry on its own share of a batch alone."
+    if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) and model.jit_compile:
+        yield f"jit_compile=True {_CENTRAL}"
+
+
+def _metric_variables(model: keras.Model) -> list[keras.Variable]:
+    return [variable for metric in model.metrics for variable in metric.variables]
+
+
+def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[str]:
+    name = type(optimizer).__name__
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if name == "MultiOptimizer":
+        yield "MultiOptimizer is not supported with several replicas; use one optimizer."
+    if type(inner).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
+        yield f"The optimizer {name} overrides apply_gradients, before gradients are reduced: let it override apply or update_step."
+    if optimizer is not getattr(model, "optimizer", None) and not optimizer.built:
+        yield (
+            f"The optimizer {name} of {type(model).__name__} must be built before fit: optimizer.build(variables) in "
+            "`with trainer.scope():`."
+        )
+    if isinstance(model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy):
+        if inner is not optimizer:
+            yield f"mixed_float16 (a LossScaleOptimizer) {_CENTRAL}"
+        if inner.use_ema:
+            yield f"use_ema=True {_CENTRAL}"
 
 
 def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:
-    """Refuses data that each worker would draw for itself.
+    """Refuses data that are not batches, or that each worker would draw for itself.
 
     Args:
         strategy: The strategy.
         data: What `fit`, `evaluate` or `predict` takes as `x`, or the Keras object that is about to distribute it.
 
     Raises:
-        ConfigError: `data` is a generator or the like, and there are several workers.
+        ConfigError: `data` is a dataset of single examples, a `PyDataset` that reads ahead, or comes from Python where
+            there are several workers.
     """
+    if isinstance(data, tf.data.Dataset) and any(
+        spec.shape.rank == 0 for spec in tf.nest.flatten(data.element_spec) if isinstance(spec, tf.TensorSpec)
+    ):
+        raise ConfigError(f"The dataset must hold batches: call its batch(). Received elements {data.element_spec}.")
+    if isinstance(data, keras.utils.PyDataset) and (data.workers > 1 or data.use_multiprocessing):
+        raise ConfigError(
+            f"A PyDataset with workers={data.workers}, use_multiprocessing={data.use_multiprocessing} comes out of order "
+            "after Keras has looked at its first batch; use workers=1, or a tf.data.Dataset."
+        )
     kind = type(getattr(data, KERAS_ADAPTER, data)).__name__
     draws = kind in (*KERAS_SELF_FEEDING, "DataLoader") or (
         not hasattr(data, KERAS_ADAPTER) and isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator))

@@ -7,6 +7,7 @@ each number of the logs by itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -16,10 +17,16 @@ import keras
 import tensorflow as tf
 
 from tfdist import optimizer as optimizer_lib
+from tfdist import refusals
 from tfdist.errors import ConfigError
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_MAKE_FUNCTION = "_make_function"
+
+_STARVED = (
+    "A training batch does not give each replica an example, and BatchNormalization makes NaN of none; choose another batch "
+    "size, or leave the rest out (drop_remainder=True)."
+)
 
 
 def adopt(model: keras.Model) -> None:
@@ -27,8 +34,9 @@ def adopt(model: keras.Model) -> None:
     if KERAS_MAKE_FUNCTION not in vars(model):
         setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model))
         model.train_function = model.test_function = None
-    if isinstance(model.optimizer, keras.optimizers.Optimizer) and model.distribute_strategy.num_replicas_in_sync > 1:
-        optimizer_lib.distribute_optimizer(model.optimizer)
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        for optimizer in refusals.optimizers(model):
+            optimizer_lib.distribute_optimizer(optimizer)
 
 
 class Execution:
@@ -44,6 +52,8 @@ class Execution:
     """
 
     def __init__(self, model: keras.Model, step: Callable[[Any], Any]):
+        refusals.check_model(model)  # it may have been compiled anew, and fitted without the Trainer
+        adopt(model)
         self.left: int | None = None
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
@@ -59,11 +69,13 @@ class Execution:
         """Returns the logs of the last step, averaged over the replicas.
 
         Raises:
-            ConfigError: XLA cannot compile the model.
+            ConfigError: XLA cannot compile the model, or a replica has no example for its BatchNormalization.
         """
         try:
             return self._execute(iterator)
         except tf.errors.InvalidArgumentError as e:
+            if _STARVED in e.message:
+                raise ConfigError(_STARVED) from e
             if "unsupported operations" not in e.message:
                 raise
             operation = re.search(r"on XLA\w*: (.*?)[ {(]", e.message)
@@ -117,34 +129,55 @@ class _ReplicaStep:
         self._model = model
         self._step = step
         self._trains = step == model.train_step
-        self._weighs = self._trains and takes_means(model)
+        reductions = {loss.reduction for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)}
+        self._sums = "sum" in reductions  # Keras divides what is beside it
+        self._averages = not reductions & {"sum", "none", None}
         self._compiles = model.jit_compile and not model.run_eagerly
-        self._compiled: dict[int, Callable[[Any], Any]] = {}  # one for each replica
+        self._compiled: dict[int, Callable[[Any, Any], Any]] = {}  # one for each replica
         self._variables: Any = None
         self._logs: Any = None
 
     def __call__(self, data: Any) -> dict[str, tf.Tensor]:
         data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
         context = tf.distribute.get_replica_context()
-        weight = share(data, context) if self._weighs and context.num_replicas_in_sync > 1 else None
-        if not self._compiles:
-            with optimizer_lib.weighing(weight):
-                return self._pack(self._step(data))
-        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
-        if replica not in self._compiled:
-            self._compiled[replica] = tf.function(self._local, reduce_retracing=True, jit_compile=True, autograph=False)
-        logs, applied = self._compiled[replica](data)
-        with optimizer_lib.weighing(weight):
-            for grads, variables in zip(applied, self._variables, strict=True):
-                self._model.optimizer.apply(grads, variables)
+        strategy = context.strategy
+        share = None
+        if self._trains and context.num_replicas_in_sync > 1:
+            share, data = self._share(data, context)
+        with contextlib.nullcontext() if self._sums else strategy.as_one_replica():
+            if not self._compiles:
+                with optimizer_lib.sharing(share):
+                    return self._pack(self._step(data))
+            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            if replica not in self._compiled:
+                self._compiled[replica] = tf.function(
+                    self._local, reduce_retracing=True, jit_compile=True, autograph=False
+                )
+            logs, applied = self._compiled[replica](data, share)
+        for grads, variables in zip(applied, self._variables, strict=True):
+            self._model.optimizer.apply(grads, variables)
         return self._pack(logs)
 
-    def _local(self, data: Any) -> Any:
+    def _local(self, data: Any, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
-        with optimizer_lib.capturing() as captured:
+        with optimizer_lib.sharing(share), optimizer_lib.capturing() as captured:
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
+
+    def _share(self, data: Any, context: tf.distribute.ReplicaContext) -> tuple[Any, Any]:
+        """Returns this replica's part in the mean over the batch, None where nothing is to be averaged, and the data."""
+        mine = _examples(data)
+        if mine is None or isinstance(mine, int):  # the same on all replicas
+            return (1 / context.num_replicas_in_sync if self._averages else None), data
+        mine = tf.cast(mine, tf.float32)
+        # No replica can know by itself that another one has nothing.
+        counts = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stack([mine, tf.cast(mine == 0, tf.float32)]))
+        if any(isinstance(layer, keras.layers.BatchNormalization) for layer in self._model._flatten_layers()):
+            fed = tf.debugging.Assert(tf.equal(counts[1], 0), [_STARVED], summarize=1)
+            with tf.control_dependencies([fed] if fed is not None else []):
+                data = tf.nest.map_structure(tf.identity, data, expand_composites=True)
+        return (mine / counts[0] if self._averages else None), data
 
     def _pack(self, logs: Any) -> dict[str, tf.Tensor]:
         """Concatenates the numbers of the logs, so that one collective reduces them all."""
@@ -179,19 +212,6 @@ def _packed_dtype(value: tf.Tensor) -> tf.DType:
     return tf.float32 if value.dtype in (tf.float32, tf.float16, tf.bfloat16, tf.bool) else tf.float64
 
 
-def share(data: Any, context: tf.distribute.ReplicaContext) -> tf.Tensor | None:
-    """Returns how many times an equal share this replica's examples are, or None where shares are surely equal.
-
-    Each replica's loss is the mean over its own examples. Where a batch does not split evenly, the mean over the batch
-    is the weighted mean of these.
-    """
-    mine = _examples(data)
-    if mine is None or isinstance(mine, int):
-        return None
-    mine = tf.cast(mine, tf.float32)
-    return mine * context.num_replicas_in_sync / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
-
-
 def _examples(data: Any) -> tf.Tensor | int | None:
     first = next((v for v in tf.nest.flatten(data) if v is not None), None)
     if isinstance(first, tf.RaggedTensor):
@@ -202,14 +222,6 @@ def _examples(data: Any) -> tf.Tensor | int | None:
         return None
     known = first.shape[0] is not None and not tf.executing_eagerly()  # which knows each replica's own alone
     return int(first.shape[0]) if known else tf.shape(first)[0]
-
-
-def takes_means(model: keras.Model) -> bool:
-    """Whether the loss is a mean over the examples, for all that can be known."""
-    losses = [loss for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)]
-    return type(model).train_step is keras.Model.train_step and not any(
-        loss.reduction in ("sum", None, "none") for loss in losses
-    )
 
 
 class StepLimit(keras.callbacks.Callback):

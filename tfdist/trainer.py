@@ -89,110 +89,83 @@ class Trainer:
         """Returns the context in which the model must be built (or loaded) and compiled."""
         return self.strategy.scope()
 
-    def fit(
-        self,
-        model: keras.Model,
-        train_data: Any,
-        *args: Any,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
-        validation_data: Any = None,
-        verbose: str | int = "auto",
-        **kwargs: Any,
-    ) -> keras.callbacks.History:
+    def fit(self, model: keras.Model, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains `model`, as Keras' `fit`.
 
         Args:
             model: Built and compiled in `scope()`.
-            train_data: What `fit` takes as `x`, in batches of the global size, or a function
+            *args: As for Keras' `fit`, with these differences. `x` is in batches of the global size, or a function
                 `(tf.distribute.InputContext) -> tf.data.Dataset` that returns one input pipeline's batches of the
-                per-replica size.
-            *args: `y`, `batch_size`, ... as for `fit`.
-            callbacks: Keras callbacks. Those that only write files (ModelCheckpoint, CSVLogger, TensorBoard,
-                RemoteMonitor) run on the chief alone.
-            validation_data: As for `fit`, or a function as `train_data`.
-            verbose: As for `fit`; the chief alone shows progress.
-            **kwargs: As for `fit`.
+                per-replica size; so may be `validation_data`. Of `callbacks`, those that only write files
+                (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor) run on the chief alone, and with `verbose` the
+                chief alone shows progress.
+            **kwargs: As for Keras' `fit`.
 
         Returns:
             Keras' History, equal on all ranks.
+
+        Raises:
+            ConfigError: The model or the data hold something that this strategy cannot train.
         """
         self._check(model)
-        given = inspect.signature(keras.Model.fit).bind(model, train_data, *args, **kwargs).arguments
-        del given["self"], given["x"]
-        for data in (train_data, validation_data):
-            refusals.check_data(self.strategy, data)
-        if isinstance(train_data, tf.data.Dataset):
-            given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle a dataset
-            if _cuts_executions(model, given.get("steps_per_epoch")):
-                # Keras would count the steps that it does not run, and end before the data does.
-                train_data = train_data.filter(lambda *_: True)
-        elif callable(train_data) or isinstance(train_data, types.GeneratorType):
-            given.setdefault("shuffle", False)
-            weights = given.pop("class_weight", None) if callable(train_data) else None
-            train_data = self._distribute(train_data, weights)
-        if self.num_replicas > 1 and any(v.value in self.strategy.statistics for v in model.non_trainable_variables):
-            # As Keras chooses it: 32, or with steps_per_epoch what then fills each step but the last.
-            batch_size = given.get("batch_size")
-            if batch_size or "steps_per_epoch" not in given:
-                share = 1 - given.get("validation_split", 0.0)
-                train_data = data_lib.feeding_all_replicas(train_data, batch_size or 32, self.num_replicas, share)
-        limit = step.StepLimit(given.get("steps_per_epoch"), given.get("validation_steps"))
+        given = _bind(keras.Model.fit, model, args, kwargs)
+        data, validation = given.pop("x", None), given.pop("validation_data", None)
+        for each in (data, validation):
+            refusals.check_data(self.strategy, each)
+        steps, validation_steps = given.get("steps_per_epoch"), given.get("validation_steps")
+        if isinstance(data, tf.data.Dataset) and _cuts_executions(model, steps):
+            # Keras would count the steps that it does not run, and end before the data does.
+            data = data.filter(lambda *_: True)
+        if _is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
+            given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
+        weights = given.pop("class_weight", None) if _is_function(data) else None
+        limit = step.StepLimit(steps, validation_steps)
         with self._running():
             model.fit(
-                train_data,
-                callbacks=[limit, *self._wrap(callbacks)],
-                # Keras looks at it before each validation.
-                validation_data=self._distribute(validation_data, learns_shapes=lambda number: number % 2 == 0),
-                verbose=verbose if self.is_chief else 0,
+                self._distribute(data, class_weight=weights),
+                callbacks=[limit, *self._wrap(given.pop("callbacks", None))],
+                # With steps Keras looks for shapes in what the validation before has left over.
+                validation_data=self._distribute(
+                    validation, learns_shapes=lambda number: number == 0 if validation_steps else number % 2 == 0
+                ),
+                verbose=self._shown(given),
                 **given,
             )
         return model.history
 
-    def evaluate(
-        self,
-        model: keras.Model,
-        data: Any,
-        *args: Any,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
-        verbose: str | int = "auto",
-        **kwargs: Any,
-    ) -> Any:
+    def evaluate(self, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         """Evaluates `model`, as Keras' `evaluate`; every example counts once, whatever the number of replicas.
 
         Args:
             model: Built and compiled in `scope()`.
-            data: As `train_data` of `fit`.
-            *args: As for Keras' `evaluate`.
-            callbacks: As for Keras' `evaluate`.
-            verbose: As for Keras' `evaluate`; the chief alone shows progress.
+            *args: As for Keras' `evaluate`; `x` and `verbose` as for `fit`.
             **kwargs: As for Keras' `evaluate`.
         """
         self._check(model)
-        given = inspect.signature(keras.Model.evaluate).bind(model, data, *args, **kwargs).arguments
-        refusals.check_data(self.strategy, data)
+        given = _bind(keras.Model.evaluate, model, args, kwargs)
+        refusals.check_data(self.strategy, given.get("x"))
         limit = step.StepLimit(None, given.get("steps"))
         with self._running():
             return model.evaluate(
-                self._distribute(data),
-                *args,
-                callbacks=[limit, *_listed(callbacks)],
-                verbose=verbose if self.is_chief else 0,
-                **kwargs,
+                self._distribute(given.pop("x", None)),
+                callbacks=[limit, *_listed(given.pop("callbacks", None))],
+                verbose=self._shown(given),
+                **given,
             )
 
-    def predict(self, model: keras.Model, data: Any, *args: Any, verbose: str | int = "auto", **kwargs: Any) -> Any:
-        """Returns the model's outputs for all of `data`, in its order, on every rank.
+    def predict(self, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's outputs for all of `x`, in its order, on every rank.
 
         Args:
             model: Built in `scope()`.
-            data: As for Keras' `predict`. A dataset is sharded by batches, even if its options ask for whole files.
-            *args: As for Keras' `predict`.
-            verbose: As for Keras' `predict`; the chief alone shows progress.
+            *args: As for Keras' `predict`; `verbose` as for `fit`. A dataset is sharded by batches, even if its options
+                ask for whole files.
             **kwargs: As for Keras' `predict`.
         """
         self._check(model)
+        given = _bind(keras.Model.predict, model, args, kwargs)
+        data, steps = given.pop("x"), given.get("steps")
         refusals.check_data(self.strategy, data)
-        steps = inspect.signature(keras.Model.predict).bind(model, data, *args, **kwargs).arguments.get("steps")
         if isinstance(data, tf.data.Dataset):
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -206,7 +179,7 @@ class Trainer:
             )
         with self._running():
             data = self._distribute(data, learns_shapes=lambda number: False)
-            return model.predict(data, *args, verbose=verbose if self.is_chief else 0, **kwargs)
+            return model.predict(data, verbose=self._shown(given), **given)
 
     def save(self, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves `model` as one `.keras` file that plain Keras loads on one device.
@@ -263,6 +236,10 @@ class Trainer:
                 )
         return lockstep.wrap(given, self.strategy, self._ranks)
 
+    def _shown(self, given: dict[str, Any]) -> str | int:
+        verbose = given.pop("verbose", "auto")
+        return verbose if self.is_chief else 0
+
     def _distribute(
         self,
         data: Any,
@@ -271,7 +248,7 @@ class Trainer:
     ) -> Any:
         if isinstance(data, types.GeneratorType):
             return data_lib.from_generator(data, learns_shapes)
-        if not callable(data) or isinstance(data, tf.data.Dataset):
+        if not _is_function(data):
             return data
 
         def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -302,6 +279,18 @@ def _refuse_to_train_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy:
 def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:
     given = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
     return [given] if isinstance(given, keras.callbacks.Callback) else list(given or [])
+
+
+def _bind(method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Returns the arguments by Keras' names."""
+    given = dict(inspect.signature(method).bind(model, *args, **kwargs).arguments)
+    del given["self"]
+    return given
+
+
+def _is_function(data: Any) -> bool:
+    """Whether data are a function of an input context."""
+    return callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset))
 
 
 def _cuts_executions(model: keras.Model, steps: int | None) -> bool:

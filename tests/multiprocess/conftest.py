@@ -1,10 +1,16 @@
 """Each strategy's run of `program`, once for all tests of this folder, when first asked for."""
 
+import concurrent.futures
+
 import pytest
 
 from tests.multiprocess import harness
 
 SYNCHRONOUS = ("central_storage", "mirrored", "multi_worker_mirrored")
+
+
+# What one process runs runs beside the others of its row: it is mostly tracing, on one core.
+TOGETHER = {"program": ("one_device", "mirrored", "central_storage"), "fit_program": ("stock", "mirrored")}
 
 
 @pytest.fixture(scope="session")
@@ -15,16 +21,27 @@ def runs(tmp_path_factory):
 
     def run(strategy, module="program"):
         if (strategy, module) not in done:
-            out = tmp_path_factory.mktemp(f"{module}-{strategy}")
-            try:
-                done[strategy, module] = harness.run(module, strategy, out), out
-            except AssertionError as e:
-                done[strategy, module] = e
+            row = TOGETHER.get(module, ())
+            row = row if strategy in row else (strategy,)
+            folders = {each: tmp_path_factory.mktemp(f"{module}-{each}") for each in row}
+            if len(row) == 1:  # a cluster, whose launcher wants the main thread
+                done[strategy, module] = attempt(module, strategy, folders[strategy])
+            else:
+                with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                    results = pool.map(attempt, [module] * len(row), folders, folders.values())
+                    done.update({(each, module): result for each, result in zip(row, results, strict=True)})
         if isinstance(result := done[strategy, module], AssertionError):
             raise result  # once run is enough
         return result
 
     return run
+
+
+def attempt(module, strategy, out):
+    try:
+        return harness.run(module, strategy, out), out
+    except AssertionError as e:
+        return e
 
 
 @pytest.fixture(scope="session")

@@ -235,6 +235,23 @@ class Batches(keras.utils.PyDataset):
         return tuple(a[index * BATCH : (index + 1) * BATCH] for a in (X, Y))
 
 
+class Count(keras.metrics.Sum):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(keras.ops.ones_like(y_true))
+
+
+@case
+def validation_generator():
+    """How many examples each validation sees; which, is up to how far Keras had read ahead of the one before."""
+
+    def endless():
+        while True:
+            yield X[:BATCH], Y[:BATCH]
+
+    validation = {"validation_data": endless(), "validation_steps": 5}
+    return train(data=(X, Y), fit=validation, epochs=3, metrics=lambda: [Count(name="count")])
+
+
 @case
 def py_dataset():
     return train(data=(Batches(),), fit={"validation_data": Batches()})
@@ -314,6 +331,59 @@ def own_steps():
     return train(Own, (X[FULL], Y[FULL]), fit={"validation_data": (X, Y)}, metrics=None)
 
 
+@case
+def loss_of_one_number():
+    def mean_of_squares(y, predictions):
+        return tf.reduce_mean((predictions - tf.one_hot(tf.cast(y, tf.int32), 3)) ** 2)
+
+    return train(loss=mean_of_squares, evaluate=(X, Y))
+
+
+class OwnLoss(Own):
+    """As Keras' guides have it: a loss of one's own, of one number, which is logged."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean((self(x, training=True) - tf.one_hot(y, 3)) ** 2)
+        gradients = tape.gradient(value, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.mine.update_state(value, sample_weight=tf.shape(x)[0])
+        return {"mine": self.mine.result()}
+
+
+@case
+def own_loss():
+    return train(OwnLoss, metrics=None)
+
+
+class TwoOptimizers(Own):
+    """Each half of the model has an optimizer that clips and accumulates."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner.build((None, 12))
+        self.halves = [layer.trainable_variables for layer in self.inner.layers]
+        self.first = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, clipnorm=0.1)
+        self.second = keras.optimizers.SGD(0.1, clipnorm=0.05, use_ema=True, ema_overwrite_frequency=3)
+        self.first.build(self.halves[0])
+        self.second.build(self.halves[1])
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            predictions = self(x, training=True)
+            value = self.compute_loss(x=x, y=y, y_pred=predictions)
+        for optimizer, variables in zip((self.first, self.second), self.halves, strict=True):
+            optimizer.apply_gradients(zip(tape.gradient(value, variables), variables, strict=True))
+        return self.observe(y, predictions)
+
+
+@case
+def two_optimizers():
+    return {**train(TwoOptimizers, metrics=None), "slots": [0]}  # of the optimizer that is not used
+
+
 class Penalty(keras.layers.Layer):
     def call(self, x):
         self.add_loss(0.01 * keras.ops.mean(x**2))
@@ -331,7 +401,14 @@ def added_losses():
 
 @case
 def summed_loss():
-    return train(data=(X[FULL], Y[FULL]), loss=loss(reduction="sum"), optimizer=lambda: keras.optimizers.SGD(0.01))
+    """The weights of short batches are right, too; Keras' average of their losses is not."""
+    results = train(loss=loss(reduction="sum"), optimizer=lambda: keras.optimizers.SGD(0.01))
+    return {**results, "history": {"accuracy": results["history"]["accuracy"]}}
+
+
+@case
+def unreduced_loss():
+    return train(loss=loss(reduction="none"), optimizer=lambda: keras.optimizers.SGD(0.01))
 
 
 @case
@@ -503,7 +580,7 @@ def inf_on_one_replica():
 
 
 BARE = ("dict_dataset", "tuple_arrays", "text_vectorization", "five_dimensions", "own_steps")
-PYTHON_DATA = ("generator", "finite_generator", "py_dataset")
+PYTHON_DATA = ("generator", "finite_generator", "validation_generator", "py_dataset")
 
 if __name__ == "__main__":
     results = {}
