@@ -84,7 +84,19 @@ def test_an_index_may_be_a_text_as_schedulers_write_it():
         (tf_config({"worker_hosts": ["h:1"], **WORKERS}), "unknown job 'worker_hosts'; did you mean 'worker'?"),
         (
             tf_config({"ps": ["h:1"]}, {"type": "ps", "index": 0}),
-            "needs a worker or a chief to train: add addresses to job 'worker'. Received: ps (1).",
+            "needs a chief, which coordinates, a worker and a ps: add addresses to job 'chief' and 'worker'. Received: ps (1).",
+        ),
+        (
+            tf_config({"worker": ["h:1"], "ps": ["h:2"]}),
+            "add addresses to job 'chief'. Received: worker (1), ps (1).",
+        ),
+        (
+            tf_config({"chief": ["h:1"], "ps": ["h:2"]}, {"type": "chief", "index": 0}),
+            "add addresses to job 'worker'. Received: chief (1), ps (1).",
+        ),
+        (
+            tf_config({"chief": ["h:1"], "worker": ["h:2"], "ps": []}),
+            "add addresses to job 'ps'. Received: chief (1), worker (1), ps (0).",
         ),
         (
             tf_config({"chief": ["h:1", "h:2"]}, {"type": "chief", "index": 0}),
@@ -96,7 +108,10 @@ def test_an_index_may_be_a_text_as_schedulers_write_it():
         (tf_config({"worker": ["http://h"]}), "has a scheme; write 'host:port', such as 'host1:2222'."),
         (tf_config({"worker": ["h:1", "h:1"]}), "worker:1: address 'h:1' is already that of worker:0"),
         (tf_config({"worker": ["h:1", "H:01"]}), "worker:1: address 'H:01' is already that of worker:0"),
-        (tf_config({"worker": ["h:1"], "ps": ["h:1"]}), "ps:0: address 'h:1' is already that of worker:0"),
+        (
+            tf_config({"chief": ["c:1"], "worker": ["h:1"], "ps": ["h:1"]}),
+            "ps:0: address 'h:1' is already that of worker:0",
+        ),
         (tf_config({"worker": ["h:0"]}), "port 0 of 'h:0' is out of range; expected 1 to 65535."),
         (tf_config({"worker": ["h:65536"]}), "port 65536 of 'h:65536' is out of range"),
         (tf_config({"worker": ["h:" + "9" * 5000]}), "is out of range"),
@@ -242,6 +257,26 @@ def test_check_accepts_a_sound_cluster_and_ends_with_2_at_faults(capsys, monkeyp
     assert len(err.splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    ("jobs", "lacking"),
+    [
+        (None, "job 'chief' and 'worker' and 'ps'. Received: no job."),
+        ({"worker": ["h:1"]}, "job 'chief' and 'ps'. Received: worker (1)."),
+        ({"chief": ["h:3"], "worker": ["h:1"]}, "job 'ps'. Received: chief (1), worker (1)."),
+    ],
+)
+def test_check_knows_what_a_strategy_needs(capsys, monkeypatch, jobs, lacking):
+    if jobs is None:
+        monkeypatch.delenv("TF_CONFIG", raising=False)
+    else:
+        monkeypatch.setenv("TF_CONFIG", tf_config(jobs))
+    assert run(capsys, "check")[0] == 0
+    code, out, err = run(capsys, "check", "--strategy=parameter_server")
+    assert (code, out) == (2, "") and err.endswith(f"add addresses to {lacking}\n")
+    monkeypatch.setenv("TF_CONFIG", tf_config({"chief": ["h:3"], "worker": ["h:1"], "ps": ["h:2"]}))
+    assert run(capsys, "check", "--strategy=parameter_server") == (0, "OK: worker:0 of 3 tasks\n", "")
+
+
 @pytest.mark.parametrize("arguments", [[], ["shwo"], ["show", "check"], ["show", "--format=xml"], ["show", "--bogus"]])
 def test_a_faulty_command_line_ends_with_2(capsys, monkeypatch, arguments):
     monkeypatch.delenv("TF_CONFIG", raising=False)
@@ -272,7 +307,8 @@ def valid(draw):
     names = st.from_regex(r"[a-z0-9.-]{1,9}|\[[0-9a-f:]{2,9}\]", fullmatch=True)
     addresses = st.builds("{}:{}".format, names, st.integers(1, 65535))
     hosts = draw(st.lists(addresses, min_size=1, max_size=6, unique=True))
-    chiefs, ps = draw(st.integers(0, 1)), draw(st.integers(0, len(hosts) - 1))
+    ps = draw(st.integers(0, max(len(hosts) - 2, 0)))
+    chiefs = 1 if ps else draw(st.integers(0, 1))
     rest = hosts[chiefs:]
     spec = ClusterSpec({"chief": hosts[:chiefs], "worker": rest[: len(rest) - ps], "ps": rest[len(rest) - ps :]})
     return spec, draw(st.sampled_from(spec.tasks()))
@@ -323,6 +359,7 @@ CORRUPTIONS = {
     "type": lambda config: config["task"].update(type="wroker"),
     "worker_hosts": lambda config: config["cluster"].update(worker_hosts=config["cluster"].pop("worker", [])),
     "no list": lambda config: config["cluster"].update(ps={"1": "host:2222"}),
+    "no ps": lambda config: config["cluster"].update(ps=[]),
 }
 
 

@@ -1,7 +1,7 @@
 """`ClusterSpec`, `TaskSpec` and the TF_CONFIG codec; `python -m tfdist.cluster`. No TensorFlow here.
 
 python -m tfdist.cluster show [--format=table|json|env]   # what a training started here would use
-python -m tfdist.cluster check                            # whether that is sound; exit code 2 if not
+python -m tfdist.cluster check [--strategy=parameter_server]   # whether that is sound; exit code 2 if not
 """
 
 from __future__ import annotations
@@ -10,18 +10,13 @@ import dataclasses
 import json
 import os
 import random
-import re
 import shlex
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from tfdist.errors import ConfigError, short, shown, unknown
-
-JOBS = ("chief", "worker", "ps")
-TASK_TYPES = (*JOBS, "evaluator")
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]+)")
+from tfdist.cluster_faults import JOBS, cluster_faults, is_index, parameter_server_faults, task_faults
+from tfdist.errors import ConfigError, short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +56,7 @@ class ClusterSpec:
     jobs: Mapping[str, Sequence[str]]
 
     def __post_init__(self) -> None:
-        if faults := list(_cluster_faults(self.jobs)):
+        if faults := list(cluster_faults(self.jobs)):
             raise ConfigError(faults)
         # In the order of JOBS, so that equal clusters print alike.
         object.__setattr__(self, "jobs", {job: tuple(self.jobs[job]) for job in JOBS if self.jobs.get(job)})
@@ -79,6 +74,10 @@ class ClusterSpec:
         """Returns the tasks that train synchronously: the chief and the workers."""
         return [task for task in self.tasks() if task.type != "ps"]
 
+    def parameter_server_faults(self) -> Iterator[str]:
+        """Yields what the cluster lacks to train with parameter servers."""
+        return parameter_server_faults(self.jobs)
+
     def address(self, task: TaskSpec) -> str:
         """Returns the `host:port` of a task."""
         return self.jobs[task.type][task.index]
@@ -89,7 +88,7 @@ class ClusterSpec:
         Raises:
             ConfigError: `task` is not in the cluster (an evaluator need not be).
         """
-        if faults := list(_task_faults(task, self.jobs)):
+        if faults := list(task_faults(task.type, task.index, self.jobs)):
             raise ConfigError(faults)
         return json.dumps({"cluster": self.jobs, "task": dataclasses.asdict(task)})
 
@@ -127,10 +126,12 @@ def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
     jobs, task = (value if isinstance(value := config.get(part), dict) else {} for part in ("cluster", "task"))
     member: TaskSpec | None = None
     if jobs:
-        faults += _cluster_faults(jobs)
-    if isinstance(task.get("type"), str) and _is_index(task.get("index")):
+        faults += cluster_faults(jobs)
+        if jobs.get("ps") == []:
+            faults += parameter_server_faults(jobs)
+    if isinstance(task.get("type"), str) and is_index(task.get("index")):
         member = TaskSpec(task["type"], int(task["index"]))
-        faults += _task_faults(member, jobs)
+        faults += task_faults(member.type, member.index, jobs)
     elif task:
         faults.append(
             "'task' must have a 'type' (a job's name) and an 'index' (a whole number from 0). "
@@ -188,79 +189,6 @@ def free_ports(count: int) -> list[int]:
     raise ConfigError(f"No {count} free ports between 10000 and 32000 on this machine; {len(ports)} were found.")
 
 
-def _is_index(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.isascii() and value.isdigit() and len(value) < 10
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**9
-
-
-def _cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with a cluster's jobs and addresses."""
-    owner: dict[str, str] = {}
-    for job, addresses in jobs.items():
-        if job not in TASK_TYPES:
-            yield unknown("job", job, TASK_TYPES)
-        if not isinstance(addresses, (list, tuple)):
-            yield f"job {shown(job)} must be a list of 'host:port'. Received: {shown(addresses)}"
-            continue
-        for index, address in enumerate(addresses):
-            task = f"{short(str(job))}:{index}"
-            if fault := _address_fault(address):
-                yield f"{task}: {fault}"
-            # Case and leading zeros make no other address.
-            elif (same := re.sub(r":0+(\d+)$", r":\1", address.lower())) in owner:
-                yield f"{task}: address {address!r} is already that of {owner[same]}; every task needs its own."
-            else:
-                owner[same] = task
-    chiefs = jobs.get("chief", ())
-    if isinstance(chiefs, (list, tuple)) and len(chiefs) > 1:
-        yield f"a cluster has at most one chief; make the others workers. Received: {len(chiefs)}."
-    if _jobs_are_sound(jobs) and not _trains(jobs):
-        filled = ", ".join(f"{job} ({len(addresses)})" for job, addresses in jobs.items())
-        yield f"a cluster needs a worker or a chief to train: add addresses to job 'worker'. Received: {filled or 'no job'}."
-
-
-def _jobs_are_sound(jobs: Mapping[str, Any]) -> bool:
-    return all(job in TASK_TYPES and isinstance(addresses, (list, tuple)) for job, addresses in jobs.items())
-
-
-def _trains(jobs: Mapping[str, Any]) -> bool:
-    return bool(jobs.get("chief") or jobs.get("worker"))
-
-
-def _address_fault(address: Any) -> str:
-    if not isinstance(address, str):
-        return f"an address is a text 'host:port'. Received: {shown(address)}"
-    excess = [what for what, sign in (("a scheme", "://"), ("a user", "@")) if sign in address]
-    if excess:
-        bare = address.split("://", 1)[-1].partition("/")[0].rsplit("@", 1)[-1]
-        remedy = "'host:port', such as 'host1:2222'" if _address_fault(bare) else repr(bare)
-        return f"address {shown(address)} has {' and '.join(excess)}; write {remedy}."
-    match = _ADDRESS.fullmatch(address)
-    if not match:
-        return f"address {shown(address)} is not 'host:port', such as 'host1:2222' or '[::1]:2222'."
-    if not 1 <= int(match["port"].lstrip("0")[:6] or 0) <= 65535:
-        return f"port {short(match['port'])} of {shown(address)} is out of range; expected 1 to 65535."
-    return ""
-
-
-def _task_faults(task: TaskSpec, jobs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with a task, given the jobs of its cluster."""
-    addresses = jobs.get(task.type) or ()
-    if task.type not in TASK_TYPES:
-        yield unknown("task type", task.type, TASK_TYPES)
-    elif isinstance(addresses, (list, tuple)) and addresses:
-        size = len(addresses)
-        if not 0 <= task.index < size:
-            yield f"task {task}: index {task.index} is out of range; job {task.type!r} has {size} tasks, 0 to {size - 1}."
-    elif task.index < 0:
-        yield f"task {task}: index {task.index} is out of range; expected 0 or more."
-    # An evaluator need not be in the cluster; and a job that is misspelt or broken is the cluster's fault.
-    elif task.type != "evaluator" and _jobs_are_sound(jobs) and _trains(jobs):
-        filled = ", ".join(job for job, addresses in jobs.items() if addresses)
-        yield f"task {task} has no job {task.type!r} in the cluster, which has: {filled}."
-
-
 def _show(found: tuple[ClusterSpec, TaskSpec] | None, style: str) -> str:
     if found is None:
         return {
@@ -300,6 +228,8 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_enum("format", "table", ["table", "json", "env"], "How `show` prints.", flag_values=values)
+    suited = ["parameter_server"]  # others train in any cluster, or without
+    flags.DEFINE_enum("strategy", None, suited, "What the cluster must suit, for `check`.", flag_values=values)
     try:
         command = values(list(argv))[1:]
         if values.help:
@@ -307,9 +237,11 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if command not in (["show"], ["check"]):
             raise ConfigError(
-                f"Usage: python -m tfdist.cluster show|check [--format=table|json|env]. Received: {' '.join(command)}"
+                f"Usage: python -m tfdist.cluster show|check [--format=table|json|env] [--strategy=parameter_server]. Received: {' '.join(command)}"
             )
         found = from_environment()
+        if values.strategy and (faults := list(parameter_server_faults(found[0].jobs if found else {}))):
+            raise ConfigError(faults)
     except (ConfigError, flags.Error) as e:
         print(e, file=sys.stderr)
         return 2
