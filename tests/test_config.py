@@ -16,6 +16,7 @@ from tfdist.tasks import digits, synthetic
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAN = float("nan")
+SERVERS = {"cluster": ClusterConfig(workers=2, ps=1)}
 
 
 class Unshowable:
@@ -74,6 +75,30 @@ def test_every_file_in_configs_passes(path, monkeypatch):
         ({"strategy": StrategyConfig(devices="GPU:0,GPU:1")}, "one_device takes one device. Received: 'GPU:0,GPU:1'"),
         ({"cluster": ClusterConfig(workers=0)}, "cluster.workers must be 1 or more. Received: 0."),
         ({"cluster": ClusterConfig(workers=2)}, "'one_device' trains in one process, but cluster.workers is 2"),
+        ({"cluster": ClusterConfig(ps=-1)}, "cluster.ps must be 0 or more. Received: -1."),
+        ({"cluster": ClusterConfig(ps=1)}, "'one_device' has no parameter servers, but cluster.ps is 1"),
+        (
+            {"strategy": StrategyConfig("parameter_server")},
+            "needs a parameter server: use --config.cluster.ps=1 or more",
+        ),
+        ({"strategy": StrategyConfig("mirrored", placement="by_byte")}, "did you mean 'by_bytes'?"),
+        ({"strategy": StrategyConfig("parameter_server", "2"), **SERVERS}, "does not apply to parameter_server"),
+        (
+            {"strategy": StrategyConfig("parameter_server"), "jit_compile": True, **SERVERS},
+            "jit_compile is not possible",
+        ),
+        (
+            {"strategy": StrategyConfig("parameter_server"), "precision": "mixed_float16", **SERVERS},
+            "precision mixed_float16 is not possible under parameter_server",
+        ),
+        (
+            {
+                "strategy": StrategyConfig("parameter_server"),
+                "optimizer": OptimizerConfig(gradient_accumulation_steps=2),
+                **SERVERS,
+            },
+            "optimizer.gradient_accumulation_steps is not possible under parameter_server",
+        ),
         ({"optimizer": OptimizerConfig("adm")}, "Unknown optimizer 'adm'; did you mean 'adam'?"),
         ({"optimizer": OptimizerConfig(momentum=0.9)}, "optimizer 'adam' takes no 'momentum'. It takes: beta_1"),
         ({"optimizer": OptimizerConfig("sgd", beta_1=0.8)}, "optimizer 'sgd' takes no 'beta_1'. It takes: momentum"),

@@ -14,47 +14,44 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# From the bottom to the top: a module imports only modules that stand before it.
-ORDER = [
-    "tfdist",
-    "tfdist.errors",
-    "tfdist.cluster",
-    "tfdist.registry",
-    "tfdist.config",
-    "tfdist.check",
-    "tfdist.flags",
-    "tfdist.launch",
-    "tfdist.task",
-    "tfdist.data",
-    "tfdist.moving_statistics",
-    "tfdist.refusals",
-    "tfdist.cures",
-    "tfdist.startup",
-    "tfdist.strategies",
-    "tfdist.monitor",
-    "tfdist.optimizer",
-    "tfdist.step",
-    "tfdist.lockstep",
-    "tfdist.tasks",
-    "tfdist.tasks.digits",
-    "tfdist.tasks.synthetic",
-    "tfdist.trainer",
-    "tfdist.train",
-]
-# These import TensorFlow at once; all others do without, or do it inside the functions that need it.
-WITH_TENSORFLOW = {
-    "tfdist.data",
-    "tfdist.moving_statistics",
-    "tfdist.refusals",
-    "tfdist.cures",
-    "tfdist.startup",
-    "tfdist.strategies",
-    "tfdist.monitor",
-    "tfdist.optimizer",
-    "tfdist.step",
-    "tfdist.lockstep",
-    "tfdist.trainer",
+# From the bottom to the top: a module imports only modules that stand before it. True for those that import TensorFlow
+# at once; all others do without, or do it inside the functions that need it.
+FLOORS = {
+    "tfdist": False,
+    "tfdist.errors": False,
+    "tfdist.cluster_faults": False,
+    "tfdist.cluster": False,
+    "tfdist.preflight": False,
+    "tfdist.registry": False,
+    "tfdist.config": False,
+    "tfdist.check": False,
+    "tfdist.flags": False,
+    "tfdist.launch": False,
+    "tfdist.task": False,
+    "tfdist.data": True,
+    "tfdist.moving_statistics": True,
+    "tfdist.refusals": True,
+    "tfdist.cures": True,
+    "tfdist.parameter_servers": True,
+    "tfdist.startup": True,
+    "tfdist.server": True,
+    "tfdist.strategies": True,
+    "tfdist.monitor": True,
+    "tfdist.optimizer": True,
+    "tfdist.step": True,
+    "tfdist.scheduler": True,
+    "tfdist.worker_step": True,
+    "tfdist.worker_data": True,
+    "tfdist.coordinator": True,
+    "tfdist.lockstep": True,
+    "tfdist.tasks": False,
+    "tfdist.tasks.digits": False,
+    "tfdist.tasks.synthetic": False,
+    "tfdist.trainer": True,
+    "tfdist.train": False,
 }
+ORDER = list(FLOORS)
+WITH_TENSORFLOW = {module for module, loads in FLOORS.items() if loads}
 TENSORFLOW = {"tensorflow", "keras", "tf_keras", "tensorboard"}
 
 

@@ -40,7 +40,7 @@ def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[st
     if typed("task", "task_options"):
         yield from _task_faults(config)
     if typed("cluster", "strategy"):
-        yield from _workers_faults(config)
+        yield from _workers_faults(config, environment_workers is not None)
     if typed("global_batch_size", "per_replica_batch_size"):
         sizes = (config.global_batch_size, config.per_replica_batch_size)
         if min(sizes) != 0 or max(sizes) == 0:
@@ -56,6 +56,8 @@ def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[st
         yield unknown("precision", config.precision, PRECISIONS)
     if typed("jit_compile", "precision", "optimizer", "strategy") and config.strategy.name == "central_storage":
         yield from _central_storage_faults(config)
+    if typed("jit_compile", "precision", "optimizer", "strategy") and config.strategy.name == "parameter_server":
+        yield from _parameter_server_faults(config)
     least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
     for name, least in least_values.items():
         if typed(name) and not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
@@ -64,10 +66,20 @@ def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[st
         yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
 
 
-def _workers_faults(config: TrainConfig) -> Iterator[str]:
+def _workers_faults(config: TrainConfig, in_cluster: bool) -> Iterator[str]:
     workers = config.cluster.workers
     if workers < 1:
         yield f"cluster.workers must be 1 or more. Received: {workers}."
+    if config.cluster.ps < 0:
+        yield f"cluster.ps must be 0 or more. Received: {config.cluster.ps}."
+    if config.strategy.name == "parameter_server":
+        if config.cluster.ps == 0 and not in_cluster:
+            yield "strategy 'parameter_server' needs a parameter server: use --config.cluster.ps=1 or more. Received: 0."
+    elif config.cluster.ps > 0 and config.strategy.name in STRATEGIES:
+        yield (
+            f"strategy {config.strategy.name!r} has no parameter servers, but cluster.ps is {config.cluster.ps}; use "
+            "--config.strategy.name=parameter_server, or leave cluster.ps at 0."
+        )
     elif workers > 1 and config.strategy.name in STRATEGIES and config.strategy.name != "multi_worker_mirrored":
         yield (
             f"strategy {config.strategy.name!r} trains in one process, but cluster.workers is {workers}; "
@@ -83,6 +95,16 @@ def _central_storage_faults(config: TrainConfig) -> Iterator[str]:
         yield f"precision mixed_float16 {remedy}"
     if config.optimizer.use_ema:
         yield f"optimizer.use_ema {remedy}"
+
+
+def _parameter_server_faults(config: TrainConfig) -> Iterator[str]:
+    remedy = "is not possible under parameter_server, whose workers do not wait for each other; use"
+    if config.jit_compile:
+        yield "jit_compile is not possible under parameter_server, whose variables are on other machines; leave it out."
+    if config.precision == "mixed_float16":
+        yield f"precision mixed_float16 {remedy} mixed_bfloat16."
+    if config.optimizer.gradient_accumulation_steps:
+        yield f"optimizer.gradient_accumulation_steps {remedy} a larger batch."
 
 
 def _task_faults(config: TrainConfig) -> Iterator[str]:
@@ -112,7 +134,7 @@ def _full_name(kind: type) -> str:
 
 def _known_replicas(strategy: StrategyConfig, workers: int) -> int:
     """Returns the number of replicas where it can be told without TensorFlow, else 0."""
-    if strategy.name == "one_device":
+    if strategy.name in ("one_device", "parameter_server"):  # of which each step is one worker's
         return 1
     if strategy.name in ("mirrored", "central_storage"):
         return len(strategy.device_names) if strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0

@@ -14,7 +14,8 @@ from typing import Any
 from tfdist import registry
 from tfdist.errors import did_you_mean, unknown
 
-STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "central_storage", "tpu")
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "parameter_server", "central_storage", "tpu")
+PLACEMENTS = ("round_robin", "by_bytes")
 IMPLEMENTATIONS = ("auto", "ring", "nccl")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 MAX_VIRTUAL_CPUS = 256
@@ -50,6 +51,8 @@ class StrategyConfig:
             Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
         implementation: How collectives of `multi_worker_mirrored` travel: `"auto"`, `"ring"` or `"nccl"`.
         bytes_per_pack: Split the gradients' reduction into packs of about this many bytes; 0 means one pack.
+        placement: Which server of `parameter_server` gets the next variable: `"round_robin"`, the next one, or
+            `"by_bytes"`, the one with the fewest bytes.
         timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.
     """
 
@@ -58,6 +61,7 @@ class StrategyConfig:
     implementation: str = "auto"
     bytes_per_pack: int = 0
     timeout_seconds: float = 0.0
+    placement: str = "round_robin"
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, (list, tuple)):
@@ -84,6 +88,8 @@ class StrategyConfig:
             return
         if self.implementation not in IMPLEMENTATIONS:
             yield unknown("strategy.implementation", self.implementation, IMPLEMENTATIONS)
+        if self.placement not in PLACEMENTS:
+            yield unknown("strategy.placement", self.placement, PLACEMENTS)
         if not (self.bytes_per_pack >= 0 and self.timeout_seconds >= 0):  # so that NaN is a fault, too
             yield (
                 "strategy.bytes_per_pack and strategy.timeout_seconds must be 0 (off) or more. "
@@ -91,9 +97,9 @@ class StrategyConfig:
             )
         if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
             yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {self.devices}."
-        if self.name == "multi_worker_mirrored" and self.devices:
+        if self.name in ("multi_worker_mirrored", "parameter_server") and self.devices:
             yield (
-                "strategy.devices does not apply to multi_worker_mirrored, which uses all GPUs it sees, or the CPU; "
+                f"strategy.devices does not apply to {self.name}, which uses all GPUs it sees, or the CPU; "
                 f"choose GPUs with CUDA_VISIBLE_DEVICES. Received: {self.devices!r}."
             )
         if self.name == "one_device" and len(self.device_names) > 1:
@@ -106,9 +112,11 @@ class ClusterConfig:
 
     Attributes:
         workers: Training tasks, one process each.
+        ps: Parameter servers, one process each; a chief comes on top.
     """
 
     workers: int = 1
+    ps: int = 0
 
 
 @dataclasses.dataclass

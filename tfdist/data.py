@@ -37,7 +37,8 @@ def epochs(
     """Makes an endless dataset of epochs, of which each is a pure function of (seed, epoch).
 
     Step k of an epoch takes the k-th `global_batch_size` examples of that epoch's order and deals them to the
-    replicas in turn, so that any number of workers trains on the same batches. The examples that do not fill a last
+    replicas in turn, so that any number of workers trains on the same batches. Under parameter servers, where a step is
+    one worker's, whole batches are dealt to the workers in turn. The examples that do not fill a last
     batch are left out; which ones they are differs between epochs.
 
     Args:
@@ -59,7 +60,8 @@ def epochs(
     steps = size // global_batch_size
     if steps == 0:
         raise ConfigError(f"global_batch_size {global_batch_size} is larger than the training data, {size} examples.")
-    batch_size = per_replica_batch_size(global_batch_size, context.num_replicas_in_sync)
+    replicas = context.num_replicas_in_sync
+    batch_size = per_replica_batch_size(global_batch_size, replicas)
     pipelines = context.num_input_pipelines
     tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
 
@@ -67,9 +69,11 @@ def epochs(
         indices = tf.range(size, dtype=tf.int64)
         if shuffle:
             indices = tf.random.experimental.stateless_shuffle(indices, seed=[seed, epoch])
-        # [step, pipeline, replica of the pipeline, example]
-        dealt = tf.reshape(indices[: steps * global_batch_size], [steps, pipelines, -1, batch_size])
-        return tf.data.Dataset.from_tensor_slices(tf.reshape(dealt[:, context.input_pipeline_id], [-1, batch_size]))
+        dealt = tf.reshape(indices[: steps * global_batch_size], [-1, batch_size])
+        # In turn to pipelines, as many in a row as one has replicas.
+        turns = tf.range(steps * replicas, dtype=tf.int64) + epoch * steps * replicas
+        mine = turns // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
+        return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(dealt, mine))
 
     dataset = tf.data.Dataset.counter(start_epoch).flat_map(order)
     dataset = dataset.map(

@@ -301,12 +301,20 @@ class Launcher:
             self._release(task)
             if task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
                 self._end(running, signal.SIGTERM)
+        elif not ending and code < 0 and self._can_spare(task, running):
+            self._release(task)
+            self._write(f"tfdist: {task.spec} was killed by {_signal_name(-code)}; the other workers go on".encode())
         elif not ending:
             self.failure = Failure(task.spec, code, _last_words(task.held or task.tail))
             self._release(task)
             self._write(f"tfdist: {self.failure}; ending all tasks. Full output: {task.log_path}".encode())
             self._end(running, signal.SIGTERM)
         # The traceback of a task that fails because another one failed first stays in its log.
+
+    def _can_spare(self, task: _Task, running: list[_Task]) -> bool:
+        """Whether the job goes on without a task: parameter servers keep what a worker has learnt."""
+        others = any(other.spec.type == "worker" for other in running)
+        return task.spec.type == "worker" and bool(self._cluster.jobs.get("ps")) and others
 
     def _end(self, running: list[_Task], number: int, now: bool = False) -> None:
         """Asks the tasks still running to end; kills them after the grace."""

@@ -17,6 +17,7 @@ KERAS_ADAPTER = "data_adapter"
 KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoaderAdapter", "GrainDatasetAdapter")
 
 _CENTRAL = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
+_OUTSIDE = "A {} was created outside of this trainer's scope (it has {}): create it in `with trainer.scope():`."
 _TRAINER = "use tfdist.Trainer(...).fit, evaluate and predict instead of the model's own."
 
 
@@ -77,14 +78,13 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
                 f"The optimizer {type(inner).__name__} was created outside of this trainer's scope: create it in "
                 "`with trainer.scope():`, or give its name."
             )
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        yield from _parameter_server_faults(model)
     if strategy.num_replicas_in_sync == 1:
         return
     for kind, variables in (("metric", _metric_variables(model)), ("layer", model.weights)):
         if outside := [v.path for v in variables if getattr(v.value, "distribute_strategy", None) is not strategy]:
-            yield (
-                f"A {kind} was created outside of this trainer's scope (it has {outside[0]}): create it in "
-                "`with trainer.scope():`."
-            )
+            yield _OUTSIDE.format(kind, outside[0])
     for optimizer in optimizers(model):
         yield from _optimizer_faults(model, optimizer)
     if model.jit_compile and type(model).train_step is not keras.Model.train_step:
@@ -105,6 +105,28 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             yield f"The layer {layer.name} is stateful=True, and each replica would carry on its own share of a batch alone."
     if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) and model.jit_compile:
         yield f"jit_compile=True {_CENTRAL}"
+
+
+def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
+    if outside := [
+        v.path for v in model.weights if "/job:ps" not in v.value.device and v.name != "seed_generator_state"
+    ]:
+        yield _OUTSIDE.format("layer", outside[0])
+    why = "is not possible under parameter_server, whose"
+    if model.jit_compile:
+        yield f"jit_compile=True {why} variables are on other machines; compile the model with jit_compile=False."
+    if model.run_eagerly:
+        yield f"run_eagerly=True {why} steps run on other machines; compile the model with run_eagerly=False."
+    for optimizer in optimizers(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if type(inner).__name__ == "MultiOptimizer":
+            yield "MultiOptimizer is not supported under parameter_server; use one optimizer."
+        if inner is not optimizer:
+            yield f"mixed_float16 (a LossScaleOptimizer) {why} workers do not wait for each other; use mixed_bfloat16."
+        if inner.gradient_accumulation_steps:
+            yield f"gradient_accumulation_steps {why} workers do not wait for each other; use a larger batch."
+        if inner.use_ema and inner.ema_overwrite_frequency:
+            yield f"ema_overwrite_frequency {why} workers do not wait for each other; leave it out."
 
 
 def _metric_variables(model: keras.Model) -> list[keras.Variable]:

@@ -244,5 +244,5 @@ class StepLimit(keras.callbacks.Callback):
         self._tell(self.model.test_function, self._test_steps, batch)
 
     def _tell(self, function: Any, steps: int | None, begun: int) -> None:
-        if isinstance(function, Execution):  # not one of the user's own making
+        if hasattr(function, "left"):  # it is not of the user's own making
             function.left = steps and steps - begun

@@ -10,10 +10,11 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import cures, startup
+from tfdist import cures, preflight, server, startup
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError, unknown
+from tfdist.parameter_servers import ParameterServerStrategy
 
 
 def create_strategy(
@@ -27,17 +28,20 @@ def create_strategy(
     CPUs can only be made before TensorFlow has looked at its devices.
 
     Args:
-        strategy: `"one_device"`, `"mirrored"`, `"multi_worker_mirrored"`, `"central_storage"` or `"tpu"`, or a
-            `StrategyConfig`.
-        cluster: For `multi_worker_mirrored`: the cluster and this process's task in it. None means TF_CONFIG, and
-            without TF_CONFIG a cluster of this process alone.
+        strategy: `"one_device"`, `"mirrored"`, `"multi_worker_mirrored"`, `"parameter_server"`, `"central_storage"` or
+            `"tpu"`, or a `StrategyConfig`.
+        cluster: For `multi_worker_mirrored` and `parameter_server`: the cluster and this process's task in it. None
+            means TF_CONFIG, and without TF_CONFIG, for the former, a cluster of this process alone.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
             `implementation="ring"`, `bytes_per_pack=8_000_000`, `timeout_seconds=600`.
 
     Returns:
-        The strategy: use its `scope()` to build and compile the model, then call `model.fit`.
+        The strategy: use its `scope()` to build and compile the model, then call `model.fit` (under `parameter_server`,
+        `tfdist.Trainer(...).fit`). Under `parameter_server` the workers' and servers' processes do not return from here:
+        they serve the chief, and end with exit code 0 when it has.
 
     Raises:
+        ClusterError: A worker or server cannot be reached within 300 s, or this one's port is taken.
         ConfigError: A name or option is unknown or does not fit, TF_CONFIG is faulty, TensorFlow was already in use,
             or there is no TPU.
     """
@@ -105,6 +109,25 @@ def _multi_worker_mirrored(
     return strategy
 
 
+def _parameter_server(config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None) -> tf.distribute.Strategy:
+    cluster = cluster or from_environment()
+    if cluster is None:
+        raise ConfigError(
+            "parameter_server needs a cluster: set TF_CONFIG in each task's process, or start them with "
+            "python -m tfdist.launch --workers=2 --ps=1 -- python script.py"
+        )
+    spec, task = cluster
+    if faults := list(spec.parameter_server_faults()):
+        raise ConfigError(faults)
+    if task.type == "evaluator":
+        raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
+    if task.type != "chief":
+        server.serve(spec, task)
+    # TensorFlow would wait in silence.
+    preflight.wait_for(spec, [task for task in spec.tasks() if task.type != "chief"])
+    return ParameterServerStrategy(spec, config.placement)
+
+
 def _tpu(config: StrategyConfig, _: Any) -> tf.distribute.Strategy:
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=config.devices)
@@ -122,6 +145,7 @@ _FACTORIES: dict[str, Callable[..., tf.distribute.Strategy]] = {
     "one_device": _one_device,
     "mirrored": _mirrored,
     "multi_worker_mirrored": _multi_worker_mirrored,
+    "parameter_server": _parameter_server,
     "central_storage": _central_storage,
     "tpu": _tpu,
 }

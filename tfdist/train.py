@@ -23,7 +23,7 @@ from tfdist import config as config_lib
 from tfdist import flags as flags_lib
 from tfdist import registry
 from tfdist.config import TrainConfig
-from tfdist.errors import ConfigError, collected
+from tfdist.errors import ClusterError, ConfigError, collected
 from tfdist.launch import Launcher
 
 if TYPE_CHECKING:
@@ -59,15 +59,22 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
     keras.mixed_precision.set_dtype_policy(config.precision)
 
     replicas = trainer.num_replicas
-    batch_size = config.global_batch_size or config.per_replica_batch_size * replicas
-    per_replica = data.per_replica_batch_size(batch_size, replicas)
+    asynchronous = config.strategy.name == "parameter_server"  # a step is one worker's
+    in_sync = 1 if asynchronous else replicas
+    batch_size = config.global_batch_size or config.per_replica_batch_size * in_sync
+    per_replica = data.per_replica_batch_size(batch_size, in_sync)
     task = registry.resolve("task", config.task, registry.TASKS)(config.task_options)
     steps = config.steps_per_epoch or task.steps_per_epoch(batch_size)
     if steps == 0:
         raise ConfigError(f"global_batch_size {batch_size} is larger than the training data of task {config.task!r}.")
     if trainer.is_chief:
         print(
-            f"{config.strategy.name}: {replicas} replicas, global batch {batch_size} = {replicas} x {per_replica}",
+            f"{config.strategy.name}: "
+            + (
+                f"{replicas} workers, each with batches of {batch_size}"
+                if asynchronous
+                else f"{replicas} replicas, global batch {batch_size} = {replicas} x {per_replica}"
+            ),
             flush=True,
         )
         _write_json(workdir / "config.json", config_lib.to_dict(config))
@@ -107,6 +114,7 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
         "compression": {"name": "none"},
         "wire_bytes_per_step": {"predicted": None, "measured": None},
         "restarts": 0,
+        **trainer.server_report(model),
         "wall_seconds": round(time.perf_counter() - started, 2),
         "versions": {
             "tfdist": tfdist.__version__,
@@ -142,7 +150,10 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     """Runs this same command as every task of a cluster on this machine; returns the exit code."""
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
     launcher = Launcher(
-        command, cluster_lib.local_cluster(config.cluster.workers), workdir / "logs", grace_seconds=config.grace_seconds
+        command,
+        cluster_lib.local_cluster(config.cluster.workers, config.cluster.ps),
+        workdir / "logs",
+        grace_seconds=config.grace_seconds,
     )
     return launcher.run()
 
@@ -178,9 +189,13 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not faults:
             config, workdir = parsed
-            if environment is None and config.cluster.workers > 1:
+            if environment is None and (config.cluster.workers > 1 or config.cluster.ps):
                 return launch(config, argv, workdir)
-            train(config, workdir)
+            try:
+                train(config, workdir)
+            except ClusterError as e:
+                print(f"tfdist: {e}", file=sys.stderr)
+                return 1
     for fault in faults:
         print(f"tfdist: {fault}", file=sys.stderr)
     return 2 if faults else 0

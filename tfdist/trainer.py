@@ -17,7 +17,9 @@ from tfdist import data as data_lib
 from tfdist import lockstep, refusals, step
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
 from tfdist.config import StrategyConfig
+from tfdist.coordinator import Coordinator
 from tfdist.errors import ClusterError, ConfigError
+from tfdist.parameter_servers import ParameterServerStrategy, bytes_per_server
 from tfdist.strategies import create_strategy
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -66,13 +68,16 @@ class Trainer:
             )
         self.strategy = strategy
         multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        self._coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
         found = cluster or from_environment()
-        if not multi_worker:
+        if self._coordinator:
+            found = (strategy.cluster, strategy.cluster.chief)
+        elif not multi_worker:
             _refuse_to_train_alone(found, type(strategy).__name__)
             found = None
         self.cluster: ClusterSpec | None = found[0] if found else None
         self.task = found[1] if found else TaskSpec("worker", 0)
-        tasks = self.cluster.training_tasks() if self.cluster else [self.task]
+        tasks = self.cluster.training_tasks() if self.cluster and multi_worker else [self.task]
         self._ranks = lockstep.Ranks(strategy, tasks.index(self.task), len(tasks))
 
     @property
@@ -82,8 +87,22 @@ class Trainer:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas over all workers."""
-        return self.strategy.num_replicas_in_sync
+        """The number of replicas over all workers; under `parameter_server` they are not in step."""
+        return self._coordinator.scheduler.workers if self._coordinator else self.strategy.num_replicas_in_sync
+
+    def server_report(self, model: keras.Model) -> dict[str, Any]:
+        """Returns what concerns parameter servers, or nothing where there are none.
+
+        Args:
+            model: The model.
+
+        Returns:
+            `retried_steps`: training steps so far that ran again because their worker was lost, each of which may have
+            been applied twice or in part; `bytes_per_server`: of the model's and its optimizers' variables, by server.
+        """
+        if not self._coordinator:
+            return {}
+        return {"retried_steps": self._coordinator.retried_steps, "bytes_per_server": bytes_per_server(model)}
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the context in which the model must be built (or loaded) and compiled."""
@@ -120,7 +139,7 @@ class Trainer:
             given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
         weights = given.pop("class_weight", None) if _is_function(data) else None
         limit = step.StepLimit(steps, validation_steps)
-        with self._running():
+        with self._running(model):
             model.fit(
                 self._distribute(data, class_weight=weights),
                 callbacks=[limit, *self._wrap(given.pop("callbacks", None))],
@@ -145,7 +164,7 @@ class Trainer:
         given = _bind(keras.Model.evaluate, model, args, kwargs)
         refusals.check_data(self.strategy, given.get("x"))
         limit = step.StepLimit(None, given.get("steps"))
-        with self._running():
+        with self._running(model):
             return model.evaluate(
                 self._distribute(given.pop("x", None)),
                 callbacks=[limit, *_listed(given.pop("callbacks", None))],
@@ -166,6 +185,9 @@ class Trainer:
         given = _bind(keras.Model.predict, model, args, kwargs)
         data, steps = given.pop("x"), given.get("steps")
         refusals.check_data(self.strategy, data)
+        if self._coordinator:
+            with self._coordinator.predicting(model, steps):
+                return model.predict(self._distribute(data), verbose=self._shown(given), **given)
         if isinstance(data, tf.data.Dataset):
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -177,7 +199,7 @@ class Trainer:
                 f"steps={steps} of predict must be a multiple of steps_per_execution={model.steps_per_execution} "
                 "unless the data are a tf.data.Dataset."
             )
-        with self._running():
+        with self._running(model):
             data = self._distribute(data, learns_shapes=lambda number: False)
             return model.predict(data, verbose=self._shown(given), **given)
 
@@ -219,8 +241,9 @@ class Trainer:
             raise ClusterError(f"The chief could not write {path!r}; its own message says why.")
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        with self.strategy.statistics.managed():
+    def _running(self, model: keras.Model) -> Iterator[None]:
+        on_workers = self._coordinator.running(model) if self._coordinator else contextlib.nullcontext()
+        with self.strategy.statistics.managed(), on_workers:
             try:
                 yield
             except StopIteration as e:
@@ -255,6 +278,8 @@ class Trainer:
             batches = data(context)
             return batches.map(make_class_weight_map_fn(class_weight)) if class_weight else batches
 
+        if self._coordinator:
+            return self._coordinator.stand_in(dataset)
         return self.strategy.distribute_datasets_from_function(dataset)
 
     def _check(self, model: keras.Model) -> None:
@@ -264,7 +289,7 @@ class Trainer:
                 "`with trainer.scope():`."
             )
         refusals.check_model(model)
-        step.adopt(model)
+        (self._coordinator or step).adopt(model)
 
 
 def _refuse_to_train_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:

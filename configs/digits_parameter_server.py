@@ -1,0 +1,17 @@
+"""Digits with parameter servers: a chief, two workers and two servers on this machine.
+
+    python -m tfdist.train --config=configs/digits_parameter_server.py --workdir=runs/parameter_server
+
+Half a minute on two cores; validation accuracy at least 0.97.
+"""
+
+from configs import digits
+from tfdist.config import ClusterConfig, StrategyConfig, TrainConfig
+
+
+def get_config() -> TrainConfig:
+    """Returns the configuration."""
+    config = digits.get_config()
+    config.strategy = StrategyConfig("parameter_server")
+    config.cluster = ClusterConfig(workers=2, ps=2)
+    return config

@@ -1,0 +1,301 @@
+"""What `fit` takes under parameter servers with one worker, whose steps are in order: it must equal plain Keras.
+
+Arguments: a folder for the results. Each case is run here, and by plain Keras in the same process.
+"""
+
+import pathlib
+import sys
+
+import tfdist
+from tests.multiprocess import harness
+
+OUT = pathlib.Path(sys.argv[1])
+trainer = tfdist.Trainer("parameter_server", placement="by_bytes")
+
+import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+OUT.mkdir(parents=True, exist_ok=True)
+rng = np.random.default_rng(0)
+X, Y = rng.standard_normal((70, 8), np.float32), rng.integers(0, 3, 70).astype(np.int32)
+WEIGHT = rng.uniform(0.5, 2, 70).astype(np.float32)
+LOSS = "sparse_categorical_crossentropy"
+
+
+class Mine:
+    """Builds in the trainer's scope and runs on the worker."""
+
+    scope = staticmethod(trainer.scope)
+    fit, evaluate, predict = trainer.fit, trainer.evaluate, trainer.predict
+
+
+class Plain:
+    """Plain Keras on the chief."""
+
+    @staticmethod
+    def scope():
+        return tf.device("/job:chief/replica:0/task:0/device:CPU:0")
+
+    @staticmethod
+    def fit(model, *args, **kwargs):
+        return model.fit(*args, **kwargs)
+
+    @staticmethod
+    def evaluate(model, *args, **kwargs):
+        return model.evaluate(*args, **kwargs)
+
+    @staticmethod
+    def predict(model, *args, **kwargs):
+        return model.predict(*args, **kwargs)
+
+
+def build(how, optimizer=lambda: "adam", extra=(), metrics=("accuracy",), **options):
+    keras.utils.set_random_seed(3)
+    with how.scope():
+        layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.BatchNormalization(), *extra]
+        model = keras.Sequential([*layers, keras.layers.Dense(3, "softmax", kernel_regularizer="l2")])
+        model.compile(optimizer(), LOSS, metrics=list(metrics), **options)
+    return model
+
+
+def run(how, model, *args, **options):
+    callbacks = options.pop("callbacks", list)()
+    history = how.fit(model, *args, **{"verbose": 0, "batch_size": 16, "epochs": 3, "callbacks": callbacks, **options})
+    variables = {v.path: v.numpy() for v in (*model.weights, *model.optimizer.variables)}
+    return {"history": history.history, "epoch": history.epoch, "variables": variables}
+
+
+def fit(how, *args, build_options=None, **options):
+    return run(how, build(how, **(build_options or {})), *(args or (X, Y)), **options)
+
+
+def batches(size=16, repeat=1):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(size).repeat(repeat)
+
+
+def several(how, *_):
+    """Dict inputs, two outputs, losses and weights of each."""
+    keras.utils.set_random_seed(3)
+    with how.scope():
+        a, b = keras.Input((8,), name="a"), keras.Input((2,), name="b")
+        hidden = keras.layers.Dense(8, "relu")(keras.layers.Concatenate()([a, b]))
+        outputs = {
+            "kind": keras.layers.Dense(3, "softmax", name="kind")(hidden),
+            "size": keras.layers.Dense(1, name="size")(hidden),
+        }
+        model = keras.Model({"a": a, "b": b}, outputs)
+        losses = {"kind": LOSS, "size": "mse"}
+        model.compile("rmsprop", losses, loss_weights={"kind": 1.0, "size": 0.3}, metrics={"kind": ["accuracy"]})
+    result = run(how, model, {"a": X, "b": X[:, :2]}, {"kind": Y, "size": X[:, :1]}, **SHUFFLED)
+    result["predictions"] = how.predict(model, {"a": X, "b": X[:, :2]}, batch_size=16, verbose=0)
+    return result
+
+
+def texts(how):
+    """Strings, through a table in the model."""
+    words = np.array([["a b"], ["b c c"], ["d"]] * 10)
+    keras.utils.set_random_seed(3)
+    with how.scope():
+        vectorize = keras.layers.TextVectorization(vocabulary=["a", "b", "c"], output_sequence_length=3)
+        layers = [keras.Input((1,), dtype="string"), vectorize, keras.layers.Embedding(5, 4), keras.layers.Flatten()]
+        model = keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])
+        model.compile("sgd", LOSS)
+    return run(how, model, tf.data.Dataset.from_tensor_slices((words, Y[:30])).batch(8), batch_size=None)
+
+
+class Adds(keras.layers.Layer):
+    """Adds a loss and regularises its output."""
+
+    def call(self, x):
+        self.add_loss(0.1 * tf.reduce_mean(x**2))
+        return x
+
+
+class OwnStep(keras.Model):
+    """A train_step of its own, with a metric and a log of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(8, "relu"), keras.layers.Dense(1)
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def build(self, shape):
+        self.hidden.build(shape)
+        self.out.build((None, 8))
+        self.built = True
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+    def train_step(self, batch):
+        x, _ = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(x) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        self.seen.update_state(tf.ones([tf.shape(x)[0]]))
+        return {"seen": self.seen.result(), "own": loss, "rate": tf.convert_to_tensor(self.optimizer.learning_rate)}
+
+
+def own_step(how):
+    keras.utils.set_random_seed(3)
+    with how.scope():
+        model = OwnStep()
+        model.build((None, 8))
+        model.compile("adam")
+    return run(how, model, X, Y, **SHUFFLED)
+
+
+class Two(keras.Model):
+    """Two optimizers, one of which steps twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = keras.layers.Dense(1), keras.layers.Dense(1)
+
+    def build(self, shape):
+        for layer in (self.one, self.two):
+            layer.build(shape)
+        self.built = True
+
+    def compile(self, first, second):
+        super().compile()
+        self.first, self.second = first, second
+        first.build(self.one.trainable_weights)
+        second.build(self.two.trainable_weights)
+
+    def train_step(self, batch):
+        for layer, optimizer in ((self.one, self.first), (self.two, self.second), (self.two, self.second)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((layer(batch[0]) - 1) ** 2)
+            optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+        return {"loss": loss}
+
+
+def two_optimizers(how):
+    keras.utils.set_random_seed(3)
+    with how.scope():
+        model = Two()
+        model.build((None, 8))
+        model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.05))
+    how.fit(model, X, Y, batch_size=16, epochs=2, verbose=0, shuffle=False)
+    optimizers = (model.first, model.second)
+    return {
+        "history": {},
+        "epoch": [],
+        "variables": {v.path: v.numpy() for v in model.weights},
+        "iterations": [int(optimizer.iterations.numpy()) for optimizer in optimizers],
+    }
+
+
+def schedule():
+    return keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 4, 0.5))
+
+
+def stopping():
+    return [keras.callbacks.EarlyStopping("loss", patience=0, min_delta=10, restore_best_weights=True)]
+
+
+def rates():
+    changing = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    return [changing, keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, patience=1, min_delta=10)]
+
+
+def generator():
+    for start in range(0, 64, 16):
+        yield X[start : start + 16], Y[start : start + 16]
+
+
+SHUFFLED = {"shuffle": False}
+CASES = {
+    "arrays": lambda how: fit(how, **SHUFFLED),
+    "validation_split": lambda how: fit(how, validation_split=0.25, **SHUFFLED),
+    "validation_data": lambda how: fit(how, validation_data=(X[:33], Y[:33]), validation_freq=2, **SHUFFLED),
+    "dataset": lambda how: fit(how, batches(), batch_size=None),
+    "steps": lambda how: fit(how, batches(16, -1), batch_size=None, steps_per_epoch=3),
+    "runs_out": lambda how: fit(how, batches(16, 1), batch_size=None, steps_per_epoch=3),
+    "initial_epoch": lambda how: fit(how, initial_epoch=1, **SHUFFLED),
+    "executions": lambda how: fit(how, build_options={"steps_per_execution": 3}, **SHUFFLED),
+    "generator": lambda how: fit(how, generator(), batch_size=None, epochs=1),
+    "class_weight": lambda how: fit(how, class_weight={0: 1.0, 1: 3.0, 2: 0.5}, **SHUFFLED),
+    "sample_weight": lambda how: fit(how, sample_weight=WEIGHT, **SHUFFLED),
+    "added_losses": lambda how: fit(how, **SHUFFLED, build_options={"extra": (Adds(),)}),
+    "schedule": lambda how: fit(how, build_options={"optimizer": schedule}, **SHUFFLED),
+    "momentum": lambda how: fit(how, build_options={"optimizer": lambda: keras.optimizers.SGD(0.1, 0.9)}, **SHUFFLED),
+    "adamw": lambda how: fit(
+        how, build_options={"optimizer": lambda: keras.optimizers.AdamW(weight_decay=0.1)}, **SHUFFLED
+    ),
+    "nadam": lambda how: fit(how, build_options={"optimizer": keras.optimizers.Nadam}, **SHUFFLED),
+    "clip": lambda how: fit(
+        how, build_options={"optimizer": lambda: keras.optimizers.Adam(global_clipnorm=0.1)}, **SHUFFLED
+    ),
+    "ema": lambda how: fit(how, build_options={"optimizer": lambda: keras.optimizers.Adam(use_ema=True)}, **SHUFFLED),
+    "stopping": lambda how: fit(how, callbacks=stopping, **SHUFFLED),
+    "rates": lambda how: fit(how, callbacks=rates, **SHUFFLED),
+    "several": several,
+    "texts": texts,
+    "own_step": own_step,
+    "two_optimizers": two_optimizers,
+}
+
+
+def failing(case, how):
+    try:
+        return case(how)
+    except Exception as e:  # one case must not hide the others
+        import traceback
+
+        traceback.print_exc()
+        return f"{type(e).__name__}: {e}"
+
+
+def placement():
+    """Variables go where the fewest bytes are: (bytes of each variable in order, its server)."""
+    with trainer.scope():
+        model = keras.Sequential(
+            [keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(64), keras.layers.Dense(2)]
+        )
+    return [(v.numpy().nbytes, int(tf.DeviceSpec.from_string(v.value.device).task)) for v in model.weights]
+
+
+def masks():
+    """What dropout lets through, for two passes over the same data, and for the same steps again."""
+    found = []
+    for _ in range(2):
+        keras.utils.set_random_seed(5)
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((50,)), Seen(0.5)])
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+        ones = np.ones((4, 50), np.float32)
+        trainer.fit(model, ones, ones, batch_size=1, epochs=2, verbose=0, callbacks=[(keep := Keep())])
+        found.append(keep.seen)
+    return found
+
+
+class Seen(keras.layers.Dropout):
+    """Shows its last mask as a non-trainable variable."""
+
+    def build(self, shape):
+        self.kept = self.add_weight(shape=(50,), trainable=False, initializer="zeros", name="kept")
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x, training=False):
+        x = super().call(x, training=training)
+        self.kept.assign(tf.reduce_max(x, axis=0))
+        return x * self.scale
+
+
+class Keep(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.train_function.drain()
+        self.seen.append(self.model.layers[0].kept.numpy())
+
+
+if __name__ == "__main__":
+    results = {name: (failing(case, Mine), failing(case, Plain)) for name, case in CASES.items()}
+    results |= {"placement": placement(), "masks": masks()}
+    harness.store(str(OUT), 0, results)

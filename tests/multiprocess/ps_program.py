@@ -1,0 +1,305 @@
+"""A program for every task of a parameter-server cluster; its chief runs what `test_parameter_server.py` asserts.
+
+Arguments: a folder for the results.
+"""
+
+import pathlib
+import sys
+import time
+
+import tfdist
+from tests.multiprocess import harness
+from tests.multiprocess.roles import ask
+
+OUT = pathlib.Path(sys.argv[1])
+trainer = tfdist.Trainer("parameter_server")  # workers and servers stay here
+
+import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+from tfdist import data, worker_step  # noqa: E402
+from tfdist.tasks import digits  # noqa: E402
+
+OUT.mkdir(parents=True, exist_ok=True)
+BATCH = 64
+rng = np.random.default_rng(0)
+X, Y = rng.standard_normal((300, 8), np.float32), rng.integers(0, 3, 300).astype(np.int32)
+
+
+class Recorder(keras.callbacks.Callback):
+    """Keeps the order of hooks and the logs, and does something at a step of training."""
+
+    def __init__(self, at=None, do=None):
+        super().__init__()
+        self.hooks, self.logs, self.iterations = [], [], []
+        self._at, self._do, self._steps = at, do, 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.hooks.append(("begin", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.hooks.append(("end", batch))
+        self.logs.append(dict(logs))
+        self._steps += 1
+        if self._steps == self._at:
+            self._do()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.hooks.append(("epoch", epoch))
+        self.iterations.append(int(self.model.optimizer.iterations.numpy()))
+
+
+def plain_dense(optimizer="adam", dropout=0.0):
+    keras.utils.set_random_seed(3)
+    layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.BatchNormalization()]
+    model = keras.Sequential([*layers, keras.layers.Dropout(dropout), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    return model
+
+
+def dense(*args, **kwargs):
+    with trainer.scope():
+        return plain_dense(*args, **kwargs)
+
+
+def function(context):
+    return data.epochs((X, Y), context, 20, seed=1)
+
+
+def failure(do):
+    try:
+        do()
+    except Exception as e:
+        return type(e).__name__, str(e)
+    return None
+
+
+def train_digits():
+    task = digits.Digits(digits.Options())
+    keras.utils.set_random_seed(0)
+    with trainer.scope():
+        model = task.build_model()
+        model.compile("adam", **task.compile_arguments())
+    counted, commit = [], worker_step.WorkerStep.commit
+
+    def recording(self, deltas):
+        if self._step.__name__ == "train_step":
+            counted.append(deltas.numpy())
+        return commit(self, deltas)
+
+    recorder = Recorder()
+    worker_step.WorkerStep.commit = recording
+    try:
+        history = trainer.fit(
+            model,
+            lambda context: task.train_data(context, BATCH, 0),
+            validation_data=task.eval_data(BATCH),
+            epochs=10,
+            steps_per_epoch=22,
+            callbacks=[recorder],
+            verbose=0,
+        )
+    finally:
+        worker_step.WorkerStep.commit = commit
+    trainer.save(model, OUT / "digits.keras")
+    devices = {v.path: v.value.device for v in (*model.variables, *model.optimizer.variables, *model.metrics_variables)}
+    return {
+        "history": history.history,
+        "epoch": history.epoch,
+        "counted": counted,
+        "hooks": recorder.hooks,
+        "logs": recorder.logs,
+        "iterations": recorder.iterations,
+        "evaluation": trainer.evaluate(model, *digits.load()[1], batch_size=BATCH, verbose=0),
+        "devices": devices,
+        "report": trainer.server_report(model),
+        "loads": trainer.strategy.loads,
+    }
+
+
+def evaluate_and_predict():
+    """(number of examples, kind of data) -> results here and in plain Keras."""
+    model = dense()
+    trainer.fit(model, X, Y, batch_size=20, epochs=1, verbose=0)
+    trainer.save(model, OUT / "dense.keras")
+    plain = keras.models.load_model(OUT / "dense.keras")
+    results = {}
+    for size in (1, 9, 10, 11, 19, 20, 21, 39, 40, 41):
+        x, y = X[:size], Y[:size]
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
+
+        def sharded(context, x=x, y=y):
+            whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
+            return whole.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+        kinds = {"arrays": ((x, y), {"batch_size": 10}), "dataset": ((dataset,), {}), "function": ((sharded,), {})}
+        for kind, (given, options) in kinds.items():
+            recorder = TestRecorder()
+            mine = trainer.evaluate(model, *given, **options, callbacks=[recorder], verbose=0)
+            predictions = trainer.predict(model, given[0], **options, verbose=0)
+            results[size, kind] = {
+                "evaluation": mine,
+                "predictions": predictions,
+                "hooks": recorder.hooks,
+                "expected": plain.evaluate(x, y, batch_size=10, verbose=0),
+                "expected_predictions": plain.predict(x, batch_size=10, verbose=0),
+            }
+    return results
+
+
+class TestRecorder(keras.callbacks.Callback):
+    __test__ = False
+
+    def __init__(self, at=None, do=None):
+        super().__init__()
+        self.hooks = []
+        self._at, self._do = at, do
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.hooks.append(batch)
+        if batch == self._at:
+            self._do()
+
+
+def start_again(model, task):
+    ask("start", task)
+    deadline = time.monotonic() + 60
+    while trainer._coordinator.scheduler._lost:  # its step finds it lost, and back
+        assert time.monotonic() < deadline
+        trainer.predict(model, X[:40], batch_size=1, verbose=0)
+
+
+def lose_a_worker_in_training():
+    model = dense()
+
+    def lose():
+        ask("kill", "worker:1")
+
+    recorder = Recorder(at=20, do=lose)
+    before = trainer.server_report(model)["retried_steps"]
+    history = trainer.fit(model, function, epochs=4, steps_per_epoch=30, callbacks=[recorder], verbose=0)
+    lost = trainer.server_report(model)["retried_steps"] - before
+    without = {"history": history.history, "iterations": recorder.iterations, "hooks": recorder.hooks, "retried": lost}
+    start_again(model, "worker:1")
+    ran = set()
+    run = worker_step.WorkerStep.run
+
+    def running(self, function, data, given):
+        ran.add(tf.DeviceSpec.from_string(tf.constant(0).device).task)
+        return run(self, function, data, given)
+
+    worker_step.WorkerStep.run = running
+    recorder = Recorder()
+    trainer.fit(model, function, epochs=2, steps_per_epoch=30, callbacks=[recorder], verbose=0)
+    worker_step.WorkerStep.run = run
+    return {**without, "ran": ran, "iterations_after": recorder.iterations}
+
+
+def lose_a_worker_in_evaluation():
+    model = dense()
+    trainer.save(model, OUT / "dense.keras")
+    plain = keras.models.load_model(OUT / "dense.keras")
+    recorder = TestRecorder(at=20, do=lambda: ask("kill", "worker:0"))
+    mine = trainer.evaluate(model, X, Y, batch_size=2, callbacks=[recorder], verbose=0)
+    start_again(model, "worker:0")
+
+    def sharded(context):
+        whole = tf.data.Dataset.from_tensor_slices((X, Y)).batch(2)
+        return whole.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+    return {
+        "evaluation": mine,
+        "hooks": recorder.hooks,
+        "function": trainer.evaluate(model, sharded, verbose=0),
+        "expected": plain.evaluate(X, Y, batch_size=2, verbose=0),
+    }
+
+
+def faults():
+    model = dense()
+    outside = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20).repeat()
+    variable = tf.Variable(1.0)
+
+    def python(context):
+        spec = (tf.TensorSpec((20, 8)), tf.TensorSpec((20,), tf.int32))
+        return tf.data.Dataset.from_generator(lambda: iter([(X[:20], Y[:20])]), output_signature=spec).repeat()
+
+    def finite(context, repeated=1):
+        return tf.data.Dataset.from_tensor_slices((X, Y)).batch(20).repeat(repeated)
+
+    def uncounted(context):
+        return finite(context).filter(lambda x, y: True)
+
+    def fit(given, **options):
+        return failure(lambda: trainer.fit(model, given, **{"steps_per_epoch": 60, "verbose": 0, **options}))
+
+    def wrong_shape(context):
+        return tf.data.Dataset.from_tensor_slices((X[:, :5], Y)).batch(20).repeat()
+
+    def wrong_labels(context):  # the graph does not know
+        return tf.data.Dataset.from_tensor_slices((X, Y + 2)).batch(20).repeat()
+
+    found = {
+        "python": fit(python),
+        "outside": fit(lambda context: outside),
+        "variable": fit(lambda context: finite(context, 9).map(lambda x, y: (x * variable, y))),
+        "no dataset": fit(lambda context: X),
+        "finite": fit(finite),
+        "uncounted": fit(uncounted),
+        "no steps": fit(finite, steps_per_epoch=None),
+        "shape": fit(wrong_shape),
+        "labels": fit(wrong_labels),
+        "bare fit": failure(lambda: model.fit(X, Y, verbose=0)),
+        "bare evaluate": failure(lambda: model.evaluate(X, Y, verbose=0)),
+        "bare predict": failure(lambda: model.predict(X, verbose=0)),
+        "endless": failure(lambda: trainer.evaluate(model, function, verbose=0)),
+    }
+    for name, options in {"jit": {"jit_compile": True}, "eagerly": {"run_eagerly": True}}.items():
+        with trainer.scope():
+            other = plain_dense()
+            other.compile("adam", "mse", **options)
+        found[name] = failure(lambda other=other: trainer.fit(other, X, Y, verbose=0))
+    for name, options in {
+        "accumulation": {"gradient_accumulation_steps": 2},
+        "ema": {"use_ema": True, "ema_overwrite_frequency": 2},
+    }.items():
+        with trainer.scope():
+            optimizer = keras.optimizers.SGD(**options)
+        other = dense(optimizer)
+        found[name] = failure(lambda other=other: trainer.fit(other, X, Y, verbose=0))
+    with trainer.scope():
+        other = keras.Sequential([keras.layers.Dense(3)])
+    found["unbuilt"] = failure(lambda: trainer.predict(other, X, verbose=0))
+    layer = keras.layers.Dense(3)
+    layer.build((None, 8))
+    with trainer.scope():
+        other = keras.Sequential([keras.Input((8,)), layer])
+        other.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    found["layer outside"] = failure(lambda: trainer.fit(other, X, Y, verbose=0))
+    scale = tf.Variable(1.0, name="outside")
+    with trainer.scope():
+        inputs = keras.Input((8,))
+        other = keras.Model(inputs, keras.layers.Lambda(lambda x: x * scale)(keras.layers.Dense(3)(inputs)))
+        other.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    found["variable outside"] = failure(lambda: trainer.fit(other, X, Y, verbose=0))
+    # After all these it still trains.
+    recorder = Recorder()
+    trainer.fit(model, X, Y, batch_size=20, callbacks=[recorder], verbose=0)
+    return found, recorder.iterations
+
+
+if __name__ == "__main__":
+    results = {}
+    for scenario in (
+        train_digits,
+        evaluate_and_predict,
+        faults,
+        lose_a_worker_in_training,
+        lose_a_worker_in_evaluation,
+    ):
+        started = time.monotonic()
+        results[scenario.__name__] = scenario()
+        print(f"{scenario.__name__}: {time.monotonic() - started:.1f} s", flush=True)
+    harness.store(str(OUT), 0, results)

@@ -1,0 +1,265 @@
+"""Parameter servers: exact counts, whoever dies; Keras' own results; faults in a sentence; an end for all roles."""
+
+import itertools
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from tests.multiprocess import harness
+from tests.multiprocess.roles import Roles
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(module, folder, workers):
+    command = [sys.executable, "-m", f"tests.multiprocess.{module}", str(folder / "out")]
+    with Roles(command, folder / "roles", workers) as roles:
+        code = roles.wait("chief:0", 300)
+        assert code == 0, roles.log("chief:0")
+        assert [roles.wait(task, 20) for task in roles.processes] == [0] * len(roles.processes), "every role ends"
+        return harness.load(folder / "out", 0), roles.log("chief:0"), folder / "out"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return run("ps_program", tmp_path_factory.mktemp("ps"), workers=2)
+
+
+@pytest.fixture(scope="module")
+def results(program):
+    return program[0]
+
+
+@pytest.fixture(scope="module")
+def parity(tmp_path_factory):
+    return run("ps_fit_program", tmp_path_factory.mktemp("ps_fit"), workers=1)[0]
+
+
+def test_digits_reach_their_accuracy_with_the_keys_of_keras(results):
+    history = results["train_digits"]["history"]
+    assert history["val_accuracy"][-1] >= 0.97
+    assert list(history) == ["accuracy", "loss", "val_accuracy", "val_loss"], "as plain Keras sorts them"
+    assert results["train_digits"]["epoch"] == list(range(10))
+
+
+def test_iterations_are_exact_and_in_the_saved_model(program):
+    results, _, out = program
+    assert results["train_digits"]["iterations"] == [22 * epoch for epoch in range(1, 11)]
+    model = keras.models.load_model(out / "digits.keras")
+    assert model.optimizer.iterations.numpy() == 220
+    assert results["train_digits"]["report"]["retried_steps"] == 0
+
+
+def test_history_equals_the_sum_of_what_steps_returned(results):
+    digits = results["train_digits"]
+    assert len(digits["counted"]) == 220
+    for epoch, steps in enumerate(np.reshape(digits["counted"], (10, 22, -1))):
+        total = np.float32(0)
+        for step in steps:
+            total += step
+        loss, examples, right, seen, iterations = total
+        assert examples == seen == 22 * 64 and iterations == 22
+        assert digits["history"]["loss"][epoch] == loss / examples
+        assert digits["history"]["accuracy"][epoch] == right / seen
+
+
+def test_batch_hooks_come_once_a_step_in_order_with_logs(results):
+    digits = results["train_digits"]
+    one_epoch = list(itertools.chain.from_iterable((("begin", step), ("end", step)) for step in range(22)))
+    assert digits["hooks"] == list(itertools.chain.from_iterable([*one_epoch, ("epoch", epoch)] for epoch in range(10)))
+    assert all(set(logs) == {"accuracy", "loss"} for logs in digits["logs"])
+    for epoch in range(10):
+        assert digits["logs"][22 * epoch + 21]["loss"] == digits["history"]["loss"][epoch], "complete at the last step"
+    assert len({logs["loss"] for logs in digits["logs"]}) > 100, "they move"
+
+
+def test_evaluate_and_the_saved_model_agree(program):
+    from tfdist.tasks import digits
+
+    results, _, out = program
+    model = keras.models.load_model(out / "digits.keras")
+    assert np.allclose(model.evaluate(*digits.load()[1], verbose=0), results["train_digits"]["evaluation"], atol=1e-6)
+
+
+def test_weights_are_on_the_servers_and_counters_on_the_chief(results):
+    devices = results["train_digits"]["devices"]
+    on_chief = {path for path, device in devices.items() if "/job:chief" in device}
+    assert on_chief == {
+        "adam/iteration",
+        "adam/learning_rate",
+        "loss/total",
+        "loss/count",
+        "accuracy/total",
+        "accuracy/count",
+        *(path for path in devices if "seed_generator" in path),
+    }
+    assert {device for path, device in devices.items() if path not in on_chief} == {
+        f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in range(2)
+    }
+    for path, device in devices.items():
+        if path.endswith("_momentum"):
+            layer, kind = path.removeprefix("adam/").removesuffix("_momentum").rsplit("_", 1)
+            assert device == devices[f"{layer.replace('digits_', 'digits/')}/{kind}"], "slots are with their variable"
+
+
+def test_bytes_per_server_are_those_of_the_variables(program):
+    results, _, out = program
+    model = keras.models.load_model(out / "digits.keras")
+    kept = [
+        v
+        for v in (*model.weights, *model.optimizer.variables)
+        if v.path not in ("adam/iteration", "adam/learning_rate")
+    ]
+    expected = sum(v.numpy().nbytes for v in kept if "seed" not in v.path)
+    assert sum(results["train_digits"]["report"]["bytes_per_server"].values()) == expected
+
+
+SIZES = (1, 9, 10, 11, 19, 20, 21, 39, 40, 41)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "function"])
+@pytest.mark.parametrize("size", SIZES)
+def test_evaluate_and_predict_equal_one_process(results, size, kind):
+    found = results["evaluate_and_predict"][size, kind]
+    assert np.allclose(found["evaluation"], found["expected"], rtol=0, atol=1e-6)
+    assert found["predictions"].shape == found["expected_predictions"].shape == (size, 3)
+    assert np.allclose(found["predictions"], found["expected_predictions"], rtol=0, atol=1e-6)
+    assert found["hooks"] == list(range(-(-size // 10)))
+
+
+def test_a_worker_that_is_killed_in_training_costs_no_step(program):
+    results, log, _ = program
+    lost = results["lose_a_worker_in_training"]
+    assert lost["iterations"] == [30, 60, 90, 120]
+    assert [hook for hook in lost["hooks"] if hook[0] == "end"] == [("end", step) for step in range(30)] * 4
+    assert 0 < lost["retried"] <= 4, "what it had when it died, and no more"
+    assert "tfdist: worker:1 is lost; the others go on" in log
+
+
+def test_a_worker_that_is_started_again_rejoins(program):
+    results, log, _ = program
+    rejoined = results["lose_a_worker_in_training"]
+    assert "tfdist: worker:1 is back" in log
+    assert rejoined["ran"] == {0, 1}
+    assert rejoined["iterations_after"] == [150, 180]
+
+
+def test_a_worker_that_is_killed_in_evaluation_costs_no_example(results):
+    found = results["lose_a_worker_in_evaluation"]
+    assert found["hooks"] == list(range(150))
+    assert np.allclose(found["evaluation"], found["expected"], rtol=0, atol=1e-6)
+    assert np.allclose(found["function"], found["expected"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("python", "The dataset function calls Python (from_generator, py_function or numpy_function)"),
+        ("outside", "uses a dataset of the chief's"),
+        ("variable", "uses a variable, table or iterator of the chief's"),
+        ("no dataset", "A dataset function must return a tf.data.Dataset."),
+        ("finite", "steps_per_epoch=60, but the dataset that the dataset function returns has 15 batches"),
+        ("uncounted", "has ended, and it is not known before which worker takes how many steps"),
+        ("no steps", "fit needs steps_per_epoch where workers make the data"),
+        ("bare fit", "use tfdist.Trainer(...).fit"),
+        ("bare evaluate", "use tfdist.Trainer(...).fit, evaluate"),
+        ("bare predict", "use tfdist.Trainer(...).fit, evaluate and predict"),
+        ("endless", "endless dataset: give the number of steps"),
+        ("jit", "jit_compile=True is not possible under parameter_server"),
+        ("eagerly", "run_eagerly=True is not possible under parameter_server"),
+        ("accumulation", "gradient_accumulation_steps is not possible under parameter_server"),
+        ("ema", "ema_overwrite_frequency is not possible under parameter_server"),
+        ("unbuilt", "has no variables yet, and they are to be on the servers"),
+        ("layer outside", "A layer was created outside of this trainer's scope (it has dense_"),
+        ("variable outside", "uses 'outside:0', which is not on a parameter server"),
+    ],
+)
+def test_a_fault_is_a_sentence(results, case, sentence):
+    found, _ = results["faults"]
+    kind, message = found[case]
+    assert kind == "ConfigError", message
+    assert sentence in message
+
+
+@pytest.mark.parametrize(("case", "words"), [("shape", "Matrix size-incompatible"), ("labels", "label value of 4")])
+def test_an_error_of_the_step_has_its_own_message(results, case, words):
+    kind, message = results["faults"][0][case]
+    assert kind == "InvalidArgumentError" and words in message
+
+
+def test_after_errors_it_still_trains(results):
+    assert results["faults"][1][0] >= 15
+
+
+FIT_CASES = """arrays validation_split validation_data dataset steps runs_out initial_epoch executions generator class_weight
+sample_weight added_losses schedule momentum adamw nadam clip ema stopping rates several texts own_step two_optimizers"""
+
+
+@pytest.mark.parametrize("case", FIT_CASES.split())
+def test_fit_with_one_worker_equals_plain_keras(parity, case):
+    mine, plain = parity[case]
+    assert not isinstance(mine, str), mine
+    assert mine["epoch"] == plain["epoch"]
+    assert list(mine["history"]) == list(plain["history"])
+    for name in mine["history"]:
+        assert np.allclose(mine["history"][name], plain["history"][name], rtol=0, atol=1e-6), name
+    assert len(mine["variables"]) == len(plain["variables"])
+    for (path, value), expected in zip(mine["variables"].items(), plain["variables"].values(), strict=True):
+        if case == "generator" and path.endswith("iteration"):
+            assert value == 4  # plain Keras counts one more, at which it finds no data
+        else:
+            assert np.allclose(value, expected, rtol=0, atol=1e-6), path
+    assert mine.get("iterations") == plain.get("iterations")
+    if "predictions" in mine:
+        assert all(
+            np.allclose(mine["predictions"][name], plain["predictions"][name], atol=1e-6) for name in ("kind", "size")
+        )
+
+
+def test_every_fit_case_is_asserted(parity):
+    assert set(parity) == set(FIT_CASES.split()) | {"placement", "masks"}
+
+
+def test_by_bytes_places_each_variable_on_the_least_loaded_server(parity):
+    loads, started = [0, 0], None
+    for nbytes, server in parity["placement"]:
+        if started is None:  # what was there before is not known here
+            started = server
+        loads[server] += nbytes
+    assert max(size for size, _ in parity["placement"]) * 2 > sum(loads)
+    largest = max(parity["placement"])[1]
+    after = parity["placement"][[size for size, _ in parity["placement"]].index(max(parity["placement"])[0]) + 1]
+    assert after[1] != largest, "the one after the largest goes to the other server"
+
+
+def test_each_step_has_masks_of_its_own_and_the_same_again(parity):
+    first, second = (np.array(masks) for masks in parity["masks"])
+    assert len(first) == 8 and len(np.unique(first, axis=0)) == 8
+    assert np.array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("servers", "tfdist.errors.ClusterError: ps:1 is lost"),
+        ("workers", "tfdist.errors.ClusterError: No worker has been there for"),
+        ("error", "Received a label value of 9 which is outside the valid range"),
+        ("interrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_all_roles_end(tmp_path, what, sentence):
+    command = [sys.executable, "-m", "tests.multiprocess.ps_end_program", what]
+    with Roles(command, tmp_path / "roles") as roles:
+        while "it happens" not in roles.log("chief:0") and roles.processes["chief:0"].poll() is None:
+            time.sleep(0.05)
+        happened = time.monotonic()
+        assert roles.wait("chief:0", 60) not in (0, None)
+        assert time.monotonic() - happened < 30
+        log = roles.log("chief:0")
+        assert sum(sentence in line for line in log.splitlines()) == 1, log
+        killed = {"servers": {"ps:1"}, "workers": {"worker:0", "worker:1"}}.get(what, set())
+        for task in set(roles.processes) - killed - {"chief:0"}:
+            assert roles.wait(task, 20) == 0

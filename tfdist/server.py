@@ -1,0 +1,52 @@
+"""What a worker or a parameter server does: serves TensorFlow's runtime until the chief has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import NoReturn
+
+import tensorflow as tf
+
+from tfdist import preflight
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.errors import ClusterError
+
+_ASK_EVERY = 1.0  # seconds
+_MISSES = 3  # a chief that is busy may miss one
+
+
+def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
+    """Serves until the chief, once it was there, has gone; then leaves this process with exit code 0.
+
+    TensorFlow's servers never end by themselves. SIGTERM and SIGINT end this one, too.
+
+    Args:
+        cluster: The cluster, which has a chief.
+        task: This process's task.
+
+    Raises:
+        ClusterError: The task's port is taken, or the chief has not been there for 300 s.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
+    options = tf.compat.v1.ConfigProto()
+    # A thread waits for each peer: with fewer they might wait for each other.
+    options.inter_op_parallelism_threads = max(os.cpu_count() or 1, len(cluster.tasks()) + 1)
+    addresses = tf.train.ClusterSpec({job: list(addresses) for job, addresses in cluster.jobs.items()})
+    try:
+        server = tf.distribute.Server(addresses, task.type, task.index, protocol="grpc", config=options)
+    except (tf.errors.OpError, RuntimeError) as e:
+        raise ClusterError(
+            f"{task} cannot serve at {cluster.address(task)}: {str(e).splitlines()[0]}. Is the port taken?"
+        ) from e
+    print(f"tfdist: {task} serves at {cluster.address(task)}", flush=True)
+    preflight.wait_for(cluster, [cluster.chief])
+    misses = 0
+    while misses < _MISSES:
+        time.sleep(_ASK_EVERY)
+        misses = misses + 1 if preflight.unreachable(cluster.address(cluster.chief)) else 0
+    print(f"tfdist: {task} ends, as the chief has", flush=True)
+    del server
+    os._exit(0)  # TensorFlow's server cannot be stopped
