@@ -40,6 +40,7 @@ FLOORS = {
     "tfdist.optimizer": True,
     "tfdist.step": True,
     "tfdist.scheduler": True,
+    "tfdist.ledger": True,
     "tfdist.worker_step": True,
     "tfdist.worker_data": True,
     "tfdist.coordinator": True,

@@ -20,17 +20,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist import refusals
 from tfdist.errors import ConfigError
 from tfdist.parameter_servers import ParameterServerStrategy
-from tfdist.scheduler import InFlight, Scheduler
+from tfdist.scheduler import IN_FLIGHT, WAITING, InFlight, Scheduler
 from tfdist.step import KERAS_MAKE_FUNCTION
 from tfdist.worker_data import Pipelines, PipelinesIterator, WorkerData
-from tfdist.worker_step import WorkerStep, plain, update_on_servers
+from tfdist.worker_step import Traced, WorkerStep, update_on_servers, without_optionals
 
+# Steps, for each worker, of which a batch hook's logs do not know although they have ended: they are read together.
+_UNREAD = 3
+ROWS = IN_FLIGHT + WAITING + _UNREAD
 _WORKER_DATA = "worker_data"  # an attribute of a dataset that stands for them
+_PREDICT_STEP = "_tfdist_predict_step"  # an attribute of a model, traced once
 
 
 class Coordinator:
@@ -83,7 +88,10 @@ class Coordinator:
                 f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
                 "call its build(), in `with trainer.scope():`."
             )
-        step = WorkerStep(model, model.predict_step)
+        step = getattr(model, _PREDICT_STEP, None)
+        if step is None:
+            step = WorkerStep(model, model.predict_step)
+            setattr(model, _PREDICT_STEP, step)
         self._strategy.distributor = lambda dataset: _Predictions(
             step, self.scheduler, self._distribute(dataset), steps
         )
@@ -131,9 +139,18 @@ class Execution:
         self._step = step
         self._trains = step == model.train_step
         self._steps = int(model.steps_per_execution)
+        self._unread_limit = _UNREAD * coordinator.scheduler.workers
         self._worker_step: WorkerStep | None = None
-        self._flight = self._new_flight()
         self._logs: dict[str, Any] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        # An evaluation gives the same sums whichever worker is the fastest.
+        self._flight = InFlight(self._coordinator.scheduler, self._end_step, ordered=not self._trains)
+        self._scheduled: dict[int, tuple[Traced, Callable[[int], int]]] = {}  # by ticket
+        self._unread: list[int] = []
+        self._begun: int | None = None  # steps since all was drained, before which there were `_first`
+        self._first = 0
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Schedules the steps of an execution.
@@ -143,8 +160,6 @@ class Execution:
             ConfigError: The data do not fit; see `WorkerData` and `PipelinesIterator`.
         """
         left, self.left = self.left, None
-        if self._flight.is_drained:
-            self._logs = {}  # of another epoch
         for number in range(self._steps if left is None else min(self._steps, left)):
             try:
                 self._schedule(iterator, left)
@@ -153,50 +168,98 @@ class Execution:
                     raise
                 break
         if left is not None and left <= self._steps:
-            self._flight.drain()  # the last one of the epoch
-        else:
+            self.drain()  # the last ones of the epoch
+        elif not self._logs:
             self._flight.first()
+            self._read()
         return self._logs
 
     def drain(self) -> None:
-        """Waits until all steps that are scheduled have arrived."""
-        self._flight.drain()
+        """Waits until all steps that are scheduled are counted."""
+        while self._flight.count or self._unread:
+            self._flight.drain()
+            self._read()
+        self._begun = None
 
     def end(self) -> None:
-        """Ends a pass. After an error, steps that are on their way still count if they arrive within some seconds."""
+        """Ends a pass. After an error, steps that are on their way still count if they end within some seconds."""
         self._flight.settle()
+        with contextlib.suppress(tf.errors.OpError):  # the servers may be what is lost
+            self._read()
         if self._trains:
             self._coordinator.retried_steps += self._flight.retries
-        self._flight = self._new_flight()
-
-    def _new_flight(self) -> InFlight:
-        # So that an evaluation gives the same sums whichever worker is the fastest.
-        return InFlight(self._coordinator.scheduler, self._commit, ordered=not self._trains)
+        self._reset()
 
     def _schedule(self, iterator: Any, left: int | None) -> None:
         if self._worker_step is None:  # by now metrics have variables
-            self._worker_step = WorkerStep(self._model, self._step)
+            self._worker_step = WorkerStep(self._model, self._step, ROWS * self._coordinator.scheduler.workers)
         step = self._worker_step
+        if self._begun is None:
+            self._first, self._begun, self._logs = step.begin(), 0, {}
         if isinstance(iterator, PipelinesIterator) and not self._trains:
-            if iterator.results is None:
-                iterator.results = collections.deque(iterator.run_all(step, self._coordinator.scheduler, left))
-            if not iterator.results:
-                raise StopIteration
-            self._commit(iterator.results.popleft())
+            self._begun = None
+            self._count_pipelines(step, iterator, left)
             return
-        given = step.given(step.number + self._flight.count)
+        spec = getattr(iterator, "element_spec", None)
         if isinstance(iterator, PipelinesIterator):
             iterator.check(left)
-            self._flight.add(iterator.call(step, given))
+            run = iterator.next
         else:
-            self._flight.add(step.call(next(iterator), given, getattr(iterator, "element_spec", None)))
+            data = without_optionals(next(iterator))
+            run = functools.partial(_run_on, data)
+            spec = data if spec is None else spec
+        traced = step.trace(spec)
+        ticket, given = step.ticket(), self._first + self._begun
+        given = step.given(ticket, given)
 
-    def _commit(self, result: Callable[[], Any]) -> None:
-        counted, own = result()
-        logs = self._worker_step.commit(counted)  # type: ignore[union-attr]
+        def function(worker: int) -> int:
+            run(lambda batch: step.call(traced, batch, given), worker)
+            return ticket
+
+        self._begun += 1
+        self._scheduled[ticket] = traced, function
+        self._flight.add(function)
+
+    def _count_pipelines(self, step: WorkerStep, iterator: PipelinesIterator, left: int | None) -> None:
+        traced = step.trace(iterator.element_spec, returns=True)
+        if iterator.results is None:
+            results = iterator.run_all(step, traced, self._coordinator.scheduler, left)
+            iterator.results = collections.deque(results)
+        if not iterator.results:
+            raise StopIteration
+        self._count(step, traced, iterator.results.popleft())
+
+    def _end_step(self, ticket: int) -> None:
+        self._unread.append(ticket)
+        if len(self._unread) >= self._unread_limit:
+            self._read()
+
+    def _read(self) -> None:
+        """Counts the steps that have ended."""
+        unread, self._unread = self._unread, []
+        for traced, group in itertools.groupby(unread, key=lambda ticket: self._scheduled[ticket][0]):
+            tickets = list(group)
+            rows = traced.ledger.read(tickets)  # type: ignore[union-attr]
+            self._count(self._worker_step, traced, [row for row in rows if row is not None])
+            for ticket, row in zip(tickets, rows, strict=True):
+                _, function = self._scheduled.pop(ticket)
+                if row is None:
+                    self._scheduled[ticket] = traced, function
+                    self._flight.add(function)
+                    self._flight.retries += 1
+
+    def _count(self, step: Any, traced: Traced, rows: Sequence[np.ndarray]) -> None:
+        if not rows:
+            return
+        logs = step.commit(np.stack(rows))
+        own = step.own_logs(traced, rows[-1])
         self._logs.clear()
         # Of its own logs, those named as metrics are theirs.
-        self._logs.update({name: logs.get(name, plain(value)) for name, value in own.items()} if own else logs)
+        self._logs.update({name: logs.get(name, value) for name, value in own.items()} if own else logs)
+
+
+def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
+    return run(data)
 
 
 class _DrainedMetrics:
@@ -231,19 +294,34 @@ class _Predictions:
         self._steps = steps
 
     def __iter__(self) -> Iterator[Any]:
+        step = self._step
         if isinstance(self._data, Pipelines):
-            for result in iter(self._data).run_all(self._step, self._scheduler, self._steps):
-                yield result()
+            pipelines = iter(self._data)
+            traced = step.trace(pipelines.element_spec)
+            for outputs in pipelines.run_all(step, traced, self._scheduler, self._steps):
+                yield _packed(traced, outputs)
             return
-        ready: collections.deque[Callable[[], Any]] = collections.deque()
+        traced = step.trace(self._data.element_spec)
+        ready: collections.deque[list[np.ndarray]] = collections.deque()
         flight = InFlight(self._scheduler, ready.append, ordered=True)
+        first = step.begin()
         for number, batch in enumerate(itertools.islice(self._data, self._steps)):
-            flight.add(self._step.call(batch, self._step.given(number), self._data.element_spec))
+            given = step.given(0, first + number)
+            flight.add(functools.partial(_predict, step, traced, without_optionals(batch), given))
             while ready:
-                yield ready.popleft()()
+                yield _packed(traced, ready.popleft())
         flight.drain()
         while ready:
-            yield ready.popleft()()
+            yield _packed(traced, ready.popleft())
+
+
+def _predict(step: WorkerStep, traced: Traced, batch: Any, given: tf.Tensor, worker: int) -> list[np.ndarray]:
+    return step.call(traced, batch, given)
+
+
+def _packed(traced: Traced, outputs: Sequence[np.ndarray]) -> Any:
+    structure = traced.function.structured_outputs
+    return tf.nest.pack_sequence_as(structure, list(map(tf.constant, outputs)), expand_composites=True)
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

@@ -27,8 +27,10 @@ from tfdist.parameter_servers import ParameterServerStrategy
 # watches them. The public `schedule` takes no Python functions, in which alone it is known who runs them how often.
 TF_CLUSTER = "_cluster"
 
-# Results that may be on their way, for each worker: enough that it never waits for the chief.
-IN_FLIGHT = 4
+# Functions that may be on their way, for each worker: enough that it never waits for the chief.
+IN_FLIGHT = 3
+# And those that may wait for their turn besides, where one is late.
+WAITING = 12
 # Seconds without a result after which the chief looks whether all tasks are there, and again so often.
 _LOOK_AFTER = 5.0
 # Seconds for which no worker at all may be there.
@@ -189,7 +191,8 @@ class InFlight:
 
     def add(self, function: Callable[[int], Any]) -> None:
         """Schedules a function, once there is room."""
-        while self.count >= IN_FLIGHT * self._scheduler.workers:
+        workers = self._scheduler.workers
+        while self.count >= IN_FLIGHT * workers or self._scheduled - self._committed >= (IN_FLIGHT + WAITING) * workers:
             self._take()
         self._scheduler.start(function, self._results, self._scheduled)
         self._scheduled += 1

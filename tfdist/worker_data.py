@@ -8,11 +8,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import ConfigError
 from tfdist.scheduler import InFlight, Scheduler
-from tfdist.worker_step import WorkerStep
+from tfdist.worker_step import Traced, WorkerStep
 
 _PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 _OUTSIDE = (
@@ -116,12 +117,13 @@ class PipelinesIterator:
 
     Attributes:
         results: What an evaluation has left of its results; None before it has begun.
+        element_spec: The form of the iterators, from which steps take their batches.
     """
 
     def __init__(self, data: WorkerData):
-        self.results: collections.deque[Callable[[], Any]] | None = None
+        self.results: collections.deque[list[np.ndarray]] | None = None
         self._data = data
-        self._spec = tf.data.IteratorSpec(data.element_spec)
+        self.element_spec = tf.data.IteratorSpec(data.element_spec)
         self._iterators: dict[int, Any] = {}
         self._is_checked = False
 
@@ -145,27 +147,24 @@ class PipelinesIterator:
             )
         self._is_checked = True
 
-    def call(self, step: WorkerStep, given: Any) -> Callable[[int], Callable[[], Any]]:
-        """Returns a function of the worker's number that runs `step` on that worker's next batch."""
-        function = step.concrete(self._spec)
+    def next(self, run: Callable[[Any], Any], worker: int) -> Any:
+        """Runs `run(iterator)` on the worker's own iterator, whose device is in force."""
+        iterator = self._iterators.pop(worker, None)
+        if iterator is None:
+            iterator = iter(self._data.dataset(worker))
+        try:
+            result = run(iterator)
+        except tf.errors.OutOfRangeError as e:
+            raise ConfigError(
+                f"The dataset of worker:{worker} has ended, and it is not known before which worker takes how many "
+                "steps: let the dataset function return dataset.repeat()."
+            ) from e
+        self._iterators[worker] = iterator  # but not if it has failed
+        return result
 
-        def run(worker: int) -> Callable[[], Any]:
-            iterator = self._iterators.pop(worker, None)
-            if iterator is None:
-                iterator = iter(self._data.dataset(worker))
-            try:
-                result = step.run(function, iterator, given)
-            except tf.errors.OutOfRangeError as e:
-                raise ConfigError(
-                    f"The dataset of worker:{worker} has ended, and it is not known before which worker takes how many "
-                    "steps: let the dataset function return dataset.repeat()."
-                ) from e
-            self._iterators[worker] = iterator  # but not if it has failed
-            return result
-
-        return run
-
-    def run_all(self, step: WorkerStep, scheduler: Scheduler, steps: int | None) -> Iterator[Callable[[], Any]]:
+    def run_all(
+        self, step: WorkerStep, traced: Traced, scheduler: Scheduler, steps: int | None
+    ) -> Iterator[list[np.ndarray]]:
         """Runs `step` on every batch, or on the first `steps` of all pipelines dealt in turn; yields the results in order.
 
         Raises:
@@ -173,24 +172,24 @@ class PipelinesIterator:
         """
         if steps is None and self._data.is_endless():
             raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")
-        function = step.concrete(self._spec)
         pipelines = self._data.pipelines
-        _, *rest = step.given(0)
-        numbers = functools.partial(tf.constant, dtype=tf.int64)
+        first = step.begin()
+        given = step.given(0, 0).numpy()
 
-        def run(pipeline: int, worker: int) -> list[Callable[[], Any]]:
+        def run(pipeline: int, worker: int) -> list[list[np.ndarray]]:
             results = []
             iterator = iter(self._data.dataset(pipeline))
             for number in itertools.count(pipeline, pipelines):
                 if steps is not None and number >= steps:
                     break
                 try:
-                    results.append(step.run(function, iterator, (numbers(number), *rest)))
+                    mine = tf.constant([0, first + number, *given[2:]], tf.float64)
+                    results.append(step.call(traced, iterator, mine))
                 except tf.errors.OutOfRangeError:
                     break
             return results
 
-        done: list[list[Callable[[], Any]]] = []
+        done: list[list[list[np.ndarray]]] = []
         flight = InFlight(scheduler, done.append, ordered=True)
         for pipeline in range(pipelines):
             flight.add(functools.partial(run, pipeline))

@@ -2,7 +2,7 @@
 
 The step runs in `keras.StatelessScope`: what it assigns to Keras' variables is kept, not done. Then
 
-- what it adds to metrics and to `iterations` is returned, for the chief to add once;
+- what it adds to metrics and to `iterations` goes into a ledger, for the chief to add once;
 - seed generators start from a seed of the step's own, so that each step has masks of its own, the same if it is repeated;
 - all else that it assigned (BatchNorm's moving statistics) is assigned on the servers: of two workers at once, the later
   one holds.
@@ -12,7 +12,8 @@ Gradients are applied within the step, by the optimizer's own arithmetic, on the
 
 from __future__ import annotations
 
-import concurrent.futures
+import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ import tensorflow as tf
 from tfdist import refusals
 from tfdist.cures import KERAS_SEED_VARIABLE
 from tfdist.errors import ConfigError
+from tfdist.ledger import Ledger, elsewhere
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_ITERATIONS = "_iterations"
@@ -57,20 +59,34 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     setattr(optimizer, KERAS_WEIGHT_DECAY, decay)
 
 
+class Traced:
+    """A step traced for data of one form.
+
+    Attributes:
+        function: The concrete function of (data, given).
+        ledger: Where it writes what it counts; None where it returns that.
+        own: The logs that are no metrics: their structure.
+    """
+
+    def __init__(self, ledger: Ledger | None = None, own: Any = None):
+        self.function: Any = None
+        self.ledger = ledger
+        self.own = own
+
+
 class WorkerStep:
     """A step as a function of the data and of what the chief gives with it.
 
     Args:
         model: The model, with all its variables.
         step: Its `train_step`, `test_step` or `predict_step`.
-
-    Attributes:
-        outputs: The structure of what the step returns, once it was traced.
+        rows: How many steps may be on their way or unread.
     """
 
-    def __init__(self, model: keras.Model, step: Callable[[Any], Any]):
+    def __init__(self, model: keras.Model, step: Callable[[Any], Any], rows: int = 0):
         self._model = model
         self._step = step
+        self._rows = rows
         optimizers = refusals.optimizers(model)
         self._metrics = _unique(v for metric in model.metrics for v in metric.variables)
         self._iterations = [getattr(optimizer, KERAS_ITERATIONS) for optimizer in optimizers]
@@ -79,81 +95,116 @@ class WorkerStep:
         self._seeds = [v for v in model.variables if v.name == KERAS_SEED_VARIABLE]
         known = {id(v) for v in (*self._metrics, *self._iterations, *self._scalars, *self._seeds)}
         self._servers = [v for v in _unique((*model.variables, *others)) if id(v) not in known]
-        wide = any(tf.as_dtype(v.dtype).size > 4 for v in self._metrics)
-        self._dtype = tf.float64 if wide else tf.float32
-        self._function = tf.function(self._run, reduce_retracing=True, autograph=False)
-        self._count = tf.function(self._add, autograph=False)
-        self._checked: set[int] = set()
+        self._functions = {
+            returns: tf.function(functools.partial(self._run, returns), reduce_retracing=True, autograph=False)
+            for returns in (False, True)
+        }
+        self._count = tf.function(self._add, [tf.TensorSpec([None, None], tf.float64)], autograph=False)
+        self._traced: dict[int, Traced] = {}
+        self._tracing = Traced()
+        self._last: tuple[Any, bool, Traced] = (None, False, self._tracing)  # most steps are as the one before
+        self._tickets = itertools.count(1)
+        self._seed_values: list[int] = []
 
-    def concrete(self, data: Any) -> tf.types.experimental.ConcreteFunction:
-        """Returns the function for data of this form, a batch or the spec of an iterator.
+    def begin(self) -> int:
+        """Takes the seeds as they are now; returns the number of the next step, which the optimizer has counted."""
+        self._seed_values = [int(number) for seed in self._seeds for number in seed.numpy()]
+        return int(self._iterations[0].numpy()) if self._iterations else 0
 
-        It is called with data, and what `given` returns.
+    def ticket(self) -> int:
+        """Returns a new ticket."""
+        return next(self._tickets)
+
+    def given(self, ticket: int, number: int) -> tf.Tensor:
+        """Returns what a step gets from the chief besides data, in one vector.
+
+        Args:
+            ticket: Its place in the ledger.
+            number: Its number from 0, by which the optimizer's schedule and the seeds go.
+        """
+        scalars = [float(v.numpy()) for v in self._scalars]
+        return tf.constant([ticket, number, *scalars, *self._seed_values], tf.float64)
+
+    def trace(self, data: Any, returns: bool = False) -> Traced:
+        """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
+
+        Args:
+            data: The form of the data. Keras weighs some logs by a batch size that it knows, so it must not know here
+                what it does not elsewhere.
+            returns: Whether the function returns what it counts instead of writing it to a ledger.
 
         Raises:
             ConfigError: The step uses a variable that is on no server, or assigns one that is not the model's.
         """
-        function = _outside_of_strategies(lambda: self._function.get_concrete_function(data, *self.given(0)))
-        if id(function) not in self._checked:
+        if data is self._last[0] and returns == self._last[1]:
+            return self._last[2]
+        given = tf.TensorSpec([2 + len(self._scalars) + 2 * len(self._seeds)], tf.float64)
+        form = without_optionals(data)
+        function = _outside_of_strategies(lambda: self._functions[returns].get_concrete_function(form, given))
+        if id(function) not in self._traced:
             self._check(function)
-            self._checked.add(id(function))
-        return function
+            self._tracing.function = function
+            self._traced[id(function)] = self._tracing
+        self._last = data, returns, self._traced[id(function)]
+        return self._last[2]
 
-    def call(self, data: Any, given: tuple[Any, ...], spec: Any = None) -> Callable[[int], Callable[[], Any]]:
-        """Returns a function of the worker's number that runs the step on a batch.
+    def call(self, traced: Traced, data: Any, given: tf.Tensor) -> list[np.ndarray]:
+        """Runs a step on the device in force; returns what it returned, flat, on the chief."""
+        outputs = traced.function(data, given)
+        return [tensor.numpy() for tensor in tf.nest.flatten(outputs, expand_composites=True)]
+
+    def commit(self, rows: np.ndarray) -> dict[str, float]:
+        """Adds what steps have counted to the metrics and `iterations`; returns the metrics' results.
 
         Args:
-            data: The batch.
-            given: From `given`.
-            spec: The form of all batches of the data; None means this one's. Keras weighs some logs by a batch size that
-                it knows, so it must not know here what it does not elsewhere.
+            rows: `[steps, numbers]` float64, in the order in which to add them.
         """
-        data = _without_optionals(data)
-        function = self.concrete(data if spec is None else _without_optionals(spec))
-        return lambda worker: self.run(function, data, given)
+        return {name: plain(value) for name, value in self._count(tf.constant(rows)).items()}
 
-    def run(self, function: Any, data: Any, given: tuple[Any, ...]) -> Callable[[], Any]:
-        """Runs a concrete function on the device in force; returns a function that returns what it did, on the chief."""
-        arrays = [tensor.numpy() for tensor in tf.nest.flatten(function(data, *given), expand_composites=True)]
-        structure = function.structured_outputs
-        return lambda: tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
+    def own_logs(self, traced: Traced, row: np.ndarray) -> dict[str, Any]:
+        """Returns the logs of a step that are no metrics."""
+        flat, end = [], len(row)
+        for value in reversed(tf.nest.flatten(traced.own)):
+            start = end - value.shape.num_elements()
+            flat.append(plain(row[start:end].reshape(value.shape)))
+            end = start
+        return tf.nest.pack_sequence_as(traced.own, flat[::-1])
 
-    def given(self, number: int) -> tuple[Any, ...]:
-        """Returns what a step gets from the chief: its number from 0, the optimizers' scalars, and the seeds."""
-        seeds = [v.value for v in self._seeds]
-        return (
-            tf.constant(number, tf.int64),
-            [tf.convert_to_tensor(v.value) for v in self._scalars],
-            [tf.identity(v) for v in seeds],
-        )
-
-    @property
-    def number(self) -> int:
-        """How many steps the model's own optimizer has counted."""
-        return int(self._iterations[0].numpy()) if self._iterations else 0
-
-    def commit(self, counted: tf.Tensor) -> dict[str, float]:
-        """Adds what a step has counted to the metrics and `iterations`; returns the metrics' results."""
-        return {name: plain(value) for name, value in self._count(counted).items()}
-
-    def _run(self, data: Any, number: tf.Tensor, scalars: Any, seeds: Any) -> Any:
+    def _run(self, returns: bool, data: Any, given: tf.Tensor) -> Any:
         if isinstance(data, tf.data.Iterator):
             data = data.get_next()
+        number, scalars, seeds = given[1], given[2 : 2 + len(self._scalars)], given[2 + len(self._scalars) :]
         counted = [(v, tf.zeros(v.shape, v.dtype)) for v in self._metrics]
         counted += [(v, tf.cast(number, v.dtype)) for v in self._iterations]
-        stride = tf.stack([number * _SEED_STRIDE, tf.constant(0, tf.int64)])
-        seeds = [(v, seed + tf.cast(stride, seed.dtype)) for v, seed in zip(self._seeds, seeds, strict=True)]
-        scope = _Scope([*counted, *zip(self._scalars, scalars, strict=True), *seeds], collect_losses=True)
-        with scope:
+        mapped = [(v, tf.cast(scalars[place], v.dtype)) for place, v in enumerate(self._scalars)]
+        stride = tf.stack([tf.cast(number, tf.int64) * _SEED_STRIDE, tf.constant(0, tf.int64)])
+        for place, v in enumerate(self._seeds):
+            mapped.append((v, tf.cast(tf.cast(seeds[2 * place : 2 * place + 2], tf.int64) + stride, v.dtype)))
+        with _Scope([*counted, *mapped], collect_losses=True) as scope:
             result = self._step(data)
             results = self._model.get_metrics_result()
         self._assign(scope)
         if self._step.__name__ == "predict_step":
+            self._tracing = Traced()
             return result
-        added = [tf.cast(scope.get_current_value(v) - start, self._dtype) for v, start in counted]
-        packed = tf.concat([tf.reshape(value, [-1]) for value in added], 0)
-        same = isinstance(result, Mapping) and set(result) == set(results)
-        return packed, {} if same else result
+        own = {} if isinstance(result, Mapping) and set(result) == set(results) else result
+        numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(own)
+        packed = tf.concat([tf.reshape(tf.cast(value, tf.float64), [-1]) for value in numbers], 0)
+        self._tracing = Traced(None if returns else Ledger(self._rows, int(packed.shape[0])), own)
+        if returns:
+            return packed
+        self._tracing.ledger.write(given[0], packed)  # type: ignore[union-attr]
+        return ()
+
+    def _numbers(self, own: Any) -> list[tf.Tensor]:
+        values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(own)]
+        for value in values:
+            if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
+                raise ConfigError(
+                    f"A {self._step.__name__} must return numbers of known shape. {type(self._model).__name__} returns "
+                    f"{value.dtype.name} of shape {value.shape}."
+                )
+        return values
 
     def _assign(self, scope: keras.StatelessScope) -> None:
         """Does what the step assigned to the servers' variables."""
@@ -167,17 +218,18 @@ class WorkerStep:
                 "optimizers; make it an attribute of the model or of a layer."
             )
 
-    def _add(self, counted: tf.Tensor) -> Any:
-        offset = 0
-        for variable in (*self._metrics, *self._iterations):
-            size = (
-                variable.shape.num_elements()
-                if hasattr(variable.shape, "num_elements")
-                else int(np.prod(variable.shape))
-            )
-            added = tf.reshape(counted[offset : offset + size], variable.shape)
-            variable.value.assign_add(tf.cast(added, variable.dtype))
-            offset += size
+    def _add(self, rows: tf.Tensor) -> Any:
+        def one(row: tf.Tensor) -> tf.Tensor:
+            offset = 0
+            for variable in (*self._metrics, *self._iterations):
+                size = int(np.prod(variable.shape))
+                added = tf.reshape(rows[row, offset : offset + size], variable.shape)
+                variable.value.assign_add(tf.cast(added, variable.dtype))
+                offset += size
+            return row + 1
+
+        # One after the other, as one process would.
+        tf.while_loop(lambda row: row < tf.shape(rows)[0], one, [0], parallel_iterations=1)
         return type(self._model).get_metrics_result(self._model)
 
     def _check(self, function: tf.types.experimental.ConcreteFunction) -> None:
@@ -204,13 +256,11 @@ def _unique(variables: Any) -> list[Any]:
 
 def _outside_of_strategies(function: Callable[[], Any]) -> Any:
     """Returns what `function` does where no strategy's scope is entered: a step is one device's."""
-    if not tf.distribute.has_strategy():
-        return function()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # scopes are of a thread
-        return pool.submit(function).result()
+    return elsewhere(function) if tf.distribute.has_strategy() else function()
 
 
-def _without_optionals(data: Any) -> Any:
+def without_optionals(data: Any) -> Any:
+    """Returns Keras' data with None for what it marks as absent."""
     absent = (tf.experimental.Optional, tf.OptionalSpec)
     return tf.nest.map_structure(lambda v: None if isinstance(v, absent) else v, data)
 

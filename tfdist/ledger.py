@@ -1,0 +1,61 @@
+"""`Ledger`: what each step has counted, written by the step to a parameter server and read by the chief.
+
+A step's result could be returned to the chief; but a worker that dies before it is fetched takes it along, and fetching it
+costs two round trips for each step. A row on a server costs the step next to nothing, many are read at once, and a step
+that runs again writes its row again: what it counts, counts once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
+
+
+def elsewhere(function: Callable[[], Any]) -> Any:
+    """Returns what `function` does in a thread of its own, in which no graph is traced and no scope entered."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+class Ledger:
+    """A ring of rows on the first server, a step's at the place of its ticket.
+
+    Args:
+        rows: How many steps may be on their way or unread.
+        width: Numbers of a step.
+    """
+
+    def __init__(self, rows: int, width: int):
+        self._size = rows
+
+        def make() -> tf.Variable:
+            with tf.device(_SERVER):
+                return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="ledger")
+
+        self._rows = elsewhere(make)  # a step may be in tracing, which would take the variable for its own
+
+    def write(self, ticket: tf.Tensor, numbers: tf.Tensor) -> None:
+        """Writes a step's row. In the graph of the step.
+
+        Args:
+            ticket: The step's own, `[]` float64; tickets count up.
+            numbers: `[width]` float64.
+        """
+        row = tf.concat([[ticket], numbers], 0)[None]
+        place = tf.cast(tf.reshape(ticket, [1]), tf.int64) % self._size
+        self._rows.scatter_update(tf.IndexedSlices(row, place))
+
+    def read(self, tickets: Sequence[int]) -> list[np.ndarray | None]:
+        """Returns the numbers of steps that have ended, `[width]` float64 each.
+
+        None for a step whose row another one has overwritten: one that had been given up, and came late.
+        """
+        with tf.device(_SERVER):
+            rows = tf.gather(self._rows, np.array(tickets) % self._size).numpy()
+        return [row[1:] if row[0] == ticket else None for row, ticket in zip(rows, tickets, strict=True)]
