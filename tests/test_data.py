@@ -76,6 +76,16 @@ def test_starting_at_an_epoch_equals_skipping_those_before(start):
     np.testing.assert_array_equal(global_batches(2, 2, start_epoch=start), skipped)
 
 
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_parameter_servers_deal_whole_batches_to_workers_in_turn(steps):
+    arrays = np.arange(steps * BATCH)
+    contexts = [tf.distribute.InputContext(2, pipeline, 1) for pipeline in range(2)]
+    dealt = [iter(data.epochs(arrays, context, BATCH, seed=3)) for context in contexts]
+    found = [next(dealt[step % 2]).numpy() for step in range(4 * steps)]  # 4 epochs
+    for epoch in np.reshape(found, (4, -1)):
+        assert sorted(epoch) == list(arrays)
+
+
 def test_without_shuffle_the_order_is_that_of_the_arrays():
     expected = np.tile(np.arange(STEPS * BATCH).reshape(STEPS, BATCH), [2, 1])
     np.testing.assert_array_equal(global_batches(2, 2, shuffle=False), expected)

@@ -12,10 +12,11 @@ from keras.src.trainers import data_adapters
 from keras.src.trainers import epoch_iterator as keras_epochs
 from keras.src.trainers.data_adapters import generator_data_adapter, tf_dataset_adapter
 from tensorflow.python.distribute import values
+from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 
 import tfdist
-from tfdist import cures, optimizer, refusals, step
+from tfdist import cures, optimizer, parameter_servers, refusals, scheduler, step, worker_step
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,82 @@ def test_keras_tells_where_data_come_from():
     assert len(adapter._first_batches) == 2, moved
     assert len(list(adapter.generator())) == 3, moved
     assert callable(tf_dataset_adapter.make_class_weight_map_fn), moved
+
+
+def test_keras_tells_what_stays_on_the_chief_of_parameter_servers():
+    moved = "parameter servers: Keras creates its counters in another way now"
+    created = []
+
+    def creator(next_creator, **kwargs):
+        created.append(tuple(kwargs.get(name) for name in ("name", "synchronization", "aggregation")))
+        return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(creator):
+        keras.metrics.Mean()
+        adam = keras.optimizers.Adam()
+        keras.random.SeedGenerator(3)
+        counters = len(created)
+        layer = keras.layers.BatchNormalization()
+        layer.build((None, 2))
+        adam.build(layer.trainable_variables)
+    assert [name for name, *_ in created[:counters]] == [
+        "total",
+        "count",
+        "iteration",
+        "learning_rate",
+        "seed_generator_state",
+    ]
+    assert all(parameter_servers.is_chiefs(*each) for each in created[:counters]), moved
+    assert not any(parameter_servers.is_chiefs(*each) for each in created[counters:]), moved
+    assert getattr(adam, worker_step.KERAS_ITERATIONS).aggregation == "only_first_replica", moved
+
+
+def test_a_stateless_scope_keeps_what_a_step_assigns():
+    moved = "worker_step: Keras' StatelessScope works in another way now"
+    metric, layer = keras.metrics.Sum(), keras.layers.Dense(1)
+    layer.build((None, 2))
+    with worker_step._Scope([(metric.total, tf.constant(5.0))]) as scope:
+        metric.update_state(2.0)
+        layer.bias.assign([3.0])
+        assert layer.bias.numpy() == [3.0], moved
+        assert scope.get_current_value(layer.kernel) is getattr(layer.kernel, worker_step.KERAS_VALUE), moved
+    assert scope.state_mapping[id(metric.total)].numpy() == 7, moved
+    assert set(scope.state_mapping) == {id(metric.total), id(layer.bias)}, moved
+    assert metric.total.numpy() == 0 and layer.bias.numpy() == [0], moved
+
+
+def test_optimizers_update_one_variable_after_the_other():
+    moved = "worker_step: updates are no longer placed on their servers"
+    update = inspect.getsource(keras.optimizers.Optimizer._distributed_tf_update_step)
+    assert f"self.{worker_step.KERAS_UPDATE_STEP}(grad, var, learning_rate)" in update, moved
+    apply = inspect.getsource(getattr(keras.optimizers.Optimizer, optimizer.KERAS_UPDATE))
+    assert f"self.{worker_step.KERAS_WEIGHT_DECAY}(trainable_variables)" in apply, moved
+
+
+def test_predict_runs_the_function_that_a_bare_strategy_refuses():
+    source = inspect.getsource(keras.Model.make_predict_function)
+    assert f"def {parameter_servers.KERAS_PREDICT_STEP}(data)" in source, "parameter_servers: predict has moved"
+    assert "self.predict_function is not None and not force" in source, "coordinator: predict has moved"
+
+
+def test_keras_ends_an_epoch_by_the_function_that_drains():
+    for loop in (keras.Model.fit, keras.Model.evaluate):
+        assert "self._get_metrics_result_or_logs(logs)" in inspect.getsource(inspect.unwrap(loop)), (
+            "coordinator has moved"
+        )
+    assert "self.get_metrics_result()" in inspect.getsource(keras.Model._get_metrics_result_or_logs)
+
+
+def test_tensorflows_coordinator_runs_python_functions_in_a_thread_for_each_worker():
+    moved = "scheduler: TensorFlow's coordinator works in another way now"
+    source = inspect.getsource(cluster_coordinator)
+    assert f"self.{scheduler.TF_CLUSTER} = Cluster(strategy)" in source, moved
+    assert "def schedule(self, function, args, kwargs)" in inspect.getsource(cluster_coordinator.Cluster), moved
+    assert "with ops.device(worker.device_name)" in inspect.getsource(cluster_coordinator.Closure.execute_on), moved
+    lost = tf.errors.UnavailableError(None, None, "GRPC error information from remote target /job:ps/replica:0/task:1")
+    assert cluster_coordinator._is_ps_failure(lost) and not cluster_coordinator._is_worker_failure(lost), moved
+    lost = tf.errors.UnavailableError(None, None, "remote target /job:worker/replica:0/task:1")
+    assert cluster_coordinator._is_worker_failure(lost), moved
 
 
 def test_optimizers_know_their_strategy(strategy):

@@ -209,6 +209,33 @@ def test_a_launcher_without_its_guardian_still_ends_well(job):
     assert job.output() == ""
 
 
+def test_a_killed_worker_is_spared_where_servers_keep_what_it_has_learnt(job):
+    code = """
+if TASK == {"type": "worker", "index": 1}:
+    os.kill(os.getpid(), signal.SIGKILL)
+elif TASK["type"] == "chief":
+    time.sleep(1)
+else:
+    sleep_for_ever()
+"""
+    assert job.run(code, "--workers=2", "--ps=1") == 0
+    assert "tfdist: worker:1 was killed by SIGKILL; the other workers go on" in job.output()
+    assert job.alive() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "task"), [(("--workers=1", "--ps=1"), "worker:0"), (("--workers=2", "--ps=1"), "ps:0")]
+)
+def test_the_last_worker_and_a_server_are_not_spared(job, flags, task):
+    code = f"""
+if f"{{TASK['type']}}:{{TASK['index']}}" == "{task}":
+    os.kill(os.getpid(), signal.SIGKILL)
+sleep_for_ever()
+"""
+    assert job.run(code, *flags) == 137
+    assert f"tfdist: {task} was killed by SIGKILL; ending all tasks" in job.output()
+
+
 def test_servers_end_when_the_chief_has_finished(job):
     code = "await_file('logs/ps-0.log') if TASK['type'] == 'chief' else sleep_for_ever()"
     assert job.run(code, "--workers=2", "--ps=1") == 0

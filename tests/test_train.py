@@ -227,6 +227,64 @@ def test_interrupt_ends_all(tmp_path):
     assert not left_over(str(tmp_path))
 
 
+@pytest.fixture(scope="module")
+def parameter_servers(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("ps")
+    options = ["--config.strategy.name=parameter_server", "--config.cluster.workers=2", "--config.cluster.ps=2"]
+    process = start("--config=configs/digits.py", f"--workdir={workdir}", *options)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output, workdir
+
+
+def test_one_command_trains_with_parameter_servers(parameter_servers):
+    output, workdir = parameter_servers
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["metrics"]["val_accuracy"] >= 0.97
+    assert (summary["strategy"], summary["num_replicas"]) == ("parameter_server", 2)
+    assert summary["cluster"] == {"chief": 1, "worker": 2, "ps": 2}
+    assert (summary["epochs"], summary["steps"], summary["retried_steps"]) == (10, 220, 0)
+    assert set(summary["bytes_per_server"]) == {"ps:0", "ps:1"} and min(summary["bytes_per_server"].values()) > 0
+    assert "[chief:0] parameter_server: 2 workers, each with batches of 64" in output
+    assert keras.models.load_model(workdir / "model.keras").optimizer.iterations.numpy() == 220
+    logs = {path.name for path in (workdir / "logs").iterdir()}
+    assert logs == {"chief-0.log", "worker-0.log", "worker-1.log", "ps-0.log", "ps-1.log"}
+    assert len(list((workdir / "tensorboard" / "chief-0").iterdir())) == 1
+    assert not left_over(str(workdir))
+
+
+@pytest.mark.parametrize("task", ["worker:1", "ps:1"])
+def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task):
+    options = [
+        "--config.cluster.workers=2",
+        "--config.cluster.ps=2",
+        "--config.epochs=8",
+        "--config.steps_per_epoch=60",
+    ]
+    process = start("--config=configs/digits_parameter_server.py", f"--workdir={tmp_path}", *options)
+    kind, index = task.split(":")
+    log = tmp_path / "logs" / "chief-0.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "Epoch 2/" in log.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    for pid in left_over(str(tmp_path)):
+        environ = pathlib.Path("/proc", pid, "environ").read_bytes().decode()
+        if f'"task": {{"type": "{kind}", "index": {index}}}' in environ:
+            os.kill(int(pid), signal.SIGKILL)
+    killed = time.monotonic()
+    output = finish(process)
+    if kind == "ps":
+        assert time.monotonic() - killed < 30
+        assert process.returncode == 137 and "tfdist: ps:1 was killed by SIGKILL" in output, output
+    else:
+        assert process.returncode == 0, output
+        assert "tfdist: worker:1 was killed by SIGKILL; the other workers go on" in output
+        assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 480
+        assert keras.models.load_model(tmp_path / "model.keras").optimizer.iterations.numpy() == 480
+    assert not left_over(str(tmp_path))
+
+
 def test_options_of_the_step_reach_the_model(tmp_path):
     options = ["--config.steps_per_execution=4", "--config.jit_compile", "--config.precision=mixed_float16"]
     options += ["--config.optimizer.gradient_accumulation_steps=2", "--config.steps_per_epoch=10", "--config.epochs=8"]

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -35,7 +35,6 @@ from tfdist.worker_step import Traced, WorkerStep, update_on_servers, without_op
 _UNREAD = 3
 ROWS = IN_FLIGHT + WAITING + _UNREAD
 _WORKER_DATA = "worker_data"  # an attribute of a dataset that stands for them
-_PREDICT_STEP = "_tfdist_predict_step"  # an attribute of a model, traced once
 
 
 class Coordinator:
@@ -70,15 +69,13 @@ class Coordinator:
         Raises:
             ClusterError: A parameter server is lost, or all workers are.
         """
-        self._strategy.distributor = self._distribute
-        try:
-            with self.scheduler.explained():
+        with self._distributing(model, self._distribute) as outermost:
+            try:
                 yield
-        finally:
-            self._strategy.distributor = None
-            for function in (model.train_function, model.test_function):
-                if isinstance(function, Execution):
-                    function.end()
+            finally:
+                for function in (model.train_function, model.test_function):
+                    if outermost and isinstance(function, Execution):
+                        function.end()
 
     @contextlib.contextmanager
     def predicting(self, model: keras.Model, steps: int | None) -> Iterator[None]:
@@ -88,20 +85,24 @@ class Coordinator:
                 f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
                 "call its build(), in `with trainer.scope():`."
             )
-        step = getattr(model, _PREDICT_STEP, None)
-        if step is None:
-            step = WorkerStep(model, model.predict_step)
-            setattr(model, _PREDICT_STEP, step)
-        self._strategy.distributor = lambda dataset: _Predictions(
-            step, self.scheduler, self._distribute(dataset), steps
-        )
-        model.predict_function = _joined
+
+        def distribute(dataset: tf.data.Dataset) -> _Predictions:
+            return _Predictions(model.predict_function, self._distribute(dataset), steps)
+
+        with self._distributing(model, distribute):
+            yield
+
+    @contextlib.contextmanager
+    def _distributing(self, model: keras.Model, distribute: Callable[[Any], Any]) -> Iterator[bool]:
+        """Takes the data of Keras' loops; yields whether it is in no other loop's callback."""
+        before, self._strategy.distributor = self._strategy.distributor, distribute
+        if not isinstance(model.predict_function, _Predictor):
+            model.predict_function = _Predictor(model, self.scheduler)
         try:
             with self.scheduler.explained():
-                yield
+                yield before is None
         finally:
-            self._strategy.distributor = None
-            model.predict_function = None
+            self._strategy.distributor = before
 
     def stand_in(self, function: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
         """Returns a dataset to give to Keras in place of those that `function` makes on the workers."""
@@ -277,53 +278,76 @@ class _DrainedMetrics:
         return type(model).get_metrics_result(model)
 
 
-class _Predictions:
-    """What `predict` iterates over: the outputs of the batches of `data`, computed some batches ahead.
+class _Outputs:
+    """A batch's outputs, where Keras' `predict` expects a batch."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class _Predictor:
+    """What `predict` calls for each execution; in a callback's own `model.predict`, too.
 
     Args:
-        step: The model's `predict_step`.
-        scheduler: Schedules it.
-        data: A dataset, or `Pipelines`.
-        steps: How many, or None for all.
+        model: The model.
+        scheduler: Schedules its steps.
     """
 
-    def __init__(self, step: WorkerStep, scheduler: Scheduler, data: Any, steps: int | None):
-        self._step = step
-        self._scheduler = scheduler
+    def __init__(self, model: keras.Model, scheduler: Scheduler):
+        self.model = model
+        self.scheduler = scheduler
+
+    @functools.cached_property
+    def step(self) -> WorkerStep:
+        """The model's `predict_step`, when the model has its variables."""
+        return WorkerStep(self.model, self.model.predict_step)
+
+    def __call__(self, batches: Sequence[Any]) -> Any:
+        """Returns the outputs of a list of batches, as of one."""
+        each = [b.value if isinstance(b, _Outputs) else next(self.outputs([b], b)) for b in batches]
+        return each[0] if len(each) == 1 else tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *each)
+
+    def outputs(self, batches: Iterable[Any], spec: Any) -> Iterator[Any]:
+        """Yields the outputs of batches in their order, computed some batches ahead."""
+        traced, first = self.step.trace(spec), self.step.begin()
+        ready: collections.deque[list[np.ndarray]] = collections.deque()
+        flight = InFlight(self.scheduler, ready.append, ordered=True)
+        for number, batch in enumerate(batches):
+            given = self.step.given(0, first + number)
+            flight.add(functools.partial(self._run, traced, without_optionals(batch), given))
+            while ready:
+                yield traced.packed(ready.popleft())
+        flight.drain()
+        while ready:
+            yield traced.packed(ready.popleft())
+
+    def outputs_of(self, pipelines: PipelinesIterator, steps: int | None) -> Iterator[Any]:
+        """Yields the outputs of the workers' pipelines."""
+        traced = self.step.trace(pipelines.element_spec)
+        for arrays in pipelines.run_all(self.step, traced, self.scheduler, steps):
+            yield traced.packed(arrays)
+
+    def _run(self, traced: Traced, batch: Any, given: tf.Tensor, worker: int) -> list[np.ndarray]:
+        return self.step.call(traced, batch, given)
+
+
+class _Predictions:
+    """What `predict` iterates over.
+
+    Args:
+        predictor: Computes outputs.
+        data: A dataset, or `Pipelines`.
+        steps: How many batches, or None for all.
+    """
+
+    def __init__(self, predictor: _Predictor, data: Any, steps: int | None):
+        self._predictor = predictor
         self._data = data
         self._steps = steps
 
-    def __iter__(self) -> Iterator[Any]:
-        step = self._step
+    def __iter__(self) -> Iterator[_Outputs]:
         if isinstance(self._data, Pipelines):
-            pipelines = iter(self._data)
-            traced = step.trace(pipelines.element_spec)
-            for outputs in pipelines.run_all(step, traced, self._scheduler, self._steps):
-                yield _packed(traced, outputs)
-            return
-        traced = step.trace(self._data.element_spec)
-        ready: collections.deque[list[np.ndarray]] = collections.deque()
-        flight = InFlight(self._scheduler, ready.append, ordered=True)
-        first = step.begin()
-        for number, batch in enumerate(itertools.islice(self._data, self._steps)):
-            given = step.given(0, first + number)
-            flight.add(functools.partial(_predict, step, traced, without_optionals(batch), given))
-            while ready:
-                yield _packed(traced, ready.popleft())
-        flight.drain()
-        while ready:
-            yield _packed(traced, ready.popleft())
-
-
-def _predict(step: WorkerStep, traced: Traced, batch: Any, given: tf.Tensor, worker: int) -> list[np.ndarray]:
-    return step.call(traced, batch, given)
-
-
-def _packed(traced: Traced, outputs: Sequence[np.ndarray]) -> Any:
-    structure = traced.function.structured_outputs
-    return tf.nest.pack_sequence_as(structure, list(map(tf.constant, outputs)), expand_composites=True)
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    """Returns the outputs of an execution's steps as one batch."""
-    return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(lambda *each: tf.concat(each, 0), *outputs)
+            outputs = self._predictor.outputs_of(iter(self._data), self._steps)
+        else:
+            outputs = self._predictor.outputs(itertools.islice(self._data, self._steps), self._data.element_spec)
+        return map(_Outputs, outputs)

@@ -33,6 +33,8 @@ IN_FLIGHT = 3
 WAITING = 12
 # Seconds without a result after which the chief looks whether all tasks are there, and again so often.
 _LOOK_AFTER = 5.0
+# Seconds after which a step is so long that the chief says so, and again so often.
+_LONG = 30.0
 # Seconds for which no worker at all may be there.
 _WORKERLESS = preflight.START_TIMEOUT
 
@@ -53,6 +55,8 @@ class Scheduler:
         self.workers = len(self._spec.jobs["worker"])
         self._lock = threading.Lock()
         self._lost: set[int] = set()
+        self._since: dict[int, float] = {}  # when each worker has begun what it does
+        self._said = 0.0
 
     def start(self, function: Callable[[int], Any], results: queue.SimpleQueue[Any], key: Any) -> None:
         """Runs `function(number of the worker)` in a thread of the chief, whose TensorFlow operations run on that worker.
@@ -65,14 +69,18 @@ class Scheduler:
             nonlocal tries
             worker = int(tf.DeviceSpec.from_string(eager_context.context().device_name).task)
             tries += 1
+            self._since[worker] = time.monotonic()
             result, error = None, None
             try:
                 result = function(worker)
             except Exception as e:
                 if _is_of_the_cluster(e):
-                    self._lose(worker)
+                    if cluster_coordinator._is_worker_failure(e):
+                        self._lose(worker)
                     raise  # TensorFlow sees to it
                 error = _without_echoes(e)
+            finally:
+                del self._since[worker]
             self._regain(worker)
             results.put((key, result, error, tries))
 
@@ -109,8 +117,11 @@ class Scheduler:
         absent = preflight.missing(self._spec, [task for task in self._spec.tasks() if task.type != "chief"])
         if servers := {task: reason for task, reason in absent.items() if task.type == "ps"}:
             raise self._server_lost(servers)
-        if not absent:
-            return  # a long step
+        busy = {w: time.monotonic() - since for w, since in list(self._since.items())}
+        if not absent and max(busy.values(), default=0) > _LONG and time.monotonic() > self._said + _LONG:
+            self._said = time.monotonic()
+            steps = ", ".join(f"worker:{w} has been at a step for {seconds:.0f} s" for w, seconds in busy.items())
+            print(f"tfdist: waiting: {steps}", flush=True)
         workerless = len(absent) == self.workers
         if workerless and waited > _WORKERLESS:
             raise ClusterError(

@@ -221,6 +221,7 @@ class Trainer:
         path = os.fspath(path)
         if not path.endswith(".keras"):
             raise ConfigError(f"path must end in '.keras'. Received: {path!r}.")
+        explained = self._coordinator.scheduler.explained() if self._coordinator else contextlib.nullcontext()
         self.strategy.statistics.desynchronize()  # a loop of the user's own may have trained
         self.strategy.statistics.synchronize()
         error: Exception | None = None
@@ -230,7 +231,8 @@ class Trainer:
             try:
                 if not overwrite and tf.io.gfile.exists(path):
                     raise FileExistsError(f"path {path!r} exists, and overwrite=False was given.")
-                model.save(partial, **kwargs)
+                with explained:
+                    model.save(partial, **kwargs)
                 tf.io.gfile.rename(partial, path, overwrite=True)
             except Exception as e:
                 error = e

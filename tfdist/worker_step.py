@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -73,6 +73,11 @@ class Traced:
         self.ledger = ledger
         self.own = own
 
+    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
+        """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
+        structure = self.function.structured_outputs
+        return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
+
 
 class WorkerStep:
     """A step as a function of the data and of what the chief gives with it.
@@ -86,6 +91,7 @@ class WorkerStep:
     def __init__(self, model: keras.Model, step: Callable[[Any], Any], rows: int = 0):
         self._model = model
         self._step = step
+        self._predicts = step == model.predict_step
         self._rows = rows
         optimizers = refusals.optimizers(model)
         self._metrics = _unique(v for metric in model.metrics for v in metric.variables)
@@ -182,9 +188,9 @@ class WorkerStep:
             mapped.append((v, tf.cast(tf.cast(seeds[2 * place : 2 * place + 2], tf.int64) + stride, v.dtype)))
         with _Scope([*counted, *mapped], collect_losses=True) as scope:
             result = self._step(data)
-            results = self._model.get_metrics_result()
+            results = {} if self._predicts else self._model.get_metrics_result()
         self._assign(scope)
-        if self._step.__name__ == "predict_step":
+        if self._predicts:
             self._tracing = Traced()
             return result
         own = {} if isinstance(result, Mapping) and set(result) == set(results) else result

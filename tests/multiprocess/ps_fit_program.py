@@ -206,6 +206,30 @@ def generator():
         yield X[start : start + 16], Y[start : start + 16]
 
 
+class Inside(keras.callbacks.Callback):
+    """Evaluates and predicts amid a fit, by the model's own methods and by the trainer's."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.found = how, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 0:
+            self.found.append(self.model.predict(X[:40], batch_size=8, verbose=0))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.found.append(np.array(self.model.evaluate(X[:40], Y[:40], batch_size=8, verbose=0)))
+        self.found.append(np.array(self.how.evaluate(self.model, X[:40], Y[:40], batch_size=8, verbose=0)))
+        self.found.append(self.how.predict(self.model, X[:40], batch_size=8, verbose=0))
+
+
+def inside(how):
+    callback = Inside(how)
+    result = fit(how, callbacks=lambda: [callback], validation_data=(X[:20], Y[:20]), **SHUFFLED)
+    result["predictions"] = dict(enumerate(callback.found))
+    return result
+
+
 SHUFFLED = {"shuffle": False}
 CASES = {
     "arrays": lambda how: fit(how, **SHUFFLED),
@@ -236,6 +260,7 @@ CASES = {
     "texts": texts,
     "own_step": own_step,
     "two_optimizers": two_optimizers,
+    "inside": inside,
 }
 
 
