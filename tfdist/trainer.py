@@ -37,6 +37,8 @@ class Trainer:
 
     Create it first, before any tensor, variable, model or dataset. Under several workers every worker runs the same
     program and calls the same methods in the same order; callbacks may be given to all of them or to the chief alone.
+    Under `parameter_server` the chief alone goes on from here: in the other tasks this serves the chief, and ends their
+    processes with exit code 0 when it has ended.
 
     Args:
         strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
@@ -111,6 +113,12 @@ class Trainer:
     def fit(self, model: keras.Model, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains `model`, as Keras' `fit`.
 
+        Under `parameter_server` a step is one worker's, on a batch of the global size, and several are on their way at once.
+        Batch hooks come once a step, in order; the logs that they get lag by up to six steps for each worker, and
+        are complete at the end of an epoch. `stop_training` stops at the step whose hook sets it. Data are read by the
+        chief, which sends each batch once; a function's data are made by each worker for itself, need `steps_per_epoch`,
+        and must not end.
+
         Args:
             model: Built and compiled in `scope()`.
             *args: As for Keras' `fit`, with these differences. `x` is in batches of the global size, or a function
@@ -124,6 +132,7 @@ class Trainer:
             Keras' History, equal on all ranks.
 
         Raises:
+            ClusterError: A task is lost that the others cannot do without.
             ConfigError: The model or the data hold something that this strategy cannot train.
         """
         self._check(model)
