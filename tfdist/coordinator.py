@@ -150,8 +150,7 @@ class Execution:
         self._flight = InFlight(self._coordinator.scheduler, self._end_step, ordered=not self._trains)
         self._scheduled: dict[int, tuple[Traced, Callable[[int], int]]] = {}  # by ticket
         self._unread: list[int] = []
-        self._begun: int | None = None  # steps since all was drained, before which there were `_first`
-        self._first = 0
+        self._begun: int | None = None  # steps since all was drained
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Schedules the steps of an execution.
@@ -168,8 +167,9 @@ class Execution:
                 if number == 0:
                     raise
                 break
-        if left is not None and left <= self._steps:
-            self.drain()  # the last ones of the epoch
+        last = left is not None and left <= self._steps
+        if last or not isinstance(iterator, (tf.data.Iterator, PipelinesIterator)):
+            self.drain()  # the last ones of the epoch, or a single one, of train_on_batch
         elif not self._logs:
             self._flight.first()
             self._read()
@@ -196,7 +196,8 @@ class Execution:
             self._worker_step = WorkerStep(self._model, self._step, ROWS * self._coordinator.scheduler.workers)
         step = self._worker_step
         if self._begun is None:
-            self._first, self._begun, self._logs = step.begin(), 0, {}
+            step.begin()
+            self._begun, self._logs = 0, {}
         if isinstance(iterator, PipelinesIterator) and not self._trains:
             self._begun = None
             self._count_pipelines(step, iterator, left)
@@ -210,8 +211,8 @@ class Execution:
             run = functools.partial(_run_on, data)
             spec = data if spec is None else spec
         traced = step.trace(spec)
-        ticket, given = step.ticket(), self._first + self._begun
-        given = step.given(ticket, given)
+        ticket = step.ticket()
+        given = step.given(ticket, self._begun)
 
         def function(worker: int) -> int:
             run(lambda batch: step.call(traced, batch, given), worker)
@@ -309,11 +310,12 @@ class _Predictor:
 
     def outputs(self, batches: Iterable[Any], spec: Any) -> Iterator[Any]:
         """Yields the outputs of batches in their order, computed some batches ahead."""
-        traced, first = self.step.trace(spec), self.step.begin()
+        traced = self.step.trace(spec)
+        self.step.begin()
         ready: collections.deque[list[np.ndarray]] = collections.deque()
         flight = InFlight(self.scheduler, ready.append, ordered=True)
         for number, batch in enumerate(batches):
-            given = self.step.given(0, first + number)
+            given = self.step.given(0, number)
             flight.add(functools.partial(self._run, traced, without_optionals(batch), given))
             while ready:
                 yield traced.packed(ready.popleft())

@@ -173,7 +173,7 @@ class PipelinesIterator:
         if steps is None and self._data.is_endless():
             raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")
         pipelines = self._data.pipelines
-        first = step.begin()
+        step.begin()
         given = step.given(0, 0).numpy()
 
         def run(pipeline: int, worker: int) -> list[list[np.ndarray]]:
@@ -183,7 +183,7 @@ class PipelinesIterator:
                 if steps is not None and number >= steps:
                     break
                 try:
-                    mine = tf.constant([0, first + number, *given[2:]], tf.float64)
+                    mine = tf.constant([0, given[1] + number, *given[2:]], tf.float64)
                     results.append(step.call(traced, iterator, mine))
                 except tf.errors.OutOfRangeError:
                     break

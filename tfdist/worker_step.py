@@ -111,11 +111,13 @@ class WorkerStep:
         self._last: tuple[Any, bool, Traced] = (None, False, self._tracing)  # most steps are as the one before
         self._tickets = itertools.count(1)
         self._seed_values: list[int] = []
+        self._started: list[int] = []
+        self._per_step = [1] * len(self._iterations)  # how often each optimizer updates in a step, as far as is known
 
-    def begin(self) -> int:
-        """Takes the seeds as they are now; returns the number of the next step, which the optimizer has counted."""
+    def begin(self) -> None:
+        """Takes the seeds, and what the optimizers have counted, as they are now, when no step is on its way."""
         self._seed_values = [int(number) for seed in self._seeds for number in seed.numpy()]
-        return int(self._iterations[0].numpy()) if self._iterations else 0
+        self._started = [int(iterations.numpy()) for iterations in self._iterations]
 
     def ticket(self) -> int:
         """Returns a new ticket."""
@@ -126,10 +128,12 @@ class WorkerStep:
 
         Args:
             ticket: Its place in the ledger.
-            number: Its number from 0, by which the optimizer's schedule and the seeds go.
+            number: Its number since `begin`, from 0. The optimizers' schedules, and the seeds, go by it.
         """
         scalars = [float(v.numpy()) for v in self._scalars]
-        return tf.constant([ticket, number, *scalars, *self._seed_values], tf.float64)
+        counts = [start + number * each for start, each in zip(self._started, self._per_step, strict=True)]
+        first = self._started[0] if self._started else 0
+        return tf.constant([ticket, first + number, *counts, *scalars, *self._seed_values], tf.float64)
 
     def trace(self, data: Any, returns: bool = False) -> Traced:
         """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
@@ -144,7 +148,8 @@ class WorkerStep:
         """
         if data is self._last[0] and returns == self._last[1]:
             return self._last[2]
-        given = tf.TensorSpec([2 + len(self._scalars) + 2 * len(self._seeds)], tf.float64)
+        length = 2 + len(self._iterations) + len(self._scalars) + 2 * len(self._seeds)
+        given = tf.TensorSpec([length], tf.float64)
         form = without_optionals(data)
         function = _outside_of_strategies(lambda: self._functions[returns].get_concrete_function(form, given))
         if id(function) not in self._traced:
@@ -165,6 +170,8 @@ class WorkerStep:
         Args:
             rows: `[steps, numbers]` float64, in the order in which to add them.
         """
+        end = sum(int(np.prod(v.shape)) for v in self._metrics)
+        self._per_step = [int(number) for number in rows[-1][end : end + len(self._iterations)]]
         return {name: plain(value) for name, value in self._count(tf.constant(rows)).items()}
 
     def own_logs(self, traced: Traced, row: np.ndarray) -> dict[str, Any]:
@@ -179,9 +186,11 @@ class WorkerStep:
     def _run(self, returns: bool, data: Any, given: tf.Tensor) -> Any:
         if isinstance(data, tf.data.Iterator):
             data = data.get_next()
-        number, scalars, seeds = given[1], given[2 : 2 + len(self._scalars)], given[2 + len(self._scalars) :]
+        number = given[1]
+        sizes = [len(self._iterations), len(self._scalars), 2 * len(self._seeds)]
+        counts, scalars, seeds = tf.split(given[2:], sizes)
         counted = [(v, tf.zeros(v.shape, v.dtype)) for v in self._metrics]
-        counted += [(v, tf.cast(number, v.dtype)) for v in self._iterations]
+        counted += [(v, tf.cast(counts[place], v.dtype)) for place, v in enumerate(self._iterations)]
         mapped = [(v, tf.cast(scalars[place], v.dtype)) for place, v in enumerate(self._scalars)]
         stride = tf.stack([tf.cast(number, tf.int64) * _SEED_STRIDE, tf.constant(0, tf.int64)])
         for place, v in enumerate(self._seeds):

@@ -177,7 +177,7 @@ def two_optimizers(how):
     with how.scope():
         model = Two()
         model.build((None, 8))
-        model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.05))
+        model.compile(keras.optimizers.Adam(0.1), schedule())
     how.fit(model, X, Y, batch_size=16, epochs=2, verbose=0, shuffle=False)
     optimizers = (model.first, model.second)
     return {
@@ -230,6 +230,19 @@ def inside(how):
     return result
 
 
+def on_batches(how):
+    model = build(how)
+    how.evaluate(model, X[:16], Y[:16], verbose=0)  # from here on it is the trainer's
+    logs = [model.train_on_batch(X[:16], Y[:16], return_dict=True) for _ in range(3)]
+    logs.append(model.test_on_batch(X[:16], Y[:16], return_dict=True))
+    return {
+        "history": {name: [each[name] for each in logs] for name in logs[0]},
+        "epoch": [],
+        "variables": {v.path: v.numpy() for v in model.weights},
+        "predictions": {"batch": model.predict_on_batch(X[:16])},
+    }
+
+
 SHUFFLED = {"shuffle": False}
 CASES = {
     "arrays": lambda how: fit(how, **SHUFFLED),
@@ -261,6 +274,7 @@ CASES = {
     "own_step": own_step,
     "two_optimizers": two_optimizers,
     "inside": inside,
+    "on_batches": on_batches,
 }
 
 

@@ -196,7 +196,7 @@ def test_after_errors_it_still_trains(results):
 
 FIT_CASES = """arrays validation_split validation_data dataset steps runs_out initial_epoch executions generator class_weight
 sample_weight added_losses schedule momentum adamw nadam clip ema stopping rates several texts own_step two_optimizers
-inside"""
+inside on_batches"""
 
 
 @pytest.mark.parametrize("case", FIT_CASES.split())
