@@ -1,6 +1,7 @@
 """`create_strategy` and `Trainer`: options pass through, and mistakes are answered in a sentence."""
 
 import json
+import re
 
 import keras
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import ConfigError, StrategyConfig
+from tfdist import ClusterSpec, ConfigError, StrategyConfig, TaskSpec
 
 
 @pytest.fixture(scope="module")
@@ -428,3 +429,23 @@ def test_strategy_config_and_datasets_of_functions(trainer):
     )
     assert model.optimizer.iterations.numpy() == 6
     assert set(history.history) == {"loss", "val_loss"}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "task", "sentence"),
+    [
+        (None, None, "parameter_server needs a cluster: set TF_CONFIG in each task's process, or start them with"),
+        ({"worker": ["h:1"]}, ("worker", 0), "add addresses to job 'chief' and 'ps'. Received: worker (1)."),
+        ({"chief": ["h:1"], "worker": ["h:2"]}, ("chief", 0), "job 'ps'. Received: chief (1), worker (1)."),
+        (
+            {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]},
+            ("evaluator", 0),
+            "An evaluator does not train: use strategy one_device in its process.",
+        ),
+    ],
+)
+def test_parameter_servers_need_a_whole_cluster(monkeypatch, jobs, task, sentence):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    cluster = jobs and (ClusterSpec(jobs), TaskSpec(*task))
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        tfdist.create_strategy("parameter_server", cluster)
