@@ -34,6 +34,8 @@ from tfdist.worker_step import Traced, WorkerStep, update_on_servers, without_op
 # Steps, for each worker, of which a batch hook's logs do not know although they have ended: they are read together.
 _UNREAD = 3
 ROWS = IN_FLIGHT + WAITING + _UNREAD
+# Methods of a model that look at what steps have counted.
+_AFTER_ALL = ("get_metrics_result", "save", "save_weights", "get_weights")
 _WORKER_DATA = "worker_data"  # an attribute of a dataset that stands for them
 
 
@@ -57,7 +59,8 @@ class Coordinator:
         """Makes Keras build `model`'s training and test functions here. In place."""
         if KERAS_MAKE_FUNCTION not in vars(model):
             setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, self))
-            model.get_metrics_result = _DrainedMetrics(model)
+            for method in _AFTER_ALL:
+                setattr(model, method, _AfterAll(model, method))
             model.train_function = model.test_function = None
         for optimizer in refusals.optimizers(model):
             update_on_servers(optimizer)
@@ -69,7 +72,12 @@ class Coordinator:
         Raises:
             ClusterError: A parameter server is lost, or all workers are.
         """
-        with self._distributing(model, self._distribute) as outermost:
+
+        def distribute(dataset: tf.data.Dataset) -> Any:
+            _drain(model)  # before a callback's evaluation resets the metrics
+            return self._distribute(dataset)
+
+        with self._distributing(model, distribute) as outermost:
             try:
                 yield
             finally:
@@ -148,7 +156,8 @@ class Execution:
     def _reset(self) -> None:
         # An evaluation gives the same sums whichever worker is the fastest.
         self._flight = InFlight(self._coordinator.scheduler, self._end_step, ordered=not self._trains)
-        self._scheduled: dict[int, tuple[Traced, Callable[[int], int]]] = {}  # by ticket
+        self._scheduled: dict[int, tuple[Traced, int, Callable[[int], int]]] = {}  # by ticket, with its row
+        self._free = collections.deque(range(ROWS * self._coordinator.scheduler.workers))
         self._unread: list[int] = []
         self._begun: int | None = None  # steps since all was drained
 
@@ -211,15 +220,19 @@ class Execution:
             run = functools.partial(_run_on, data)
             spec = data if spec is None else spec
         traced = step.trace(spec)
-        ticket = step.ticket()
-        given = step.given(ticket, self._begun)
+        if not self._free:
+            self.drain()
+            step.begin()
+            self._begun = 0
+        ticket, row = step.ticket(), self._free.popleft()
+        given = step.given(ticket, row, self._begun)
 
         def function(worker: int) -> int:
             run(lambda batch: step.call(traced, batch, given), worker)
             return ticket
 
         self._begun += 1
-        self._scheduled[ticket] = traced, function
+        self._scheduled[ticket] = traced, row, function
         self._flight.add(function)
 
     def _count_pipelines(self, step: WorkerStep, iterator: PipelinesIterator, left: int | None) -> None:
@@ -241,14 +254,14 @@ class Execution:
         unread, self._unread = self._unread, []
         for traced, group in itertools.groupby(unread, key=lambda ticket: self._scheduled[ticket][0]):
             tickets = list(group)
-            rows = traced.ledger.read(tickets)  # type: ignore[union-attr]
-            self._count(self._worker_step, traced, [row for row in rows if row is not None])
-            for ticket, row in zip(tickets, rows, strict=True):
-                _, function = self._scheduled.pop(ticket)
-                if row is None:
-                    self._scheduled[ticket] = traced, function
-                    self._flight.add(function)
+            found = traced.ledger.read(tickets, [self._scheduled[ticket][1] for ticket in tickets])  # type: ignore[union-attr]
+            self._count(self._worker_step, traced, [numbers for numbers in found if numbers is not None])
+            for ticket, numbers in zip(tickets, found, strict=True):
+                if numbers is None:
                     self._flight.retries += 1
+                    self._flight.add(self._scheduled[ticket][2])
+                else:
+                    self._free.append(self._scheduled.pop(ticket)[1])
 
     def _count(self, step: Any, traced: Traced, rows: Sequence[np.ndarray]) -> None:
         if not rows:
@@ -256,27 +269,33 @@ class Execution:
         logs = step.commit(np.stack(rows))
         own = step.own_logs(traced, rows[-1])
         self._logs.clear()
-        # Of its own logs, those named as metrics are theirs.
-        self._logs.update({name: logs.get(name, value) for name, value in own.items()} if own else logs)
+        self._logs.update({name: own[name] if name in own else logs[name] for name in traced.names} if own else logs)
 
 
 def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
     return run(data)
 
 
-class _DrainedMetrics:
-    """`get_metrics_result`, which Keras calls at the end of an epoch or evaluation: all steps have arrived by then."""
+def _drain(model: keras.Model) -> None:
+    for function in (model.train_function, model.test_function):
+        if isinstance(function, Execution):
+            function.drain()
 
-    def __init__(self, model: keras.Model):
+
+class _AfterAll:
+    """A method of a model that first waits until all steps that are scheduled are counted.
+
+    Keras calls `get_metrics_result` at the end of an epoch or evaluation, and callbacks save amid one.
+    """
+
+    def __init__(self, model: keras.Model, method: str):
         self._model = model
+        self._method = method
 
-    def __call__(self) -> dict[str, Any]:
-        model = self._model
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not tf.inside_function():  # where a step is traced
-            for function in (model.train_function, model.test_function):
-                if isinstance(function, Execution):
-                    function.drain()
-        return type(model).get_metrics_result(model)
+            _drain(self._model)
+        return getattr(type(self._model), self._method)(self._model, *args, **kwargs)
 
 
 class _Outputs:
@@ -315,7 +334,7 @@ class _Predictor:
         ready: collections.deque[list[np.ndarray]] = collections.deque()
         flight = InFlight(self.scheduler, ready.append, ordered=True)
         for number, batch in enumerate(batches):
-            given = self.step.given(0, number)
+            given = self.step.given(0, 0, number)
             flight.add(functools.partial(self._run, traced, without_optionals(batch), given))
             while ready:
                 yield traced.packed(ready.popleft())

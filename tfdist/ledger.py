@@ -24,7 +24,7 @@ def elsewhere(function: Callable[[], Any]) -> Any:
 
 
 class Ledger:
-    """A ring of rows on the first server, a step's at the place of its ticket.
+    """Rows on the first server, of which each step on its way has one.
 
     Args:
         rows: How many steps may be on their way or unread.
@@ -32,30 +32,28 @@ class Ledger:
     """
 
     def __init__(self, rows: int, width: int):
-        self._size = rows
-
         def make() -> tf.Variable:
             with tf.device(_SERVER):
                 return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="ledger")
 
         self._rows = elsewhere(make)  # a step may be in tracing, which would take the variable for its own
 
-    def write(self, ticket: tf.Tensor, numbers: tf.Tensor) -> None:
+    def write(self, ticket: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
         """Writes a step's row. In the graph of the step.
 
         Args:
-            ticket: The step's own, `[]` float64; tickets count up.
+            ticket: The step's own number, `[]` float64.
+            row: Which row, `[]` float64.
             numbers: `[width]` float64.
         """
-        row = tf.concat([[ticket], numbers], 0)[None]
-        place = tf.cast(tf.reshape(ticket, [1]), tf.int64) % self._size
-        self._rows.scatter_update(tf.IndexedSlices(row, place))
+        place = tf.cast(tf.reshape(row, [1]), tf.int64)
+        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[ticket], numbers], 0)[None], place))
 
-    def read(self, tickets: Sequence[int]) -> list[np.ndarray | None]:
+    def read(self, tickets: Sequence[int], rows: Sequence[int]) -> list[np.ndarray | None]:
         """Returns the numbers of steps that have ended, `[width]` float64 each.
 
         None for a step whose row another one has overwritten: one that had been given up, and came late.
         """
         with tf.device(_SERVER):
-            rows = tf.gather(self._rows, np.array(tickets) % self._size).numpy()
-        return [row[1:] if row[0] == ticket else None for row, ticket in zip(rows, tickets, strict=True)]
+            found = tf.gather(self._rows, np.array(rows)).numpy()
+        return [row[1:] if row[0] == ticket else None for row, ticket in zip(found, tickets, strict=True)]

@@ -19,6 +19,7 @@ from tfdist.cluster import ClusterSpec
 from tfdist.errors import ConfigError
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
+KERAS_OPTIMIZER_SCALARS = ("iteration", "learning_rate")
 KERAS_PREDICT_STEP = "one_step_on_data_distributed"
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
@@ -73,7 +74,7 @@ class ParameterServerStrategy(cures._KerasStrategy, tf.distribute.ParameterServe
         if self._by_bytes and kwargs.get("colocate_with") is None:
             kwargs["colocate_with"] = self._servers[self.loads.index(min(self.loads))]
         variable = next_creator(**kwargs)
-        self.loads[server_of(variable)] += variable.shape.num_elements() * variable.dtype.size
+        self.loads[server_of(variable)] += (variable.shape.num_elements() or 0) * variable.dtype.size
         return variable
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -95,11 +96,8 @@ class ParameterServerStrategy(cures._KerasStrategy, tf.distribute.ParameterServe
 
 def is_chiefs(name: Any, synchronization: Any, aggregation: Any) -> bool:
     """Whether a variable stays on the chief: a metric's, a scalar of an optimizer, or a seed generator's state."""
-    return (
-        name == cures.KERAS_SEED_VARIABLE
-        or synchronization == tf.VariableSynchronization.ON_READ
-        or aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-    )
+    scalar = name in KERAS_OPTIMIZER_SCALARS and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return scalar or name == cures.KERAS_SEED_VARIABLE or synchronization == tf.VariableSynchronization.ON_READ
 
 
 def server_of(variable: tf.Variable) -> int:

@@ -65,7 +65,9 @@ def check_model(model: keras.Model) -> None:
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers of a model: those of its own `train_step`, too."""
-    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    found = [getattr(model, "optimizer", None)]
+    for value in vars(model).values():
+        found += value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
     return list({id(value): value for value in found if isinstance(value, keras.optimizers.Optimizer)}.values())
 
 
@@ -119,6 +121,7 @@ def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
         yield f"run_eagerly=True {why} steps run on other machines; compile the model with run_eagerly=False."
     for optimizer in optimizers(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
+        yield from _unbuilt_faults(model, optimizer)
         if type(inner).__name__ == "MultiOptimizer":
             yield "MultiOptimizer is not supported under parameter_server; use one optimizer."
         if inner is not optimizer:
@@ -140,16 +143,20 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
         yield "MultiOptimizer is not supported with several replicas; use one optimizer."
     if type(inner).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
         yield f"The optimizer {name} overrides apply_gradients, before gradients are reduced: let it override apply or update_step."
-    if optimizer is not getattr(model, "optimizer", None) and not optimizer.built:
-        yield (
-            f"The optimizer {name} of {type(model).__name__} must be built before fit: optimizer.build(variables) in "
-            "`with trainer.scope():`."
-        )
+    yield from _unbuilt_faults(model, optimizer)
     if isinstance(model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy):
         if inner is not optimizer:
             yield f"mixed_float16 (a LossScaleOptimizer) {_CENTRAL}"
         if inner.use_ema:
             yield f"use_ema=True {_CENTRAL}"
+
+
+def _unbuilt_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[str]:
+    if optimizer is not getattr(model, "optimizer", None) and not optimizer.built:
+        yield (
+            f"The optimizer {type(optimizer).__name__} of {type(model).__name__} must be built before fit: "
+            "optimizer.build(variables) in `with trainer.scope():`."
+        )
 
 
 def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:

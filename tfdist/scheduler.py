@@ -35,6 +35,7 @@ WAITING = 12
 _LOOK_AFTER = 5.0
 # Seconds after which a step is so long that the chief says so, and again so often.
 _LONG = 30.0
+_REPORT_EVERY = 10.0
 # Seconds for which no worker at all may be there.
 _WORKERLESS = preflight.START_TIMEOUT
 
@@ -106,10 +107,18 @@ class Scheduler:
         try:
             yield
         except tf.errors.OpError as e:
-            lost = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
-            if not (lost and cluster_coordinator._is_ps_failure(e)):
+            if not isinstance(e, (tf.errors.UnavailableError, tf.errors.AbortedError)) and not _is_of_the_cluster(e):
                 raise
-            raise self._server_lost({TaskSpec("ps", int(lost[1])): e.message.splitlines()[0]}) from e
+            servers = [task for task in self._spec.tasks() if task.type == "ps"]
+            absent = preflight.missing(self._spec, servers)
+            told = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
+            if (
+                not absent and told and cluster_coordinator._is_ps_failure(e)
+            ):  # it is there again, without its variables
+                absent = {TaskSpec("ps", int(told[1])): "started again"}
+            if not absent:
+                raise
+            raise self._server_lost(absent) from e
 
     def _look(self, waited: float) -> None:
         with self.explained():
@@ -117,17 +126,22 @@ class Scheduler:
         absent = preflight.missing(self._spec, [task for task in self._spec.tasks() if task.type != "chief"])
         if servers := {task: reason for task, reason in absent.items() if task.type == "ps"}:
             raise self._server_lost(servers)
-        busy = {w: time.monotonic() - since for w, since in list(self._since.items())}
-        if not absent and max(busy.values(), default=0) > _LONG and time.monotonic() > self._said + _LONG:
+        busy = {
+            worker: time.monotonic() - since
+            for worker, since in list(self._since.items())
+            if TaskSpec("worker", worker) not in absent
+        }
+        if max(busy.values(), default=0) > _LONG and time.monotonic() > self._said + _LONG:
             self._said = time.monotonic()
             steps = ", ".join(f"worker:{w} has been at a step for {seconds:.0f} s" for w, seconds in busy.items())
             print(f"tfdist: waiting: {steps}", flush=True)
-        workerless = len(absent) == self.workers
-        if workerless and waited > _WORKERLESS:
-            raise ClusterError(
-                f"No worker has been there for {waited:.0f} s: {preflight.describe(self._spec, absent)}."
-            )
-        if workerless:
+        if busy or not absent:
+            return
+        # With one worker away TensorFlow does not take another one back either.
+        if waited > _WORKERLESS:
+            raise ClusterError(f"No worker has worked for {waited:.0f} s: {preflight.describe(self._spec, absent)}.")
+        if time.monotonic() > self._said + _REPORT_EVERY:
+            self._said = time.monotonic()
             print(f"tfdist: waiting for {preflight.describe(self._spec, absent)}", flush=True)
 
     def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:

@@ -238,7 +238,10 @@ class StepLimit(keras.callbacks.Callback):
         self._test_steps = test_steps
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._tell(self.model.train_function, self._train_steps, batch)
+        steps = self._train_steps
+        if steps is None and not isinstance(self.model.train_function, Execution):
+            steps = (self.params or {}).get("steps")  # so that the logs of an epoch's last step are complete
+        self._tell(self.model.train_function, steps, batch)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._tell(self.model.test_function, self._test_steps, batch)

@@ -13,7 +13,7 @@ from tensorflow.python.eager import context as eager_context
 from tfdist import cures, preflight, server, startup
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
 from tfdist.config import StrategyConfig
-from tfdist.errors import ConfigError, unknown
+from tfdist.errors import ClusterError, ConfigError, unknown
 from tfdist.parameter_servers import ParameterServerStrategy
 
 
@@ -124,8 +124,13 @@ def _parameter_server(config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSp
     if task.type != "chief":
         server.serve(spec, task)
     # TensorFlow would wait in silence.
-    preflight.wait_for(spec, [task for task in spec.tasks() if task.type != "chief"])
-    return ParameterServerStrategy(spec, config.placement)
+    preflight.wait_for(spec, [other for other in spec.tasks() if other.type != "chief"])
+    try:
+        return ParameterServerStrategy(spec, config.placement)
+    except tf.errors.UnknownError as e:
+        raise ClusterError(
+            f"{task} cannot serve at {spec.address(task)}: {e.message.splitlines()[0]}. Is the port taken?"
+        ) from e
 
 
 def _tpu(config: StrategyConfig, _: Any) -> tf.distribute.Strategy:

@@ -196,7 +196,8 @@ class Trainer:
         refusals.check_data(self.strategy, data)
         if self._coordinator:
             with self._coordinator.predicting(model, steps):
-                return model.predict(self._distribute(data), verbose=self._shown(given), **given)
+                data = self._distribute(data, learns_shapes=lambda number: False)
+                return model.predict(data, verbose=self._shown(given), **given)
         if isinstance(data, tf.data.Dataset):
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA

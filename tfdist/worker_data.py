@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
 
 from tfdist.errors import ConfigError
 from tfdist.scheduler import InFlight, Scheduler
@@ -74,8 +75,14 @@ class WorkerData:
 
     def _trace(self, pipeline: int) -> Callable[[], tf.data.Dataset]:
         context = tf.distribute.InputContext(self.pipelines, pipeline, num_replicas_in_sync=1)
+
+        def make() -> tf.data.Dataset:
+            # So that a map's `if` is converted, as it is outside of functions.
+            with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):
+                return self._function(context)
+
         try:
-            traced = tf.function(lambda: self._function(context), autograph=False).get_concrete_function()
+            traced = tf.function(make, autograph=False).get_concrete_function()
         except (TypeError, ValueError) as e:
             if "out of scope" in str(e) or "outside" in str(e):
                 raise ConfigError(_OUTSIDE.format("an object of TensorFlow's")) from e
@@ -86,8 +93,12 @@ class WorkerData:
             )
         for tensor in traced.captured_inputs:
             if tensor.dtype in (tf.resource, tf.variant):
-                kind = "a dataset" if tensor.dtype == tf.variant else "a variable, table or iterator"
-                raise ConfigError(_OUTSIDE.format(kind))
+                if tensor.dtype == tf.variant:
+                    raise ConfigError(_OUTSIDE.format("a dataset"))
+                raise ConfigError(
+                    _OUTSIDE.format("a variable, table or iterator")
+                    + " A lookup table is the chief's wherever it is created: let a layer of the model look up."
+                )
         graph = traced.graph.as_graph_def()
         nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
         if any(node.op in _PYTHON for node in nodes):
@@ -142,8 +153,8 @@ class PipelinesIterator:
             raise ConfigError("fit needs steps_per_epoch where workers make the data with a dataset function.")
         if (batches := self._data.batches()) is not None and batches < steps:
             raise ConfigError(
-                f"steps_per_epoch={steps}, but the dataset that the dataset function returns has {batches} batches, and a "
-                "worker may have to take all steps: let it return dataset.repeat()."
+                f"The epoch has {steps} steps, but the dataset that the dataset function returns has {batches} batches, and "
+                "one worker may have to take all steps: let it return dataset.repeat(), and give fit steps_per_epoch."
             )
         self._is_checked = True
 
@@ -174,7 +185,7 @@ class PipelinesIterator:
             raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")
         pipelines = self._data.pipelines
         step.begin()
-        given = step.given(0, 0).numpy()
+        given = step.given(0, 0, 0).numpy()
 
         def run(pipeline: int, worker: int) -> list[list[np.ndarray]]:
             results = []
@@ -183,7 +194,7 @@ class PipelinesIterator:
                 if steps is not None and number >= steps:
                     break
                 try:
-                    mine = tf.constant([0, given[1] + number, *given[2:]], tf.float64)
+                    mine = tf.constant([0, 0, given[2] + number, *given[3:]], tf.float64)
                     results.append(step.call(traced, iterator, mine))
                 except tf.errors.OutOfRangeError:
                     break

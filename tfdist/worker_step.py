@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,6 +25,7 @@ from tfdist import refusals
 from tfdist.cures import KERAS_SEED_VARIABLE
 from tfdist.errors import ConfigError
 from tfdist.ledger import Ledger, elsewhere
+from tfdist.parameter_servers import KERAS_OPTIMIZER_SCALARS
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_ITERATIONS = "_iterations"
@@ -66,9 +67,11 @@ class Traced:
         function: The concrete function of (data, given).
         ledger: Where it writes what it counts; None where it returns that.
         own: The logs that are no metrics: their structure.
+        names: All logs.
     """
 
-    def __init__(self, ledger: Ledger | None = None, own: Any = None):
+    def __init__(self, ledger: Ledger | None = None, own: Any = None, names: Sequence[str] = ()):
+        self.names = names
         self.function: Any = None
         self.ledger = ledger
         self.own = own
@@ -97,7 +100,7 @@ class WorkerStep:
         self._metrics = _unique(v for metric in model.metrics for v in metric.variables)
         self._iterations = [getattr(optimizer, KERAS_ITERATIONS) for optimizer in optimizers]
         others = [v for o in optimizers for v in o.variables if all(v is not i for i in self._iterations)]
-        self._scalars = [v for v in others if v.aggregation == "only_first_replica"]
+        self._scalars = [v for v in others if v.name in KERAS_OPTIMIZER_SCALARS]
         self._seeds = [v for v in model.variables if v.name == KERAS_SEED_VARIABLE]
         known = {id(v) for v in (*self._metrics, *self._iterations, *self._scalars, *self._seeds)}
         self._servers = [v for v in _unique((*model.variables, *others)) if id(v) not in known]
@@ -123,17 +126,19 @@ class WorkerStep:
         """Returns a new ticket."""
         return next(self._tickets)
 
-    def given(self, ticket: int, number: int) -> tf.Tensor:
+    def given(self, ticket: int, row: int, number: int) -> tf.Tensor:
         """Returns what a step gets from the chief besides data, in one vector.
 
         Args:
-            ticket: Its place in the ledger.
+            ticket: Its own in the ledger.
+            row: Its row there.
             number: Its number since `begin`, from 0. The optimizers' schedules, and the seeds, go by it.
         """
         scalars = [float(v.numpy()) for v in self._scalars]
         counts = [start + number * each for start, each in zip(self._started, self._per_step, strict=True)]
-        first = self._started[0] if self._started else 0
-        return tf.constant([ticket, first + number, *counts, *scalars, *self._seed_values], tf.float64)
+        return tf.constant(
+            [ticket, row, sum(self._started) + number, *counts, *scalars, *self._seed_values], tf.float64
+        )
 
     def trace(self, data: Any, returns: bool = False) -> Traced:
         """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
@@ -148,10 +153,19 @@ class WorkerStep:
         """
         if data is self._last[0] and returns == self._last[1]:
             return self._last[2]
-        length = 2 + len(self._iterations) + len(self._scalars) + 2 * len(self._seeds)
+        length = 3 + len(self._iterations) + len(self._scalars) + 2 * len(self._seeds)
         given = tf.TensorSpec([length], tf.float64)
         form = without_optionals(data)
-        function = _outside_of_strategies(lambda: self._functions[returns].get_concrete_function(form, given))
+        try:
+            function = _outside_of_strategies(lambda: self._functions[returns].get_concrete_function(form, given))
+        except Exception as e:
+            if "out of scope" not in str(e):
+                raise
+            raise ConfigError(
+                f"The {self._step.__name__} assigns a keras.Variable (an optimizer's, BatchNorm's or a metric's, for example) "
+                "within tf.cond, tf.while_loop or a tf.function of its own, out of which parameter_server cannot take it: "
+                "assign it outside, and leave out @tf.function."
+            ) from e
         if id(function) not in self._traced:
             self._check(function)
             self._tracing.function = function
@@ -186,9 +200,9 @@ class WorkerStep:
     def _run(self, returns: bool, data: Any, given: tf.Tensor) -> Any:
         if isinstance(data, tf.data.Iterator):
             data = data.get_next()
-        number = given[1]
+        number = given[2]
         sizes = [len(self._iterations), len(self._scalars), 2 * len(self._seeds)]
-        counts, scalars, seeds = tf.split(given[2:], sizes)
+        counts, scalars, seeds = tf.split(given[3:], sizes)
         counted = [(v, tf.zeros(v.shape, v.dtype)) for v in self._metrics]
         counted += [(v, tf.cast(counts[place], v.dtype)) for place, v in enumerate(self._iterations)]
         mapped = [(v, tf.cast(scalars[place], v.dtype)) for place, v in enumerate(self._scalars)]
@@ -202,13 +216,20 @@ class WorkerStep:
         if self._predicts:
             self._tracing = Traced()
             return result
-        own = {} if isinstance(result, Mapping) and set(result) == set(results) else result
+        # A log named as a metric is that metric's, unless the step has not updated it.
+        start = dict((id(v), value) for v, value in counted)
+        idle = {
+            metric.name
+            for metric in self._model.metrics
+            if all(scope.state_mapping.get(id(v)) is start.get(id(v)) for v in metric.variables)
+        }
+        own = {name: value for name, value in result.items() if name not in results or name in idle}
         numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(own)
         packed = tf.concat([tf.reshape(tf.cast(value, tf.float64), [-1]) for value in numbers], 0)
-        self._tracing = Traced(None if returns else Ledger(self._rows, int(packed.shape[0])), own)
+        self._tracing = Traced(None if returns else Ledger(self._rows, int(packed.shape[0])), own, list(result))
         if returns:
             return packed
-        self._tracing.ledger.write(given[0], packed)  # type: ignore[union-attr]
+        self._tracing.ledger.write(given[0], given[1], packed)  # type: ignore[union-attr]
         return ()
 
     def _numbers(self, own: Any) -> list[tf.Tensor]:
@@ -229,8 +250,8 @@ class WorkerStep:
         known = {id(v) for v in (*self._servers, *self._metrics, *self._iterations, *self._scalars, *self._seeds)}
         if set(scope.state_mapping) - known:
             raise ConfigError(
-                f"{self._step.__name__} assigns a keras.Variable that belongs to none of the model's layers, metrics and "
-                "optimizers; make it an attribute of the model or of a layer."
+                f"{self._step.__name__} assigns a keras.Variable that belonged to none of the model's layers, metrics and "
+                "optimizers when it began: make it an attribute of the model or of a layer, and build it before fit."
             )
 
     def _add(self, rows: tf.Tensor) -> Any:
@@ -281,6 +302,8 @@ def without_optionals(data: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Returns a number of the logs as Python's, or an array of several."""
+    """Returns a number of the logs as Python's, an array of several, or a dict of them."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
     value = value.numpy() if isinstance(value, tf.Tensor) else value
     return float(value) if np.ndim(value) == 0 else value

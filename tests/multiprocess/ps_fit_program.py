@@ -50,12 +50,12 @@ class Plain:
         return model.predict(*args, **kwargs)
 
 
-def build(how, optimizer=lambda: "adam", extra=(), metrics=("accuracy",), **options):
+def build(how, optimizer=lambda: "adam", extra=(), metrics=lambda: ["accuracy"], **options):
     keras.utils.set_random_seed(3)
     with how.scope():
         layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.BatchNormalization(), *extra]
         model = keras.Sequential([*layers, keras.layers.Dense(3, "softmax", kernel_regularizer="l2")])
-        model.compile(optimizer(), LOSS, metrics=list(metrics), **options)
+        model.compile(optimizer(), LOSS, metrics=metrics(), **options)
     return model
 
 
@@ -243,6 +243,90 @@ def on_batches(how):
     }
 
 
+class Amid(keras.callbacks.Callback):
+    """Evaluates and saves amid an epoch; keeps the logs of each epoch's last step."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.found = folder, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 4:
+            self.found.append(np.array([logs[name] for name in sorted(logs)]))
+        if batch == 2:
+            self.model.save(self.folder / "amid.keras")
+            self.found.append(keras.models.load_model(self.folder / "amid.keras").optimizer.iterations.numpy())
+            self.found.append(np.array(self.model.evaluate(X[:40], Y[:40], batch_size=8, verbose=0)))
+
+
+def amid(how):
+    callback = Amid(OUT)
+    result = fit(how, callbacks=lambda: [callback], **SHUFFLED)
+    result["predictions"] = dict(enumerate(callback.found))
+    return result
+
+
+def predict_first(how):
+    model = build(how)
+    found = [how.predict(model, ((X[start : start + 16],) for start in range(0, 64, 16)), verbose=0)]
+    model.layers[0].activation = keras.activations.tanh
+    with how.scope():
+        model.compile("adam", LOSS, metrics=["accuracy"])
+    found.append(how.predict(model, X, batch_size=16, verbose=0))
+    result = run(how, model, X, Y, **SHUFFLED)
+    found.append(how.predict(model, X[:5], batch_size=2, verbose=0))
+    return {**result, "predictions": dict(enumerate(found))}
+
+
+class Both(keras.metrics.Metric):
+    """Two results."""
+
+    def __init__(self):
+        super().__init__(name="both")
+        self.a, self.b = (self.add_weight(name=name, initializer="zeros") for name in "ab")
+
+    def update_state(self, y, p, sample_weight=None):
+        self.a.assign_add(tf.reduce_sum(p))
+        self.b.assign_add(tf.cast(tf.shape(p)[0], tf.float32))
+
+    def result(self):
+        return {"first": self.a, "second": self.a / self.b}
+
+
+class OwnLoss(OwnStep):
+    """Returns its loss without a metric."""
+
+    def train_step(self, batch):
+        super().train_step(batch)
+        return {"loss": tf.reduce_mean(self(batch[0]) ** 2), "seen": self.seen.result()}
+
+
+def own_loss(how):
+    keras.utils.set_random_seed(3)
+    with how.scope():
+        model = OwnLoss()
+        model.build((None, 8))
+        model.compile("adam")
+    logs = []
+
+    def keep(batch, logs=None, kept=logs):
+        kept.append((batch, dict(logs)))
+
+    keep = keras.callbacks.LambdaCallback(on_train_batch_end=keep)
+    result = run(how, model, X, Y, callbacks=lambda: [keep], **SHUFFLED)
+    result["predictions"] = {
+        name: np.array([each[name] for batch, each in logs if batch == 4]) for name in ("loss", "seen")
+    }
+    return result
+
+
+def nan(how):
+    x = X.copy()
+    x[20] = np.nan
+    result = fit(how, x, Y, callbacks=lambda: [keras.callbacks.TerminateOnNaN()], **SHUFFLED)
+    return {"history": {}, "epoch": result["epoch"], "variables": {}}  # steps on their way go on
+
+
 SHUFFLED = {"shuffle": False}
 CASES = {
     "arrays": lambda how: fit(how, **SHUFFLED),
@@ -274,6 +358,11 @@ CASES = {
     "own_step": own_step,
     "two_optimizers": two_optimizers,
     "inside": inside,
+    "amid": amid,
+    "predict_first": predict_first,
+    "both": lambda how: fit(how, build_options={"metrics": lambda: [Both()]}, **SHUFFLED),
+    "own_loss": own_loss,
+    "nan": nan,
     "on_batches": on_batches,
 }
 

@@ -217,6 +217,19 @@ def lose_a_worker_in_evaluation():
     }
 
 
+class Listed(keras.Sequential):
+    pass
+
+
+class Conditional(keras.Sequential):
+    """Trains under a condition."""
+
+    def train_step(self, batch):
+        return tf.cond(
+            tf.reduce_sum(batch[0]) < 1e9, lambda: super(Conditional, self).train_step(batch), lambda: {"loss": 0.0}
+        )
+
+
 def faults():
     model = dense()
     outside = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20).repeat()
@@ -241,14 +254,29 @@ def faults():
     def wrong_labels(context):  # the graph does not know
         return tf.data.Dataset.from_tensor_slices((X, Y + 2)).batch(20).repeat()
 
+    def branching(context):
+        def double_zeros(x, y):
+            if y[0] == 0:
+                x = x * 2
+            return x, y
+
+        return finite(context, None).map(double_zeros)
+
+    def table(context):
+        keys = tf.lookup.KeyValueTensorInitializer([0, 1, 2], [1, 2, 0])
+        found = tf.lookup.StaticHashTable(keys, 0)
+        return finite(context, None).map(lambda x, y: (x, found.lookup(y)))
+
     found = {
+        "autograph": fit(branching),
+        "table": fit(table),
         "python": fit(python),
         "outside": fit(lambda context: outside),
         "variable": fit(lambda context: finite(context, 9).map(lambda x, y: (x * variable, y))),
         "no dataset": fit(lambda context: X),
         "finite": fit(finite),
         "uncounted": fit(uncounted),
-        "no steps": fit(finite, steps_per_epoch=None),
+        "no steps": fit(function, steps_per_epoch=None),
         "shape": fit(wrong_shape),
         "labels": fit(wrong_labels),
         "bare fit": failure(lambda: model.fit(X, Y, verbose=0)),
@@ -272,6 +300,15 @@ def faults():
     with trainer.scope():
         other = keras.Sequential([keras.layers.Dense(3)])
     found["unbuilt"] = failure(lambda: trainer.predict(other, X, verbose=0))
+    with trainer.scope():
+        other = Conditional([keras.Input((8,)), keras.layers.Dense(3)])
+        other.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    found["in a condition"] = failure(lambda: trainer.fit(other, X, Y, verbose=0))
+    with trainer.scope():
+        other = Listed([keras.Input((8,)), keras.layers.Dense(3)])
+        other.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        other.more = [keras.optimizers.SGD()]
+    found["optimizers in a list"] = failure(lambda: trainer.fit(other, X, Y, verbose=0))
     layer = keras.layers.Dense(3)
     layer.build((None, 8))
     with trainer.scope():
