@@ -31,9 +31,10 @@ from tfdist.step import KERAS_MAKE_FUNCTION
 from tfdist.worker_data import Pipelines, PipelinesIterator, WorkerData
 from tfdist.worker_step import Traced, WorkerStep, update_on_servers, without_optionals
 
-# Steps, for each worker, of which a batch hook's logs do not know although they have ended: they are read together.
-_UNREAD = 3
-ROWS = IN_FLIGHT + WAITING + _UNREAD
+# Steps of which a batch hook's logs do not know although they have ended, as they are read together: for each worker, and
+# at least.
+_UNREAD, _UNREAD_LEAST = 4, 10
+ROWS = IN_FLIGHT + WAITING + _UNREAD_LEAST
 # Methods of a model that look at what steps have counted.
 _AFTER_ALL = ("get_metrics_result", "save", "save_weights", "get_weights")
 _WORKER_DATA = "worker_data"  # an attribute of a dataset that stands for them
@@ -148,7 +149,7 @@ class Execution:
         self._step = step
         self._trains = step == model.train_step
         self._steps = int(model.steps_per_execution)
-        self._unread_limit = _UNREAD * coordinator.scheduler.workers
+        self._unread_limit = max(_UNREAD * coordinator.scheduler.workers, _UNREAD_LEAST)
         self._worker_step: WorkerStep | None = None
         self._logs: dict[str, Any] = {}
         self._reset()

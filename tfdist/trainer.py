@@ -114,8 +114,8 @@ class Trainer:
         """Trains `model`, as Keras' `fit`.
 
         Under `parameter_server` a step is one worker's, on a batch of the global size, and several are on their way at once.
-        Batch hooks come once a step, in order; the logs that they get lag by up to six steps for each worker, and
-        are complete at the end of an epoch. `stop_training` stops at the step whose hook sets it. Data are read by the
+        Batch hooks come once a step, in order; the logs that they get lag by up to seven steps for each worker
+        (13 for one, 16 for two), and are complete at the end of an epoch. `stop_training` stops at the step whose hook sets it. Data are read by the
         chief, which sends each batch once; a function's data are made by each worker for itself, need `steps_per_epoch`,
         and must not end.
 

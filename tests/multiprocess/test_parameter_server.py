@@ -73,7 +73,7 @@ def test_batch_hooks_come_once_a_step_in_order_with_logs(results):
     assert all(set(logs) == {"accuracy", "loss"} for logs in digits["logs"])
     for epoch in range(10):
         assert digits["logs"][22 * epoch + 21]["loss"] == digits["history"]["loss"][epoch], "complete at the last step"
-    assert len({logs["loss"] for logs in digits["logs"]}) >= 3 * 10, "they move"
+    assert len({logs["loss"] for logs in digits["logs"]}) >= 2 * 10, "they move"
 
 
 def test_evaluate_and_the_saved_model_agree(program):
