@@ -78,7 +78,7 @@ def test_a_cluster_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": task}))
     with pytest.raises(ConfigError, match="is worker:0 of 2 training tasks"):
         tfdist.Trainer("mirrored", devices=2)
-    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {**jobs, "ps": ["c:1"]}, "task": task}))
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {**jobs, "chief": ["d:1"], "ps": ["c:1"]}, "task": task}))
     with pytest.raises(ConfigError, match="has no parameter servers"):
         tfdist.create_strategy("multi_worker_mirrored")
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": {"type": "evaluator", "index": 0}}))
