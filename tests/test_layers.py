@@ -43,6 +43,7 @@ FLOORS = {
     "tfdist.ledger": True,
     "tfdist.worker_step": True,
     "tfdist.worker_data": True,
+    "tfdist.predictor": True,
     "tfdist.coordinator": True,
     "tfdist.lockstep": True,
     "tfdist.tasks": False,

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,6 +26,7 @@ import tensorflow as tf
 from tfdist import refusals
 from tfdist.errors import ConfigError
 from tfdist.parameter_servers import ParameterServerStrategy
+from tfdist.predictor import Predictions, Predictor
 from tfdist.scheduler import IN_FLIGHT, WAITING, InFlight, Scheduler
 from tfdist.step import KERAS_MAKE_FUNCTION
 from tfdist.worker_data import Pipelines, PipelinesIterator, WorkerData
@@ -95,8 +96,8 @@ class Coordinator:
                 "call its build(), in `with trainer.scope():`."
             )
 
-        def distribute(dataset: tf.data.Dataset) -> _Predictions:
-            return _Predictions(model.predict_function, self._distribute(dataset), steps)
+        def distribute(dataset: tf.data.Dataset) -> Predictions:
+            return Predictions(model.predict_function, self._distribute(dataset), steps)
 
         with self._distributing(model, distribute):
             yield
@@ -105,8 +106,8 @@ class Coordinator:
     def _distributing(self, model: keras.Model, distribute: Callable[[Any], Any]) -> Iterator[bool]:
         """Takes the data of Keras' loops; yields whether it is in no other loop's callback."""
         before, self._strategy.distributor = self._strategy.distributor, distribute
-        if not isinstance(model.predict_function, _Predictor):
-            model.predict_function = _Predictor(model, self.scheduler)
+        if not isinstance(model.predict_function, Predictor):
+            model.predict_function = Predictor(model, self.scheduler)
         try:
             with self.scheduler.explained():
                 yield before is None
@@ -297,79 +298,3 @@ class _AfterAll:
         if not tf.inside_function():  # where a step is traced
             _drain(self._model)
         return getattr(type(self._model), self._method)(self._model, *args, **kwargs)
-
-
-class _Outputs:
-    """A batch's outputs, where Keras' `predict` expects a batch."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-class _Predictor:
-    """What `predict` calls for each execution; in a callback's own `model.predict`, too.
-
-    Args:
-        model: The model.
-        scheduler: Schedules its steps.
-    """
-
-    def __init__(self, model: keras.Model, scheduler: Scheduler):
-        self.model = model
-        self.scheduler = scheduler
-
-    @functools.cached_property
-    def step(self) -> WorkerStep:
-        """The model's `predict_step`, when the model has its variables."""
-        return WorkerStep(self.model, self.model.predict_step)
-
-    def __call__(self, batches: Sequence[Any]) -> Any:
-        """Returns the outputs of a list of batches, as of one."""
-        each = [b.value if isinstance(b, _Outputs) else next(self.outputs([b], b)) for b in batches]
-        return each[0] if len(each) == 1 else tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *each)
-
-    def outputs(self, batches: Iterable[Any], spec: Any) -> Iterator[Any]:
-        """Yields the outputs of batches in their order, computed some batches ahead."""
-        traced = self.step.trace(spec)
-        self.step.begin()
-        ready: collections.deque[list[np.ndarray]] = collections.deque()
-        flight = InFlight(self.scheduler, ready.append, ordered=True)
-        for number, batch in enumerate(batches):
-            given = self.step.given(0, 0, number)
-            flight.add(functools.partial(self._run, traced, without_optionals(batch), given))
-            while ready:
-                yield traced.packed(ready.popleft())
-        flight.drain()
-        while ready:
-            yield traced.packed(ready.popleft())
-
-    def outputs_of(self, pipelines: PipelinesIterator, steps: int | None) -> Iterator[Any]:
-        """Yields the outputs of the workers' pipelines."""
-        traced = self.step.trace(pipelines.element_spec)
-        for arrays in pipelines.run_all(self.step, traced, self.scheduler, steps):
-            yield traced.packed(arrays)
-
-    def _run(self, traced: Traced, batch: Any, given: tf.Tensor, worker: int) -> list[np.ndarray]:
-        return self.step.call(traced, batch, given)
-
-
-class _Predictions:
-    """What `predict` iterates over.
-
-    Args:
-        predictor: Computes outputs.
-        data: A dataset, or `Pipelines`.
-        steps: How many batches, or None for all.
-    """
-
-    def __init__(self, predictor: _Predictor, data: Any, steps: int | None):
-        self._predictor = predictor
-        self._data = data
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[_Outputs]:
-        if isinstance(self._data, Pipelines):
-            outputs = self._predictor.outputs_of(iter(self._data), self._steps)
-        else:
-            outputs = self._predictor.outputs(itertools.islice(self._data, self._steps), self._data.element_spec)
-        return map(_Outputs, outputs)
