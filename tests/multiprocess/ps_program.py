@@ -197,6 +197,20 @@ def lose_a_worker_in_training():
     return {**without, "ran": ran, "iterations_after": recorder.iterations}
 
 
+def statistics():
+    """BatchNorm's moving mean where one worker sees only zeros and the other only tens."""
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization(momentum=0.9)])
+        model.compile("sgd", "mse")
+
+    def constant(context):
+        x = np.full((4, 1), 10.0 * context.input_pipeline_id, np.float32)
+        return tf.data.Dataset.from_tensors((x, x)).repeat()
+
+    trainer.fit(model, constant, steps_per_epoch=100, verbose=0)
+    return float(model.layers[0].moving_mean.numpy()[0])
+
+
 def lose_a_worker_in_evaluation():
     model = dense()
     trainer.save(model, OUT / "dense.keras")
@@ -333,6 +347,7 @@ if __name__ == "__main__":
         train_digits,
         evaluate_and_predict,
         faults,
+        statistics,
         lose_a_worker_in_training,
         lose_a_worker_in_evaluation,
     ):

@@ -271,3 +271,17 @@ def test_all_roles_end(tmp_path, what, sentence):
         killed = {"servers": {"ps:1"}, "workers": {"worker:0", "worker:1"}}.get(what, set())
         for task in set(roles.processes) - killed - {"chief:0"}:
             assert roles.wait(task, 20) == 0
+
+
+def test_all_workers_update_the_moving_statistics(results):
+    assert 0.5 < results["statistics"] < 9.5
+
+
+def test_the_same_command_serves_or_trains_under_tf_config(tmp_path):
+    options = ["--config.epochs=1", "--config.steps_per_epoch=4", f"--workdir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "tfdist.train", "--config=configs/digits_parameter_server.py", *options]
+    with Roles(command, tmp_path / "roles", workers=2, ps=1) as roles:
+        assert roles.wait("chief:0", 120) == 0, roles.log("chief:0")
+        assert [roles.wait(task, 20) for task in roles.processes] == [0] * 4
+        assert "ends, as the chief has" in roles.log("worker:1")
+    assert (tmp_path / "run" / "summary.json").exists()
