@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BackupAndRestore": "backup",
+    "BackupError": "errors",
     "ClusterError": "errors",
     "ClusterSpec": "cluster",
     "ConfigError": "errors",
@@ -21,6 +23,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "BackupAndRestore",
+    "BackupError",
     "ClusterError",
     "ClusterSpec",
     "ConfigError",
@@ -33,9 +37,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from tfdist.backup import BackupAndRestore
     from tfdist.cluster import ClusterSpec, TaskSpec
     from tfdist.config import StrategyConfig, TrainConfig
-    from tfdist.errors import ClusterError, ConfigError
+    from tfdist.errors import BackupError, ClusterError, ConfigError
     from tfdist.strategies import create_strategy
     from tfdist.task import Task
     from tfdist.trainer import Trainer

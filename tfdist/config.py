@@ -7,6 +7,7 @@ fields (`--config.optimizer.momentum=0.9`); `tfdist.check` judges the whole befo
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -181,6 +182,38 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass
+class BackupConfig:
+    """When and where to back the training up; see `tfdist.BackupAndRestore`.
+
+    Attributes:
+        save_freq: `"epoch"`, a number of steps, or `"never"`.
+        save_every_seconds: Save also when so much time has passed; 0 means never.
+        dir: The folder, which all tasks share. Empty means `backup` in the work directory.
+        keep: How many backups to keep.
+        delete_checkpoint: Whether to remove them once all results are written.
+        save_before_preemption: On SIGTERM to any task, save on all and end with exit code 75.
+    """
+
+    save_freq: str = "epoch"
+    save_every_seconds: float = 0.0
+    dir: str = ""
+    keep: int = 2
+    delete_checkpoint: bool = True
+    save_before_preemption: bool = True
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the values."""
+        if self.save_freq not in ("epoch", "never") and not (self.save_freq.isdecimal() and int(self.save_freq[:9])):
+            yield f"backup.save_freq must be 'epoch', 'never' or a number of steps, 1 or more. Received: {self.save_freq!r}."
+        if not 0 <= self.save_every_seconds < float("inf"):
+            yield f"backup.save_every_seconds must be 0 (off) or more, and finite. Received: {self.save_every_seconds}."
+        if self.keep < 1:
+            yield f"backup.keep must be 1 or more. Received: {self.keep}."
+        if os.path.exists(self.dir) and not os.path.isdir(self.dir):
+            yield f"backup.dir must be a folder, and {self.dir!r} is a file."
+
+
+@dataclasses.dataclass
 class TrainConfig:
     """One training run.
 
@@ -200,7 +233,9 @@ class TrainConfig:
         precision: `"float32"`, `"mixed_bfloat16"` or `"mixed_float16"`, which compute in 16 bits and keep weights in 32.
         jit_compile: Compile each replica's computation with XLA.
         steps_per_execution: Steps to run for each call of Python; callbacks see every so many steps.
-        grace_seconds: How long a task has to end after a signal before it is killed.
+        grace_seconds: How long a task has to end after a signal before it is killed, and to save before that.
+        backup: When and where to back the training up.
+        max_restarts: Restarts that failures of tasks may cost, where this command starts them.
     """
 
     task: str = "digits"
@@ -219,6 +254,8 @@ class TrainConfig:
     jit_compile: bool = False
     steps_per_execution: int = 1
     grace_seconds: float = 25.0
+    backup: BackupConfig = dataclasses.field(default_factory=BackupConfig)
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         # So that the task's options exist as fields that flags can set.
@@ -239,3 +276,19 @@ def _resolve_types(config: Any) -> None:
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Returns the configuration as plain values, for `config.json`."""
     return dataclasses.asdict(config)
+
+
+def backup_arguments(config: TrainConfig, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the arguments of the `BackupAndRestore` that `config` asks for."""
+    backup = dataclasses.asdict(config.backup)
+    # What may be another in the run that goes on.
+    free = ("backup", "cluster", "epochs", "grace_seconds", "max_restarts")
+    fixed = {name: value for name, value in to_dict(config).items() if name not in free}
+    return {
+        "backup_dir": backup.pop("dir") or os.path.join(workdir, "backup"),
+        **backup,
+        "save_freq": "epoch" if config.backup.save_freq == "epoch" else int(config.backup.save_freq),
+        "save_every_seconds": config.backup.save_every_seconds or None,
+        "grace_seconds": config.grace_seconds,
+        "config": {"config": fixed},
+    }

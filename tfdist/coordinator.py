@@ -87,6 +87,10 @@ class Coordinator:
                     if outermost and isinstance(function, Execution):
                         function.end()
 
+    def drain(self, model: keras.Model) -> None:
+        """Waits until all steps that are scheduled are counted."""
+        _drain(model)
+
     @contextlib.contextmanager
     def predicting(self, model: keras.Model, steps: int | None) -> Iterator[None]:
         """As `running`, for `predict`."""

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import values  # for central storage alone
 
-from tfdist import refusals
+from tfdist import data, refusals
 from tfdist.errors import ConfigError
 from tfdist.moving_statistics import MovingStatistics
 
@@ -144,12 +144,37 @@ class _KerasStrategy(tf.distribute.Strategy):
             by_data = tf.data.Options()
             by_data.experimental_distribute.auto_shard_policy = policy.DATA
             dataset = dataset.with_options(by_data)
-        return self._synchronizing(super().experimental_distribute_dataset(dataset, options))
+        distribute = super().experimental_distribute_dataset
+
+        def starting_at(number: int, steps: int) -> Any:
+            data.replay(dataset, number - 1)
+            return iter(self._synchronizing(distribute(dataset.skip(steps), options)))
+
+        distributed = self._synchronizing(distribute(dataset, options))
+        distributed.starting_at = starting_at
+        return distributed
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
         """Distributes `dataset_fn(InputContext)`, one dataset of per-replica batches for each worker."""
-        dataset = super().distribute_datasets_from_function(lambda context: _loosen(dataset_fn(context)), options)
-        return self._synchronizing(dataset, elements_per_step=len(self.extended.worker_devices))
+        distribute = super().distribute_datasets_from_function
+        elements = len(self.extended.worker_devices)  # of a step
+        made: dict[int, tf.data.Dataset] = {}  # once, as a second one would shuffle otherwise
+
+        def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            made[context.input_pipeline_id] = dataset_fn(context)
+            return _loosen(made[context.input_pipeline_id])
+
+        def starting_at(number: int, steps: int) -> Any:
+            def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
+                dataset = made[context.input_pipeline_id]
+                data.replay(dataset, number - 1)
+                return _loosen(data.skip(dataset, steps * elements))
+
+            return iter(self._synchronizing(distribute(rest, options), elements))
+
+        distributed = self._synchronizing(distribute(make, options), elements)
+        distributed.starting_at = starting_at
+        return distributed
 
     def _synchronizing(self, dataset: Any, elements_per_step: int = 1) -> Any:
         """Makes each pass over `dataset` begin with equal statistics on all replicas.
@@ -189,7 +214,13 @@ class MirroredStrategy(_KerasStrategy, tf.distribute.MirroredStrategy):
 
 
 class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
-    """Trains on the devices of several workers, each with a copy of the variables."""
+    """Trains on the devices of several workers, each with a copy of the variables.
+
+    Attributes:
+        notes: Numbers by which this worker tells the others something at the next step, `[n]` float32, or None.
+    """
+
+    notes: tf.Variable | None = None
 
     @property
     def num_workers(self) -> int:

@@ -13,6 +13,8 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from tfdist.check import indivisible
 from tfdist.errors import ConfigError
 
+_STARTING_AT = "_tfdist_starting_at"  # an attribute of the datasets of `epochs`
+
 
 def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
     """Returns the examples per step of each replica.
@@ -33,6 +35,7 @@ def epochs(
     *,
     shuffle: bool = True,
     start_epoch: int = 0,
+    load: Callable[[Any], Any] | None = None,
 ) -> tf.data.Dataset:
     """Makes an endless dataset of epochs, of which each is a pure function of (seed, epoch).
 
@@ -48,6 +51,8 @@ def epochs(
         seed: Orders the examples.
         shuffle: Whether to order them anew in each epoch, or keep their order.
         start_epoch: The first epoch.
+        load: Makes a batch of what is taken from `arrays`, such as images of their file names, in TensorFlow operations.
+            A training that goes on from a backup does not load again what it leaves out.
 
     Returns:
         A dataset of batches `[global_batch_size / num_replicas, ...]`, in the structure of `arrays`; successive
@@ -75,15 +80,34 @@ def epochs(
         mine = turns // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
         return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(dealt, mine))
 
-    dataset = tf.data.Dataset.counter(start_epoch).flat_map(order)
-    dataset = dataset.map(
-        lambda indices: tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), tensors),
-        num_parallel_calls=tf.data.AUTOTUNE,
-        deterministic=True,
-    )
-    # Known to be endless, or TensorFlow asks all workers before each step whether they have data left.
-    dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-    return dataset.prefetch(tf.data.AUTOTUNE)
+    def batch(indices: tf.Tensor) -> Any:
+        taken = tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), tensors)
+        return load(taken) if load else taken
+
+    def starting_at(element: int) -> tf.data.Dataset:
+        # An epoch has as many elements as any other where all pipelines have the same.
+        whole = element // (steps * replicas // pipelines) if replicas % pipelines == 0 else 0
+        dataset = tf.data.Dataset.counter(start_epoch + whole).flat_map(order)
+        dataset = dataset.skip(element - whole * (steps * replicas // pipelines))
+        dataset = dataset.map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        # Known to be endless, or TensorFlow asks all workers before each step whether they have data left.
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+        dataset = dataset.prefetch(tf.data.AUTOTUNE)
+        setattr(dataset, _STARTING_AT, starting_at)
+        return dataset
+
+    return starting_at(0)
+
+
+def skip(dataset: tf.data.Dataset, elements: int) -> tf.data.Dataset:
+    """Returns a dataset without its first elements; that of `epochs` is made anew, and does not load them."""
+    return getattr(dataset, _STARTING_AT, dataset.skip)(elements)
+
+
+def replay(dataset: tf.data.Dataset, passes: int) -> None:
+    """Begins passes over a dataset, so that the next one shuffles as the one after them."""
+    for _ in range(passes):
+        iter(dataset)
 
 
 def from_generator(generator: types.GeneratorType, learns_shapes: Callable[[int], bool]) -> tf.data.Dataset:

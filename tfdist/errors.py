@@ -31,6 +31,10 @@ class ClusterError(RuntimeError):
     """The cluster, at run time, is not what the configuration promised."""
 
 
+class BackupError(RuntimeError):
+    """A backup could not be written, or none of those that are there can be read."""
+
+
 def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 

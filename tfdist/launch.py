@@ -1,143 +1,44 @@
-"""Starts, watches and ends the tasks of a cluster on this machine. No TensorFlow here.
+"""Starts, watches, restarts and ends the tasks of a cluster on this machine. No TensorFlow here.
 
-    python -m tfdist.launch --workers=2 -- python script.py --its --flags
+    python -m tfdist.launch --workers=2 --max_restarts=3 -- python script.py --its --flags
 
 Every task gets a TF_CONFIG of its own. Its output is shown behind its name and kept in `LOG_DIR/<task>.log`. The first
-task that fails ends all others and is named with the reason. No process is left over, whatever is killed: each task
-leads a process group, and a guardian process kills the groups when the launcher is gone.
+task that fails is named with the reason, and ends all others, or has them start again. No process is left over, whatever is
+killed: each task leads a process group, and a guardian process kills the groups when the launcher is gone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
-import re
 import selectors
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import IO
 
+from tfdist import progress
 from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
 from tfdist.errors import ConfigError
+from tfdist.guardian import Guardian
+from tfdist.processes import Failure, TaskProcess, last_words
+from tfdist.restarts import Restarts
 
 # A traceback is held back for this long: its task may be about to end of it, and then it is shown with that.
 _HOLD_SECONDS = 3.0
-_TAIL_LINES = 20
-_LONGEST_LINE = 1 << 16
 _TRACEBACK = b"Traceback (most recent call last):"
-_EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
-# TensorFlow's C++ log below errors, and its errors about GPUs that are not there: in the task's log, not on the screen.
-_CHATTER = re.compile(
-    rb"[IW]\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: [IW] |E\d{4} .*cuInit|WARNING: All log messages before absl"
-    rb"|To enable the following instructions: |/job:\w+/replica:\d+/task:\d+$"
-)
-
-# Reads process groups to watch from a pipe. At its end, which comes when the launcher has died in whatever way, kills
-# what is left of them. In a session of its own, to survive what is sent to the launcher's group.
-_GUARDIAN = """
-import os, signal, sys
-groups = set()
-for line in sys.stdin:
-    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except OSError:
-        pass
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The first task that failed.
-
-    Attributes:
-        task: Which.
-        exit_code: Its exit code, or minus the number of the signal that ended it.
-        reason: Its last words: the last line of its traceback, or of its output.
-    """
-
-    task: TaskSpec
-    exit_code: int
-    reason: str
-
-    def __str__(self) -> str:
-        if self.exit_code < 0:
-            return f"{self.task} was killed by {_signal_name(-self.exit_code)}"
-        return f"{self.task} failed with exit code {self.exit_code}" + (f": {self.reason}" if self.reason else "")
-
-
-class _Task:
-    """A running task: its process, its pipe and what of its output is held back."""
-
-    def __init__(self, spec: TaskSpec, command: Sequence[str], environ: Mapping[str, str], log_path: pathlib.Path):
-        self.spec = spec
-        self.log_path = log_path
-        self.log: IO[bytes] = log_path.open("wb")
-        try:
-            self.process = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError:
-            self.log.close()
-            raise
-        assert self.process.stdout is not None  # noqa: S101 (for the type checker: it is a pipe)
-        self.pipe = self.process.stdout
-        os.set_blocking(self.pipe.fileno(), False)
-        self.partial = b""
-        self.held: list[bytes] = []
-        self.held_since = 0.0
-        self.tail: list[bytes] = []
-        self.open = True
-        self.over = False
-
-    def read(self) -> list[bytes]:
-        """Returns the complete lines that have come since; notes the end of the output."""
-        try:
-            chunk = self.pipe.read()
-        except OSError:
-            chunk = b""
-        if chunk is None:
-            return []
-        if chunk == b"":
-            self.open = False
-            chunk, self.partial = self.partial, b""
-            lines = [chunk] if chunk else []
-        else:
-            self.log.write(chunk)
-            self.log.flush()
-            *lines, self.partial = re.split(rb"[\r\n]+", self.partial + chunk)
-            if len(self.partial) > _LONGEST_LINE:
-                lines, self.partial = [*lines, self.partial], b""
-        lines = [line for line in lines if line.strip() and not _CHATTER.match(line)]
-        self.tail = (self.tail + lines)[-_TAIL_LINES:]
-        return lines
-
-    def blame(self) -> tuple[bool, float]:
-        """Sorts ended tasks: killed ones first, then by the time of their traceback."""
-        return (self.process.returncode >= 0, self.held_since or float("inf"))
-
-    def signal(self, number: int) -> bool:
-        """Sends a signal to the task and all that it has started; returns whether any of it was there."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return False
-        return True
+_FAULTY = 2  # the exit code
 
 
 class Launcher:
-    """Runs one command as every task of a cluster.
+    """Runs one command as every task of a cluster, again if a task fails and restarts are allowed.
+
+    A synchronous cluster starts again as a whole, as its other tasks cannot go on; so does one with parameter servers when
+    its chief or a server fails. A worker of the latter is started again alone. A task that has been told to go, and ends
+    with exit code 75, asks for the same; that is no failure, and spends no restart.
 
     Args:
         command: The command and its arguments, the same for all tasks.
@@ -147,9 +48,11 @@ class Launcher:
         grace_seconds: How long tasks have to end after SIGTERM before SIGKILL: TensorFlow may be waiting for a peer and
             not heed a signal.
         output: Where tasks' lines go. None means this process's standard output.
+        max_restarts: How many restarts failures may cost; 0 means that the first failure ends the job.
 
     Attributes:
-        failure: The first failure of the last `run`, or None.
+        failure: The failure that ended the last `run`, or None.
+        restarts: When to start again.
     """
 
     def __init__(
@@ -160,6 +63,7 @@ class Launcher:
         environ: Mapping[str, str] | None = None,
         grace_seconds: float = 25.0,
         output: IO[bytes] | None = None,
+        max_restarts: int = 0,
     ):
         self._command = list(command)
         self._cluster = cluster
@@ -167,44 +71,39 @@ class Launcher:
         self._environ = dict(os.environ if environ is None else environ)
         self._grace_seconds = grace_seconds
         self._output = output or sys.stdout.buffer
-        self._tasks: list[_Task] = []
+        self._tasks: list[TaskProcess] = []
+        self._running: list[TaskProcess] = []
         self._signals: list[int] = []
         self._kill_at = float("inf")
+        self._again = False
+        self._preempted = False
+        self._saved = 0
+        self.restarts = Restarts(max_restarts)
         self.failure: Failure | None = None
 
     def run(self) -> int:
         """Starts all tasks and waits until all have ended.
 
         Returns:
-            0 if all succeeded; else the first failure's exit code, or 128 + the number of the signal that ended it or
-            the launcher. With parameter servers the job ends when the chief does: servers never end by themselves.
+            0 if all succeeded; 75 if tasks were told to go and want to be started again; else the first failure's exit
+            code, or 128 + the number of the signal that ended it or the launcher. With parameter servers the job ends
+            when the chief does: servers never end by themselves.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         # What is ignored stays so, as under nohup.
         heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
         caught = {n: signal.signal(n, self._on_signal) for n in heeded}
         try:
-            with subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", _GUARDIAN],
-                bufsize=0,  # so that nothing is left to write, and to fail, should the guardian have been killed
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            ) as self._guardian:
-                try:
-                    self._start()
-                    self._watch()
-                finally:
-                    for task in self._tasks:
-                        if not task.over:  # else its number may be another's by now
-                            task.signal(signal.SIGKILL)
-                        task.process.wait()
-                        task.log.close()
-                        task.pipe.close()
+            with Guardian() as self._guardian, tempfile.TemporaryDirectory(prefix="tfdist-") as self._progress:
+                self._live()
+                while self._again and not self._signals:
+                    self._wait()
+                    self._live()
         finally:
             for number, handler in caught.items():
                 signal.signal(number, handler)
+        if self._preempted:
+            return progress.PREEMPTED
         if self._signals:
             return 128 + self._signals[0]
         if self.failure is None:
@@ -214,77 +113,94 @@ class Launcher:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _start(self) -> None:
-        for spec in self._cluster.tasks():
-            environ = {**self._environ, "TF_CONFIG": self._cluster.to_tf_config(spec), "PYTHONUNBUFFERED": "1"}
-            environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's C++ log: errors only
-            task = _Task(spec, self._command, environ, self._log_dir / f"{spec.name}.log")
-            self._tasks.append(task)
-            self._tell_guardian("+", task)
-
-    def _tell_guardian(self, sign: str, task: _Task) -> None:
-        pipe = self._guardian.stdin
+    def _live(self) -> None:
+        """Starts all tasks, and returns when all have ended."""
+        if self._signals:
+            return
+        progress.clear(self._progress, self.restarts.total)
+        self._again = self._preempted = False
+        self._kill_at = float("inf")
         try:
-            if pipe is not None:
-                pipe.write(f"{sign}{task.process.pid}\n".encode())
-        except BrokenPipeError:  # somebody killed it; this process still ends its tasks itself
-            pass
+            with selectors.DefaultSelector() as self._selector:
+                for spec in self._cluster.tasks():
+                    self._start(spec)
+                self._watch()
+        finally:
+            for task in self._tasks:
+                task.close()
+            self._tasks = []
+
+    def _start(self, spec: TaskSpec) -> None:
+        environ = {**self._environ, "TF_CONFIG": self._cluster.to_tf_config(spec), "PYTHONUNBUFFERED": "1"}
+        environ[progress.FOLDER] = self._progress
+        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's C++ log: errors only
+        log_path = self._log_dir / f"{spec.name}.log"
+        task = TaskProcess(spec, self._command, environ, log_path, append=self.restarts.total > 0)
+        self._tasks.append(task)
+        self._running.append(task)
+        self._selector.register(task.pipe, selectors.EVENT_READ, task)
+        self._guardian.watch(task.process.pid)
 
     def _watch(self) -> None:
-        handled = 0
-        running = list(self._tasks)
-        with selectors.DefaultSelector() as selector:
-            for task in self._tasks:
-                selector.register(task.pipe, selectors.EVENT_READ, task)
-            while running:
-                for key, _ in selector.select(timeout=0.05):
-                    self._pump(key.data, selector)
-                for task in running:
-                    if task.held and time.monotonic() - task.held_since > _HOLD_SECONDS:
-                        self._release(task)
-                # Of several at once, the one that was killed or complained first is the cause.
-                for task in sorted(filter(self._is_over, running), key=_Task.blame):
-                    running.remove(task)
-                    # What it started and left behind would hold its pipe open, too.
+        handled = len(self._signals)
+        while self._running:
+            for key, _ in self._selector.select(timeout=0.05):
+                self._pump(key.data)
+            for task in self._running:
+                if task.held and time.monotonic() - task.held_since > _HOLD_SECONDS:
+                    self._release(task)
+            # Of several at once, the one that was killed or complained first is the cause.
+            for task in sorted(filter(self._is_over, self._running), key=TaskProcess.blame):
+                self._running.remove(task)
+                # What it started and left behind would hold its pipe open, too.
+                task.signal(signal.SIGKILL)
+                task.over = True
+                self._drain(task)
+                self._guardian.forget(task.process.pid)
+                self._ended(task)
+            if len(self._signals) > handled:
+                self._end(self._signals[0], 0.0 if handled else self._grace_seconds)
+                handled = len(self._signals)
+            if time.monotonic() > self._kill_at:
+                for task in self._running:
                     task.signal(signal.SIGKILL)
-                    task.over = True
-                    self._drain(task, selector)
-                    self._tell_guardian("-", task)
-                    self._ended(task, running)
-                if len(self._signals) > handled:
-                    self._end(running, self._signals[0], now=handled > 0)
-                    handled = len(self._signals)
-                if time.monotonic() > self._kill_at:
-                    for task in running:
-                        task.signal(signal.SIGKILL)
 
-    def _is_over(self, task: _Task) -> bool:
+    def _is_over(self, task: TaskProcess) -> bool:
         # A shell dies of a signal at once; what it runs has the whole grace.
         stopping = self._kill_at < float("inf") and time.monotonic() < self._kill_at
         return task.process.poll() is not None and not (stopping and task.signal(0))
 
-    def _pump(self, task: _Task, selector: selectors.BaseSelector) -> None:
+    def _wait(self) -> None:
+        """Waits before a restart; a signal ends the wait."""
+        until = time.monotonic() + self.restarts.delay
+        while time.monotonic() < until and not self._signals:
+            time.sleep(0.05)
+
+    def _pump(self, task: TaskProcess) -> None:
         for line in task.read():
             if task.held or line.startswith(_TRACEBACK):
                 task.held_since = task.held_since if task.held else time.monotonic()
                 task.held.append(line)
             else:
                 self._print(task, line)
-        if not task.open and task.pipe in selector.get_map():
-            selector.unregister(task.pipe)
+        if not task.open and task.pipe in self._selector.get_map():
+            self._selector.unregister(task.pipe)
 
-    def _drain(self, task: _Task, selector: selectors.BaseSelector) -> None:
+    def _drain(self, task: TaskProcess) -> None:
         deadline = time.monotonic() + 1
         while task.open and time.monotonic() < deadline:
-            self._pump(task, selector)
+            self._pump(task)
 
-    def _release(self, task: _Task) -> None:
+    def _release(self, task: TaskProcess) -> None:
         for line in task.held:
             self._print(task, line)
         task.held = []
 
-    def _print(self, task: _Task, line: bytes) -> None:
+    def _print(self, task: TaskProcess, line: bytes) -> None:
         self._write(f"[{task.spec}] ".encode() + line)
+
+    def _say(self, sentence: str) -> None:
+        self._write(f"tfdist: {sentence}".encode())
 
     def _write(self, line: bytes) -> None:
         try:
@@ -294,48 +210,67 @@ class Launcher:
             # Nobody reads any more (`| head`), or the disk is full; the logs still have everything.
             self._output = open(os.devnull, "wb")  # noqa: SIM115 (for the rest of the run)
 
-    def _ended(self, task: _Task, running: list[_Task]) -> None:
+    def _ended(self, task: TaskProcess) -> None:
         code = task.process.returncode
-        ending = self._kill_at < float("inf")
-        if not ending and code == 0:
-            self._release(task)
-            if task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
-                self._end(running, signal.SIGTERM)
-        elif not ending and code < 0 and self._can_spare(task, running):
-            self._release(task)
-            self._write(f"tfdist: {task.spec} was killed by {_signal_name(-code)}; the other workers go on".encode())
-        elif not ending:
-            self.failure = Failure(task.spec, code, _last_words(task.held or task.tail))
-            self._release(task)
-            self._write(f"tfdist: {self.failure}; ending all tasks. Full output: {task.log_path}".encode())
-            self._end(running, signal.SIGTERM)
-        # The traceback of a task that fails because another one failed first stays in its log.
+        if self._kill_at < float("inf"):
+            # The traceback of a task that fails because another one failed first stays in its log.
+            self._preempted |= code == progress.PREEMPTED and not self.failure and not self._again
+            return
+        if code not in (0, progress.PREEMPTED):
+            self._failed(task, Failure(task.spec, code, last_words(task.held or task.tail)))
+            return
+        self._release(task)
+        if code == progress.PREEMPTED:
+            done, self._saved = self._steps(task)
+            self._again, self._preempted = self.restarts.limit > 0, True
+            then = f"; starting again from step {self._saved}" if self._again else ""
+            self._say(f"{task.spec} was told to end (SIGTERM) at step {done or 0}{then}")
+            self._kill_at = time.monotonic() + self._grace_seconds  # the others are saving, too
+            self.restarts.total += self._again
+        elif task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
+            self._end(signal.SIGTERM, self._grace_seconds)
 
-    def _can_spare(self, task: _Task, running: list[_Task]) -> bool:
-        """Whether the job goes on without a task: parameter servers keep what a worker has learnt."""
-        others = any(other.spec.type == "worker" for other in running)
-        return task.spec.type == "worker" and bool(self._cluster.jobs.get("ps")) and others
+    def _failed(self, task: TaskProcess, failure: Failure) -> None:
+        alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
+        done, self._saved = self._steps(task)
+        lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.how})"
+        if failure.exit_code == _FAULTY:
+            why = "a faulty command line or configuration stays so"
+        elif not (why := self.restarts.failed(None if alone else done)):
+            count = f"restart {self.restarts.spent}/{self.restarts.limit} from step"
+            self._release(task)
+            if alone:
+                self._say(f"{lost}; {count} {done or 0}, of {task.spec} alone")
+                progress.tell_restarts(self._progress, self.restarts.total)
+                self._start(task.spec)
+            else:
+                self._say(f"{lost}; {count} {self._saved}. Full output: {task.log_path}")
+                self._again = True
+                self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
+            return
+        if alone and failure.exit_code < 0 and any(other.spec.type == "worker" for other in self._running):
+            # Parameter servers keep what it has learnt.
+            self._release(task)
+            self._say(f"{failure}; the other workers go on")
+            return
+        self.failure = failure
+        self._release(task)
+        why = f"; {why}" if self.restarts.limit else ""
+        self._say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}")
+        self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # it has nothing to save
 
-    def _end(self, running: list[_Task], number: int, now: bool = False) -> None:
+    def _steps(self, task: TaskProcess) -> tuple[int | None, int]:
+        """Returns the step at which a task is, None before its training, and that of the last backup."""
+        known = {spec: progress.steps(self._progress, spec.name) for spec in self._cluster.tasks()}
+        found = [steps for steps in known.values() if steps]
+        mine = known[task.spec] or max(found, default=None)
+        return mine and mine.done, max([self._saved, *(steps.saved for steps in found)])
+
+    def _end(self, number: int, grace: float) -> None:
         """Asks the tasks still running to end; kills them after the grace."""
-        # A failed cluster has nothing to save: its other tasks are stuck in a collective, and deaf.
-        grace = 0.0 if now else min(self._grace_seconds, 2.0) if self.failure else self._grace_seconds
         self._kill_at = min(self._kill_at, time.monotonic() + grace)
-        for task in running:
+        for task in self._running:
             task.signal(number)
-
-
-def _last_words(lines: Sequence[bytes]) -> str:
-    """Returns the line that names the exception (TensorFlow's go on after it), or the last line."""
-    named = [line for line in lines if _EXCEPTION.match(line)]
-    return (named or lines or [b""])[-1].decode(errors="replace").strip()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -351,6 +286,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_float(
         "grace_seconds", 25.0, "Time to end after a signal before SIGKILL.", lower_bound=0, flag_values=values
     )
+    flags.DEFINE_integer("max_restarts", 0, "Restarts that failures may cost.", lower_bound=0, flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     arguments = list(argv[1:])
     split = arguments.index("--") if "--" in arguments else len(arguments)
@@ -362,11 +298,16 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if rest or not command:
             raise ConfigError(
-                "Usage: python -m tfdist.launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] -- COMMAND. "
+                "Usage: python -m tfdist.launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] "
+                "-- COMMAND. "
                 f"Received: {' '.join(arguments) or 'nothing'}"
             )
         launcher = Launcher(
-            command, local_cluster(values.workers, values.ps), values.log_dir, grace_seconds=values.grace_seconds
+            command,
+            local_cluster(values.workers, values.ps),
+            values.log_dir,
+            grace_seconds=values.grace_seconds,
+            max_restarts=values.max_restarts,
         )
         return launcher.run()
     except (ConfigError, flags.Error) as e:

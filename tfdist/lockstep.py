@@ -59,6 +59,18 @@ class Ranks:
         mine[self.rank] = numbers
         return self._reduce(mine).numpy()
 
+    def broadcast_number(self, mine: float) -> int:
+        """Returns the chief's number. A collective."""
+        return int(self.gather(float(mine))[0, 0])
+
+    def any(self, mine: bool) -> bool:
+        """Returns whether it is so on any rank. A collective."""
+        return bool(self.gather(float(mine)).any())
+
+    def barrier(self) -> None:
+        """Waits for all ranks. A collective."""
+        self.gather(0.0)
+
     def broadcast(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the chief's value. A collective: every rank must call it."""
         return value if self.size == 1 else self._reduce(value if self.is_chief else tf.zeros_like(value))

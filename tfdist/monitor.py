@@ -33,10 +33,19 @@ class Throughput(keras.callbacks.Callback):
         self.step_seconds: list[float] = []
         self._last: float | None = None
         self._epoch_steps = 0
+        self._compiled = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._last = self._clock() if self.steps else None
+        self._last = self._clock() if self._compiled else None
         self._epoch_steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns what a backup keeps; times are this run's own."""
+        return {"steps": self.steps, "epoch_steps": self._epoch_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Puts back what `state_dict` returned."""
+        self.steps, self._epoch_steps = state["steps"], state["epoch_steps"]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         now = self._clock()
@@ -48,6 +57,7 @@ class Throughput(keras.callbacks.Callback):
         self.steps += steps
         self._epoch_steps = ended
         self._last = now
+        self._compiled = True
 
     @property
     def examples_per_second(self) -> float | None:

@@ -23,6 +23,7 @@ from tfdist.errors import ConfigError
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_MAKE_FUNCTION = "_make_function"
 
+_NOTES = "float32"  # the type of numbers with which notes travel
 _STARVED = (
     "A training batch does not give each replica an example, and BatchNormalization makes NaN of none; choose another batch "
     "size, or leave the rest out (drop_remainder=True)."
@@ -55,6 +56,7 @@ class Execution:
         refusals.check_model(model)  # it may have been compiled anew, and fitted without the Trainer
         adopt(model)
         self.left: int | None = None
+        self.heard: tf.Tensor | None = None
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = _ReplicaStep(model, step)
@@ -87,12 +89,13 @@ class Execution:
     def _execute(self, iterator: Any) -> Mapping[str, Any]:
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             for _, data in zip(range(self._steps), iterator, strict=False):  # of train_on_batch
-                logs = self._reduced(self._one(data))
-            return logs
-        if self._steps == 1:
-            return self._single(iterator)
-        steps, self.left = self._steps if self.left is None else min(self._steps, self.left), None
-        return self._some(iterator, tf.constant(steps))
+                logs, self.heard = self._reduced(self._one(data))
+        elif self._steps == 1:
+            logs, self.heard = self._single(iterator)
+        else:
+            steps, self.left = self._steps if self.left is None else min(self._steps, self.left), None
+            logs, self.heard = self._some(iterator, tf.constant(steps))
+        return logs
 
     def _run_one(self, data: Any) -> dict[str, tf.Tensor]:
         """One step; returns the packed logs, averaged over this process's replicas."""
@@ -100,10 +103,10 @@ class Execution:
         local = self._strategy.experimental_local_results
         return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
 
-    def _run_single(self, iterator: Any) -> Mapping[str, Any]:
+    def _run_single(self, iterator: Any) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         return self._reduced(self._run_one(iterator.get_next()))
 
-    def _run_some(self, iterator: Any, steps: tf.Tensor) -> Mapping[str, Any]:
+    def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         def body(done: tf.Tensor, _: Any, logs: Any) -> Any:
             data = iterator.get_next_as_optional()
             more = data.has_value()
@@ -115,11 +118,16 @@ class Execution:
         )
         return self._reduced(logs)
 
-    def _reduced(self, packed: dict[str, tf.Tensor]) -> Mapping[str, Any]:
+    def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+        """Returns the logs, averaged over the workers, and what they have noted."""
+        heard = None
         if isinstance(self._strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            if (notes := self._strategy.notes) is not None:
+                packed = {**packed, _NOTES: tf.concat([packed.get(_NOTES, []), notes], 0)}
             each = self._strategy.run(lambda: packed)
             packed = {dtype: self._strategy.reduce("MEAN", value, axis=None) for dtype, value in each.items()}
-        return self._replica.unpack(packed)
+            heard = None if notes is None else packed[_NOTES][-notes.shape[0] :]
+        return self._replica.unpack(packed), heard
 
 
 class _ReplicaStep:

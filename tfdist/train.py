@@ -3,7 +3,7 @@
 With a cluster in the environment (TF_CONFIG) this process is one task of it. Without one, and with
 `--config.cluster.workers=2`, it starts that many tasks on this machine and watches them. Fields of the configuration
 are set as `--config.optimizer.momentum=0.9`. Exit code 0 means that the training has finished; 2, that the
-configuration is faulty.
+configuration is faulty; 75, that it was told to end (SIGTERM), has saved, and the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import tfdist
 from tfdist import cluster as cluster_lib
 from tfdist import config as config_lib
 from tfdist import flags as flags_lib
-from tfdist import registry
+from tfdist import progress, registry
 from tfdist.config import TrainConfig
-from tfdist.errors import ClusterError, ConfigError, collected
+from tfdist.errors import BackupError, ClusterError, ConfigError, collected
 from tfdist.launch import Launcher
 
 if TYPE_CHECKING:
@@ -49,10 +49,14 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
     import tensorflow as tf
 
     from tfdist import data, monitor
+    from tfdist.backup import BackupAndRestore
     from tfdist.trainer import Trainer
 
     workdir = pathlib.Path(workdir)
-    trainer = trainer or Trainer(config.strategy)
+    backup = None
+    if config.backup.save_freq != "never":
+        backup = BackupAndRestore(**config_lib.backup_arguments(config, workdir))
+    trainer = trainer or Trainer(config.strategy, backup=backup)
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -97,7 +101,7 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
         # A bar redraws its line, which only a terminal shows as one.
         verbose=1 if sys.stdout.isatty() else 2,
     )
-    trainer.save(model, workdir / "model.keras")
+    trainer.save(model, workdir / "model.keras", delete_backup=False)
 
     summary = {
         "strategy": config.strategy.name,
@@ -113,7 +117,7 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
         "step_ms": throughput.step_ms,
         "compression": {"name": "none"},
         "wire_bytes_per_step": {"predicted": None, "measured": None},
-        "restarts": 0,
+        "restarts": progress.restarts(),
         **trainer.server_report(model),
         "wall_seconds": round(time.perf_counter() - started, 2),
         "versions": {
@@ -127,6 +131,7 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
     if trainer.is_chief:
         _write_json(workdir / "summary.json", summary)
         print(json.dumps(summary, indent=2), flush=True)
+    trainer.delete_backup()  # with everything written
     return summary
 
 
@@ -154,6 +159,7 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
         cluster_lib.local_cluster(config.cluster.workers, config.cluster.ps),
         workdir / "logs",
         grace_seconds=config.grace_seconds,
+        max_restarts=config.max_restarts,
     )
     return launcher.run()
 
@@ -193,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
                 return launch(config, argv, workdir)
             try:
                 train(config, workdir)
-            except ClusterError as e:
+            except (ClusterError, BackupError) as e:
                 print(f"tfdist: {e}", file=sys.stderr)
                 return 1
     for fault in faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import types
@@ -15,6 +16,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 
 from tfdist import data as data_lib
 from tfdist import lockstep, refusals, step
+from tfdist.backup import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
 from tfdist.config import StrategyConfig
 from tfdist.coordinator import Coordinator
@@ -43,6 +45,9 @@ class Trainer:
     Args:
         strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
         cluster: The cluster and this process's task in it; None means what the environment says (TF_CONFIG).
+        backup_dir: Where `fit` backs the training up after each epoch, a folder that all tasks share; a run that finds a
+            backup there goes on from it. None means no backups, unless there is a `backup`, or `fit` is given one.
+        backup: How to back up, where it is not after each epoch.
         **options: As for `create_strategy`.
 
     Attributes:
@@ -59,8 +64,14 @@ class Trainer:
         self,
         strategy: str | StrategyConfig | tf.distribute.Strategy = "mirrored",
         cluster: tuple[ClusterSpec, TaskSpec] | None = None,
+        backup_dir: str | os.PathLike[str] | None = None,
+        backup: BackupAndRestore | None = None,
         **options: Any,
     ):
+        self._backup = BackupAndRestore(backup_dir) if backup_dir is not None else backup
+        listens = self._backup and self._backup.preemption
+        if listens:
+            listens.listen()  # from now on: a strategy may wait for its peers
         if not isinstance(strategy, tf.distribute.Strategy):
             strategy = create_strategy(strategy, cluster, **options)
         elif not hasattr(strategy, "statistics") or options:
@@ -68,6 +79,8 @@ class Trainer:
                 "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
                 f"go with the first two. Received: {type(strategy).__name__}, options {sorted(options)}."
             )
+        if listens:
+            listens.listen()  # TensorFlow has taken the signal
         self.strategy = strategy
         multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         self._coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
@@ -148,10 +161,19 @@ class Trainer:
             given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
         weights = given.pop("class_weight", None) if _is_function(data) else None
         limit = step.StepLimit(steps, validation_steps)
-        with self._running(model):
+        callbacks = _listed(given.pop("callbacks", None))
+        backup = next((each for each in callbacks if isinstance(each, BackupAndRestore)), self._backup)
+        with self._running(model), self._backing_up(backup, model, given):
+            callbacks = [limit, *self._wrap([each for each in callbacks if each is not backup])]
+            if backup:
+                if not any(isinstance(each, keras.callbacks.History) for each in callbacks):
+                    callbacks.append(keras.callbacks.History())  # or Keras would put it behind the backup
+                backup.watch(callbacks)
+                callbacks.append(backup)
+                self._backup = backup
             model.fit(
                 self._distribute(data, class_weight=weights),
-                callbacks=[limit, *self._wrap(given.pop("callbacks", None))],
+                callbacks=callbacks,
                 # With steps Keras looks for shapes in what the validation before has left over.
                 validation_data=self._distribute(
                     validation, learns_shapes=lambda number: number == 0 if validation_steps else number % 2 == 0
@@ -213,7 +235,7 @@ class Trainer:
             data = self._distribute(data, learns_shapes=lambda number: False)
             return model.predict(data, verbose=self._shown(given), **given)
 
-    def save(self, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save(self, model: keras.Model, path: str | os.PathLike[str], delete_backup: bool = True, **kwargs: Any) -> None:
         """Saves `model` as one `.keras` file that plain Keras loads on one device.
 
         Safe on every rank, and must be called on every rank: the chief writes, the others wait until the file is
@@ -222,6 +244,7 @@ class Trainer:
         Args:
             model: Built in `scope()`.
             path: A path that ends in `.keras`.
+            delete_backup: Whether then to remove the backups of trainings that have come to their end.
             **kwargs: As for `model.save`.
 
         Raises:
@@ -251,6 +274,24 @@ class Trainer:
             raise error
         if failed:
             raise ClusterError(f"The chief could not write {path!r}; its own message says why.")
+        if delete_backup:
+            self.delete_backup()
+
+    def delete_backup(self) -> None:
+        """Removes the backups of trainings that have come to their end. Call it on every rank, with all results written."""
+        self._ranks.barrier()
+        if self._backup:
+            self._backup.delete()
+
+    def _backing_up(
+        self, backup: BackupAndRestore | None, model: keras.Model, arguments: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        if backup is None:
+            return contextlib.nullcontext()
+        names = ("batch_size", "class_weight", "initial_epoch", "shuffle", "steps_per_epoch", "validation_split")
+        same = {name: arguments[name] for name in names if name in arguments}
+        settle = functools.partial(self._coordinator.drain, model) if self._coordinator else lambda: None
+        return backup.training(model, self._ranks, same, settle, self.task.name)
 
     @contextlib.contextmanager
     def _running(self, model: keras.Model) -> Iterator[None]:

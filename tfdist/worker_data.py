@@ -119,6 +119,10 @@ class Pipelines:
     def __iter__(self) -> PipelinesIterator:
         return PipelinesIterator(self._data)
 
+    def starting_at(self, number: int, steps: int) -> PipelinesIterator:
+        """Returns a pass that leaves out as many batches of each pipeline as a worker has taken on average by `steps`."""
+        return PipelinesIterator(self._data, -(-steps // self._data.pipelines))
+
 
 class PipelinesIterator:
     """One pass over the pipelines.
@@ -126,12 +130,17 @@ class PipelinesIterator:
     In training each worker has an iterator of its own, and a new one after it was lost. In evaluation and prediction any
     worker runs any pipeline whole, and again if the worker before was lost, so that each batch counts once.
 
+    Args:
+        data: The pipelines.
+        skipped: Batches of each to leave out.
+
     Attributes:
         results: What an evaluation has left of its results; None before it has begun.
         element_spec: The form of the iterators, from which steps take their batches.
     """
 
-    def __init__(self, data: WorkerData):
+    def __init__(self, data: WorkerData, skipped: int = 0):
+        self._skipped = skipped
         self.results: collections.deque[list[np.ndarray]] | None = None
         self._data = data
         self.element_spec = tf.data.IteratorSpec(data.element_spec)
@@ -162,7 +171,7 @@ class PipelinesIterator:
         """Runs `run(iterator)` on the worker's own iterator, whose device is in force."""
         iterator = self._iterators.pop(worker, None)
         if iterator is None:
-            iterator = iter(self._data.dataset(worker))
+            iterator = iter(self._data.dataset(worker).skip(self._skipped))
         try:
             result = run(iterator)
         except tf.errors.OutOfRangeError as e:

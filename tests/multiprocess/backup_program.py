@@ -1,0 +1,184 @@
+"""A training that is backed up, and dies where it is told to. Arguments: strategy, output folder, options as JSON.
+
+Options: `save_freq`; `kills`, for each life a list [rank, moment, number]: the process of that rank kills itself at the
+number-th time of that moment in that life, which is "step" (its end), "test" (a step of validation), "part" (about to write
+its part), "torn" (half of its part is written), "written" (its part is written) or "manifest" (about to write it; the chief
+alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`; `signal` in place of SIGKILL.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import tfdist
+from tests.multiprocess import harness
+from tfdist import progress
+from tfdist.storage import Storage
+
+name, out, options = (
+    sys.argv[1],
+    sys.argv[2],
+    {"save_freq": 7, "epochs": 3, "data": "function", **json.loads(sys.argv[3])},
+)
+if "TF_CONFIG" in os.environ:
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    pathlib.Path(out, f"pid-{task['type']}:{task['index']}").write_text(str(os.getpid()))
+trainer = tfdist.Trainer(name, **({"devices": 2} if name in ("mirrored", "central_storage") else {}))
+
+import keras  # noqa: E402 (the strategy comes first)
+import tensorflow as tf  # noqa: E402
+
+from tfdist import data as data_lib  # noqa: E402
+from tfdist.tasks import digits  # noqa: E402
+
+RANK, LIFE = trainer.task.index, progress.restarts()
+BATCH, EXAMPLES = 32, 320
+
+keras.utils.set_random_seed(options.get("seed", 3))
+tf.config.experimental.enable_op_determinism()
+
+
+class Deaths:
+    """Ends this process at the number-th time of a moment."""
+
+    def __init__(self):
+        plan = options.get("kills", [])
+        self.who, self.moment, self.left = plan[LIFE] if len(plan) > LIFE else (None, None, 0)
+
+        self.mine = self.who == RANK or (isinstance(self.who, str) and RANK == 0)
+
+    def at(self, moment):
+        if self.mine and moment == self.moment:
+            self.left -= 1
+            if self.left == 0:
+                pid = (
+                    int(pathlib.Path(out, f"pid-{self.who}").read_text()) if isinstance(self.who, str) else os.getpid()
+                )
+                os.kill(pid, options.get("signal", signal.SIGKILL))
+
+
+deaths = Deaths()
+write_part, write_manifest = Storage.write_part, Storage.write_manifest
+
+
+def deadly_part(self, step, part, tensors):
+    deaths.at("part")
+    if deaths.moment == "torn" and deaths.mine and deaths.left == 1:
+        write_part(self, step, part, dict(list(tensors.items())[: len(tensors) // 2]))
+        pathlib.Path(self.path(step, f"{part}.index")).unlink()
+    deaths.at("torn")
+    write_part(self, step, part, tensors)
+    deaths.at("written")
+
+
+def deadly_manifest(self, step, values, keep):
+    deaths.at("manifest")
+    write_manifest(self, step, values, keep)
+
+
+Storage.write_part, Storage.write_manifest = deadly_part, deadly_manifest
+
+
+class Watch(keras.callbacks.Callback):
+    """Notes the steps of this life, and dies."""
+
+    def __init__(self):
+        super().__init__()
+        self.file = pathlib.Path(out, f"steps-{RANK}").open("a")  # noqa: SIM115 (until the end)
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.file.write(f"{LIFE} {self.epoch} {batch}\n")
+        self.file.flush()
+        deaths.at("step")
+
+    def on_test_batch_end(self, batch, logs=None):
+        deaths.at("test")
+
+
+def build():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(8, 3, padding="same", use_bias=False),
+            keras.layers.BatchNormalization(momentum=0.9),
+            keras.layers.ReLU(),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+(x, y), validation = digits.load()
+x, y, validation = x[:EXAMPLES], y[:EXAMPLES], (validation[0][:64], validation[1][:64])
+plain = tf.data.Dataset.from_tensor_slices((x, y))
+STEPS = EXAMPLES // BATCH
+DATA = {
+    "function": lambda: {"x": lambda c: data_lib.epochs((x, y), c, BATCH, 5), "steps_per_epoch": STEPS},
+    "arrays": lambda: {"x": x, "y": y, "batch_size": BATCH},
+    "dataset": lambda: {"x": plain.shuffle(100).batch(BATCH)},
+    "unknown": lambda: {"x": plain.shuffle(100).filter(lambda *_: True).batch(BATCH)},
+    "endless": lambda: {"x": plain.shuffle(100).repeat().batch(BATCH), "steps_per_epoch": STEPS - 1},
+    "repeated": lambda: {"x": plain.shuffle(100).batch(BATCH), "steps_per_epoch": STEPS // 2},
+    "finite_function": lambda: {
+        "x": lambda c: (
+            plain.shard(c.num_input_pipelines, c.input_pipeline_id).shuffle(50).batch(BATCH // c.num_replicas_in_sync)
+        )
+    },
+    "generator": lambda: {
+        "x": itertools.cycle([(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, EXAMPLES, BATCH)]),
+        "steps_per_epoch": STEPS,
+    },
+}
+
+with trainer.scope():
+    model = build()
+    optimizer = keras.optimizers.Adam(3e-3, **options.get("optimizer", {}))
+    if options.get("loss_scale"):
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10, dynamic_growth_steps=4)
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        steps_per_execution=options.get("steps_per_execution", 1),
+    )
+
+given = DATA[options["data"]]()
+if options["data"] == "generator":
+    source = given["x"]
+    given["x"] = (batch for batch in source)
+stopping = keras.callbacks.EarlyStopping(
+    "loss", min_delta=0.2, patience=options.get("patience", 50), restore_best_weights=True
+)
+plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.3)
+decay = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
+callbacks = [stopping, plateau, decay, Watch()]
+if options["save_freq"]:
+    callbacks.append(
+        tfdist.BackupAndRestore(pathlib.Path(out, "backup"), options["save_freq"], **options.get("backup", {}))
+    )
+history = trainer.fit(
+    model, **given, epochs=options["epochs"], validation_data=validation, verbose=0, callbacks=callbacks
+)
+strategy = trainer.strategy
+local = strategy.experimental_local_results
+variables = [*model.variables, *model.optimizer.variables]
+results = {
+    "history": history.history,
+    "epochs": history.epoch,
+    "variables": {v.path: [c.numpy() for c in local(v.value)] for v in variables},
+    "stopping": {k: getattr(stopping, k) for k in ("wait", "best", "best_epoch", "stopped_epoch", "best_weights")},
+    "plateau": {k: getattr(plateau, k) for k in ("wait", "best", "cooldown_counter")},
+    "restarts": progress.restarts(),
+    "saved": sorted(str(p.relative_to(out)) for p in pathlib.Path(out, "backup").rglob("*") if p.is_file()),
+}
+if options.get("save_model"):
+    trainer.save(model, os.path.join(out, "model.keras"))
+harness.store(out, RANK, results)

@@ -1,0 +1,214 @@
+"""One `fit` that is backed up: finds where to go on, puts the state back, saves, and leaves when told to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+
+from tfdist import differences, progress
+from tfdist.background import Background
+from tfdist.backup_search import FORMAT, Copy, find, say
+from tfdist.data_position import Follower, Position
+from tfdist.errors import ConfigError
+from tfdist.lockstep import Ranks
+from tfdist.storage import SHARED, Storage
+from tfdist.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from tfdist.backup import BackupAndRestore
+
+_NAMED = 5  # differences that a sentence names
+
+
+class BackupSession:
+    """One `fit` that is backed up."""
+
+    def __init__(
+        self,
+        options: BackupAndRestore,
+        storage: Storage,
+        model: keras.Model,
+        ranks: Ranks,
+        arguments: Mapping[str, Any],
+        settle: Callable[[], None],
+        task: str,
+    ):
+        self.callbacks: Sequence[keras.callbacks.Callback] = ()
+        self.follower = Follower(model)
+        self.writer = Background()
+        self.before_validation: Copy | None = None
+        self._options = options
+        self._storage = storage
+        self._model = model
+        self._ranks = ranks
+        self._settle = settle
+        self._strategy = model.distribute_strategy
+        self._found: Copy | None = None
+        self._about: dict[str, Any] = {"fit": dict(arguments), **options._config}
+        self._progress = progress.Progress(task)
+        self._last_logs: Any = None
+        self._saved_at = time.monotonic()
+
+    def find(self) -> None:
+        """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
+        self._found = find(self._storage, self._ranks, self._strategy.num_replicas_in_sync)
+        seed = self._found.manifest["seed"] if self._found else eager_context.global_seed()
+        if seed is None:
+            seed = int(self._ranks.broadcast_number(int.from_bytes(os.urandom(4), "little") >> 1))
+        if eager_context.global_seed() != seed:
+            tf.random.set_seed(seed)
+        self._seed = seed
+        if self._ranks.size > 1:
+            with tf.device("CPU:0"):
+                self._strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
+
+    def begin(self, epochs: int) -> None:
+        """Puts the state back, once Keras has built all variables."""
+        self._state = TrainingState(self._model, self.callbacks)
+        self._about |= {"variables": self._state.form(), **differences.about(self._model)}
+        self._about = json.loads(json.dumps(self._about, default=differences.plain))
+        found = self._found
+        if found is None:
+            self._progress.tell(0, 0)
+            return
+        if different := list(differences.differences(self._about, found.manifest["about"])):
+            more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
+            raise ConfigError(
+                f"The backup {self._storage.path(found.step)} is of another training: {'; '.join(different[:_NAMED])}"
+                f"{more}. To train from the beginning, remove {self._storage.folder!r} or choose another backup_dir."
+            )
+        position = Position(**found.manifest["position"])
+        stops = found.manifest["stop_training"]
+        self._state.put(found.shared, found.own)
+        self._last_logs = found.manifest["logs"]
+        self.follower.resume(position, self._last_logs, self._arrive)
+        # Keras' `fit` takes its first epoch from here.
+        self._model._initial_epoch = epochs if stops and not position.epoch_step else position.epoch
+        self._progress.tell(position.step, position.step)
+        if self._ranks.is_chief:
+            where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
+            say(
+                f"going on from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
+                f"of {self._storage.path(found.step)}"
+            )
+
+    def _arrive(self) -> None:
+        """Puts the state back once more, after what Keras and callbacks do at an epoch's begin."""
+        found, self._found = self._found, None
+        if found and found.manifest["position"]["epoch_step"]:
+            self._state.put(found.shared, found.own)
+            self._model.stop_training = found.manifest["stop_training"]
+
+    def stepped(self, batch: int, steps: int | None, logs: Any) -> None:
+        """Looks, after an execution of steps, whether it is time to save."""
+        self.writer.check()
+        before = self.follower.position.step
+        self.follower.stepped(batch, steps)
+        now = self.follower.position.step
+        self._progress.tell(done=now)
+        self._last_logs = logs
+        freq = self._options.save_freq
+        go, due = self._heard(self._model.train_function)
+        if go:
+            self._leave(self._take())
+        if due or (isinstance(freq, int) and now // freq > before // freq):
+            self._save()
+
+    def ended(self, epoch: int, last: bool) -> None:
+        """Saves at the end of an epoch, if asked to, and of the last one."""
+        self.writer.check()
+        self.follower.next_epoch(epoch)
+        if self._ranks.size == 1 and self._told_to_go:
+            self._leave(self._take())
+        if self._options.save_freq == "epoch" or last or self._model.stop_training:
+            self._save()
+
+    def validate(self) -> None:
+        """Keeps what the training is before a validation, which may have to be left."""
+        if self._options.preemption:
+            self.before_validation = self._take()
+
+    def validated(self, batch: int) -> None:
+        """Leaves a validation if told to."""
+        go, _ = self._heard(self._model.test_function)
+        if go and self.before_validation:
+            self._leave(self.before_validation)
+
+    def finish(self) -> None:
+        """Waits for the last backup, and removes what is too old."""
+        self.writer.finish()
+        self._ranks.barrier()
+        self._storage.clean()
+
+    @property
+    def _told_to_go(self) -> bool:
+        return bool(self._options.preemption and self._options.preemption.noticed)
+
+    def _heard(self, function: Any) -> tuple[bool, bool]:
+        """Returns whether to save and go, and whether it is time to save; all ranks the same at the same step."""
+        seconds = self._options.save_every_seconds
+        due = bool(self._ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
+        if self._ranks.size == 1:
+            return self._told_to_go, due
+        heard = getattr(function, "heard", None)
+        if self._told_to_go or due:
+            self._strategy.notes.assign([float(self._told_to_go), float(due)])
+        if heard is None:
+            return False, False
+        go, due = (heard.numpy() > 0).tolist()
+        return go, due
+
+    def _take(self) -> Copy:
+        self._settle()
+        position = self.follower.position
+        shared, own = self._state.take()
+        manifest = {
+            "format": FORMAT,
+            "tasks": self._ranks.size,
+            "replicas": self._strategy.num_replicas_in_sync,
+            "position": dataclasses.asdict(position),
+            "stop_training": bool(self._model.stop_training),
+            "logs": {name: _number(value) for name, value in (self._last_logs or {}).items()},
+            "seed": self._seed,
+            "about": self._about,
+        }
+        return Copy(position.step, manifest, shared, own)
+
+    def _save(self) -> None:
+        self.writer.finish()
+        copy = self._take()
+        self._saved_at = time.monotonic()
+        if self._ranks.size > 1:
+            self._strategy.notes.assign([float(self._told_to_go), 0.0])
+        self.writer.start(lambda: self._write(copy))
+
+    def _leave(self, copy: Copy) -> None:
+        """Saves, and ends this process with the exit code that asks for another start."""
+        self.writer.finish()
+        self._write(copy)
+        if self._ranks.is_chief:
+            say(f"told to end (SIGTERM): saved at step {copy.step}")
+        sys.exit(progress.PREEMPTED)
+
+    def _write(self, copy: Copy) -> None:
+        storage = self._storage
+        storage.write_part(copy.step, storage.part, copy.own)
+        if self._ranks.is_chief:
+            storage.write_part(copy.step, SHARED, copy.shared)
+            storage.write_manifest(copy.step, copy.manifest, self._options.keep)
+            self._progress.tell(saved=copy.step)
+        else:
+            storage.clean()
+
+
+def _number(value: Any) -> Any:
+    return float(value) if keras.ops.is_tensor(value) or hasattr(value, "item") else value

@@ -1,0 +1,65 @@
+"""Hears SIGTERM, by which clusters announce that a task must go, wherever the main thread is.
+
+Python runs a signal's handler in the main thread, which may be waiting in TensorFlow for a peer; and TensorFlow, under
+several workers, takes SIGTERM for itself. So the signal is read from a pipe, by a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from tfdist import progress
+
+_SHARE = 0.9  # of the grace, after which a save that has not come to an end is given up
+
+
+class Preemption:
+    """Whether this process has been told to go.
+
+    Outside of a training the first SIGTERM ends the process at once, with exit code 75. In one it is noted, and the process
+    ends with that code when the grace is nearly over, unless it has ended by then. A second SIGTERM ends it at once.
+
+    Args:
+        grace_seconds: How long the process may take to end.
+
+    Attributes:
+        noticed: Whether SIGTERM has come.
+        training: Whether a training looks at `noticed` between its steps.
+    """
+
+    def __init__(self, grace_seconds: float = 25.0):
+        self.grace_seconds = grace_seconds
+        self.noticed = False
+        self.training = False
+        self._pipe: tuple[int, int] | None = None
+
+    def listen(self) -> None:
+        """Takes SIGTERM over, again if somebody else has taken it meanwhile. Only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._pipe is None:
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
+            threading.Thread(target=self._hear, args=(self._pipe[0],), name="preemption", daemon=True).start()
+        # The handler itself does nothing: by the time that Python calls it, the thread has read the signal.
+        signal.signal(signal.SIGTERM, _ignore)
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+
+    def _hear(self, pipe: int) -> None:
+        while True:
+            if os.read(pipe, 1)[0] != signal.SIGTERM:
+                continue
+            if self.noticed:
+                os._exit(128 + signal.SIGTERM)
+            self.noticed = True
+            if not self.training:
+                os._exit(progress.PREEMPTED)
+            timer = threading.Timer(_SHARE * self.grace_seconds, os._exit, [progress.PREEMPTED])
+            timer.daemon = True
+            timer.start()
+
+
+def _ignore(*_: object) -> None:
+    pass

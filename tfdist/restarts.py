@@ -1,0 +1,66 @@
+"""When a supervisor starts a failed run again, and when it gives up. No TensorFlow here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_SAME_STEP = 3  # failures at one step, after which the step itself must be what fails
+_LONGEST_DELAY = 30.0  # seconds
+
+
+class Restarts:
+    """A budget of restarts, which refills after steady progress.
+
+    Args:
+        limit: Restarts to spend.
+        refill_seconds: After so long without a failure, and further than at the last one, all of it is there again.
+        clock: Returns seconds. Injected so that tests need not wait.
+
+    Attributes:
+        limit: As given.
+        spent: Restarts spent of it.
+        total: Restarts so far.
+    """
+
+    def __init__(self, limit: int, refill_seconds: float = 600.0, clock: Callable[[], float] = time.monotonic):
+        self.limit = limit
+        self.spent = 0
+        self.total = 0
+        self._refill_seconds = refill_seconds
+        self._clock = clock
+        self._last = clock()  # failure
+        self._step: int | None = None  # of the last failure
+        self._same = 0  # failures there, one after the other
+        self._stuck = 0  # restarts without progress
+
+    def failed(self, step: int | None) -> str:
+        """Judges a failure.
+
+        Args:
+            step: The training steps done by then, or None if none had been begun.
+
+        Returns:
+            An empty text if the run is to be started again, else the reason why it is not.
+        """
+        now, before = self._clock(), self._step
+        progressed = step is not None and (before is None or step > before)
+        if progressed and now - self._last >= self._refill_seconds:
+            self.spent = 0
+        self._last = now
+        if step is not None:
+            self._same = self._same + 1 if step == before else 1
+            self._step = step
+        self._stuck = 0 if progressed else self._stuck + 1
+        if step is not None and self._same == _SAME_STEP and self.limit:
+            return f"it has failed {_SAME_STEP} times at step {step}"
+        if self.spent == self.limit:
+            return f"all {self.limit} restarts are spent" if self.limit else "no restarts are allowed"
+        self.spent += 1
+        self.total += 1
+        return ""
+
+    @property
+    def delay(self) -> float:
+        """Seconds to wait before the next start: none after progress, then 1, 2, 4, ..., at most 30."""
+        return min(2.0 ** (self._stuck - 1), _LONGEST_DELAY) if self._stuck else 0.0

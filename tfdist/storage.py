@@ -1,0 +1,246 @@
+"""Backups on disk, or wherever `tf.io.gfile` reaches: written by all ranks, valid once the manifest is there.
+
+    backup/checkpoint                     names the backups, in TensorFlow's form
+    backup/step-400/shared.{index,data}   what all ranks share, written by the chief
+    backup/step-400/rank-1.{index,data}   what rank 1 alone holds, written by it
+    backup/step-400/manifest.json         names all other files, with sizes and checksums; written last, by the chief
+
+The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
+and the manifest holds a checksum of each index: whatever is torn or flipped shows. A part's index appears when the part is
+whole, so the chief need only wait for all indices. No rank deletes another's files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.errors import BackupError
+
+MANIFEST = "manifest.json"
+SHARED = "shared"
+_STATE_FILE = "checkpoint"
+_STEP = re.compile(r"step-(\d+)/?")
+_PARTS_TIMEOUT = 300.0  # seconds
+
+
+class Torn(Exception):
+    """Why a backup is not whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """The backups of one training.
+
+    Args:
+        folder: Where they are; all ranks must see the same.
+        rank: This task's number among `ranks`; 0 is the chief.
+        ranks: The number of tasks.
+    """
+
+    folder: str
+    rank: int
+    ranks: int
+
+    @property
+    def part(self) -> str:
+        """The name of this rank's part."""
+        return f"rank-{self.rank}"
+
+    def steps(self) -> list[int]:
+        """Returns the steps of all backups, whole or not, the newest first."""
+        if not tf.io.gfile.isdir(self.folder):
+            return []
+        found = map(_STEP.fullmatch, tf.io.gfile.listdir(self.folder))
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def completed(self) -> set[int]:
+        """Returns the steps of the backups that were whole once."""
+        try:
+            state = tf.train.get_checkpoint_state(self.folder)
+        except (tf.errors.OpError, ValueError):
+            state = None
+        named = {int(step) for path in getattr(state, "all_model_checkpoint_paths", ()) for step in _STEP.findall(path)}
+        return named | {step for step in self.steps() if self._has_manifest(step)}
+
+    def path(self, step: int, name: str = "") -> str:
+        """Returns the path of a backup, or of one of its files."""
+        return os.path.join(self.folder, f"step-{step}", name) if name else os.path.join(self.folder, f"step-{step}")
+
+    def write_part(self, step: int, part: str, tensors: Mapping[str, Any]) -> None:
+        """Writes a part: `shared`, or `rank-<rank>`.
+
+        Raises:
+            BackupError: It cannot be written.
+        """
+        prefix = self.path(step, part)
+        try:
+            tf.io.gfile.makedirs(self.path(step))
+            names = list(tensors)
+            with tf.device("CPU:0"):
+                tf.raw_ops.SaveV2(
+                    prefix=prefix,
+                    tensor_names=names,
+                    shape_and_slices=[""] * len(names),
+                    tensors=[tf.convert_to_tensor(tensors[name]) for name in names],
+                )
+        except (tf.errors.OpError, OSError) as e:
+            raise _unwritten(prefix, e) from e
+
+    def read_part(self, step: int, part: str) -> dict[str, np.ndarray]:
+        """Returns what `write_part` wrote.
+
+        Raises:
+            Torn: Some of it cannot be read, or is not what was written.
+        """
+        prefix = self.path(step, part)
+        try:
+            reader = tf.train.load_checkpoint(prefix)
+            return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+        except Exception as e:  # TensorFlow raises what it likes on a damaged file
+            raise Torn(f"{prefix} cannot be read: {_first_line(e)}") from e
+
+    def write_manifest(self, step: int, values: Mapping[str, Any], keep: int) -> None:
+        """Makes a backup valid, once all ranks have written their parts; removes what is too old. On the chief.
+
+        Args:
+            step: Its step.
+            values: What to write into the manifest.
+            keep: How many backups to keep.
+
+        Raises:
+            BackupError: It cannot be written, or another rank's part does not come within 300 s.
+        """
+        path = self.path(step, MANIFEST)
+        try:
+            files: dict[str, Any] = {}
+            for part in (SHARED, *(f"rank-{rank}" for rank in range(self.ranks))):
+                self._await_index(step, part)
+                for data in tf.io.gfile.glob(self.path(step, f"{part}.data-?????-of-?????")):
+                    files[os.path.basename(data)] = {"bytes": tf.io.gfile.stat(data).length}
+                index = self._bytes(step, f"{part}.index")
+                files[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
+            body = json.loads(json.dumps({**values, "files": files}))  # as it will be read
+            body["crc32"] = _checksum(body)
+            with tf.io.gfile.GFile(path + ".partial", "w") as file:
+                file.write(json.dumps(body, indent=1))
+            tf.io.gfile.rename(path + ".partial", path, overwrite=True)
+            whole = [s for s in self.steps() if self._has_manifest(s)]
+            kept = [self.path(s, SHARED) for s in sorted(whole[:keep])]
+            tf.compat.v1.train.update_checkpoint_state(self.folder, kept[-1], kept)
+            for old in whole[keep:]:
+                self.remove(old)
+        except (tf.errors.OpError, OSError) as e:
+            raise _unwritten(path, e) from e
+
+    def read_manifest(self, step: int) -> dict[str, Any]:
+        """Returns a backup's manifest, once its files are there and have the sizes it names.
+
+        Raises:
+            Torn: It is not whole.
+        """
+        try:
+            body = json.loads(self._bytes(step, MANIFEST))
+        except (tf.errors.OpError, OSError, ValueError) as e:
+            raise Torn(f"{self.path(step, MANIFEST)} cannot be read: {_first_line(e)}") from e
+        if not isinstance(body, dict) or body.pop("crc32", None) != _checksum(body):
+            raise Torn(f"{self.path(step, MANIFEST)} is not what was written")
+        for name, expected in body["files"].items():
+            path = self.path(step, name)
+            try:
+                size = tf.io.gfile.stat(path).length
+                whole = size == expected["bytes"] and expected.get("crc32") in (
+                    None,
+                    "crc32" in expected and zlib.crc32(self._bytes(step, name)),
+                )
+            except (tf.errors.OpError, OSError) as e:
+                raise Torn(f"{path} is missing") from e
+            if not whole:
+                raise Torn(f"{path} is not what was written")
+        return body
+
+    def clean(self, after: int | None = None) -> None:
+        """Removes this rank's files from backups that do not count.
+
+        Args:
+            after: The backup that the training goes on from: those after it do not count. None means that those without
+                a manifest before the newest one with a manifest do not.
+        """
+        steps = self.steps()
+        if after is None:
+            newest = next((step for step in steps if self._has_manifest(step)), 0)
+            useless = [step for step in steps if step < newest and not self._has_manifest(step)]
+        else:
+            useless = [step for step in steps if step > after]
+        for step in useless:
+            self.remove(step)
+
+    def remove(self, step: int) -> None:
+        """Removes this rank's files of a backup, and its folder once that is empty."""
+        if self.rank == 0:  # first, so that no reader takes what is left for a backup
+            self._remove_file(self.path(step, MANIFEST))
+        mine = (f"{self.part}.", *((f"{SHARED}.", MANIFEST) if self.rank == 0 else ()))
+        try:
+            for name in tf.io.gfile.listdir(self.path(step)):
+                if name.startswith(mine):
+                    self._remove_file(self.path(step, name))
+            if not tf.io.gfile.listdir(self.path(step)):
+                tf.io.gfile.rmtree(self.path(step))
+        except tf.errors.NotFoundError:  # another rank was the last one
+            pass
+
+    def remove_all(self) -> None:
+        """Removes this rank's files of all backups; the chief, their list, too."""
+        if self.rank == 0:
+            self._remove_file(os.path.join(self.folder, _STATE_FILE))
+        for step in self.steps():
+            self.remove(step)
+        try:
+            if not tf.io.gfile.listdir(self.folder):
+                tf.io.gfile.rmtree(self.folder)
+        except tf.errors.NotFoundError:
+            pass
+
+    def _has_manifest(self, step: int) -> bool:
+        return tf.io.gfile.exists(self.path(step, MANIFEST))
+
+    def _remove_file(self, path: str) -> None:
+        try:
+            tf.io.gfile.remove(path)
+        except tf.errors.NotFoundError:
+            pass
+
+    def _bytes(self, step: int, name: str) -> bytes:
+        with tf.io.gfile.GFile(self.path(step, name), "rb") as file:
+            return file.read()
+
+    def _await_index(self, step: int, part: str) -> None:
+        deadline = time.monotonic() + _PARTS_TIMEOUT
+        while not tf.io.gfile.exists(self.path(step, f"{part}.index")):
+            if time.monotonic() > deadline:
+                raise BackupError(
+                    f"{self.path(step, part)}.index has not come within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
+                    f"folder {self.folder!r}? backup_dir must be one that they share."
+                )
+            time.sleep(0.01)
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def _unwritten(path: str, error: Exception) -> BackupError:
+    return BackupError(f"The backup {path} could not be written: {_first_line(error)}. The backup before it is left.")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,160 @@
+"""All that a training consists of between two steps: variables, and what callbacks remember."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import refusals
+from tfdist.moving_statistics import MovingStatistics
+
+# What Keras' own callbacks remember from one step or epoch to another.
+_REMEMBERED: Mapping[type, Sequence[str]] = {
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"),
+    keras.callbacks.History: ("epoch", "history"),
+}
+_REST = "rest"  # what is no tensor, as JSON
+_ARRAY = "array:"
+
+
+class TrainingState:
+    """The state of a model in training, which can be taken and put back.
+
+    Args:
+        model: Built and compiled, its metrics, too.
+        callbacks: Those of the training on this rank. Besides Keras' own, those count that have `state_dict()`, which
+            returns plain values and arrays, and `load_state_dict(state)`.
+    """
+
+    def __init__(self, model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]):
+        self._strategy = model.distribute_strategy
+        self._statistics: MovingStatistics = self._strategy.statistics
+        self._callbacks = dict(_named(callbacks))
+        self._variables = dict(_variables(model))
+        slots = {id(v.value) for optimizer in refusals.optimizers(model) for v in optimizer.variables}
+        self._own = {
+            name
+            for name, variable in self._variables.items()
+            if _differs_between_replicas(variable, is_slot=id(variable) in slots)
+        }
+
+    def form(self) -> dict[str, str]:
+        """Returns each variable's shape and type, by name."""
+        return {name: f"{v.dtype.name}{list(v.shape)}" for name, v in self._variables.items()}
+
+    def take(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Returns what all ranks share, and what is this rank's own.
+
+        On a CPU nothing is copied here: TensorFlow copies a variable whose value is held when it next changes it.
+        """
+        shared: dict[str, tf.Tensor] = {}
+        own: dict[str, tf.Tensor] = {}
+        with tf.device("CPU:0"):
+            for name, variable in self._variables.items():
+                components = self._components(variable)
+                if name in self._own:
+                    own |= {f"{name}/{number}": tf.identity(value) for number, value in enumerate(components)}
+                else:
+                    shared[name] = tf.identity(components[0])
+            arrays: dict[str, np.ndarray] = {}
+            remembered = {name: _packed(_remembered(c), name, arrays) for name, c in self._callbacks.items()}
+            rest = {"callbacks": remembered, "synchronized": self._statistics.synchronized}
+            own |= {_ARRAY + name: tf.convert_to_tensor(array) for name, array in arrays.items()}
+            own[_REST] = tf.constant(json.dumps(rest))
+        return shared, own
+
+    def put(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> None:
+        """Puts back what `take` returned, read from a backup of a training of the same form."""
+        for name, variable in self._variables.items():
+            for number, component in enumerate(self._components(variable)):
+                component.assign(own[f"{name}/{number}"] if name in self._own else shared[name])
+        rest = json.loads(bytes(own[_REST]))
+        arrays = {name.removeprefix(_ARRAY): value for name, value in own.items() if name.startswith(_ARRAY)}
+        for name, callback in self._callbacks.items():
+            if name in rest["callbacks"]:
+                _remind(callback, _unpacked(rest["callbacks"][name], arrays))
+        self._statistics.synchronized = rest["synchronized"]
+
+    def _components(self, variable: tf.Variable) -> Sequence[tf.Variable]:
+        return self._strategy.experimental_local_results(variable)
+
+
+def _variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
+    """Yields every variable once, by a name that is the same in the next run of the same program."""
+    optimizers = refusals.optimizers(model)
+    known = [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]
+    found = [(variable.path, variable.value) for variable in known]
+    for root in (model, *optimizers):  # those that the user, or a compressor, made without Keras
+        tracked = tf.train.TrackableView(root).descendants()
+        found += [(each.name, each) for each in tracked if isinstance(each, tf.Variable)]
+    unique = {id(variable): (name, variable) for name, variable in reversed(found)}
+    for number, (name, variable) in enumerate(reversed(unique.values())):
+        yield f"{number}/{name}", variable
+
+
+def _differs_between_replicas(variable: tf.Variable, is_slot: bool) -> bool:
+    """Whether each replica has a value of its own: statistics, metrics, seeds, and what a step counts for itself."""
+    if getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ:
+        return True
+    return not is_slot and not variable.trainable and variable.aggregation == tf.VariableAggregation.NONE
+
+
+def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+    """Yields the callbacks that remember anything, by their class and their number within it."""
+    counts: dict[str, int] = {}
+    for callback in callbacks:
+        if hasattr(callback, "state_dict") or isinstance(callback, tuple(_REMEMBERED)):
+            name = type(callback).__qualname__
+            counts[name] = counts.get(name, 0) + 1
+            yield f"{name}-{counts[name]}", callback
+
+
+def _remembered(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for kind, names in _REMEMBERED.items():
+        if isinstance(callback, kind):
+            # In a list of their own, as training changes them while they are written.
+            state |= {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+    if hasattr(callback, "state_dict"):
+        state["state_dict"] = callback.state_dict()
+    return state
+
+
+def _remind(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
+    if "state_dict" in state:
+        callback.load_state_dict(state.pop("state_dict"))
+    for name, value in state.items():
+        setattr(callback, name, value)
+
+
+def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+    """Returns a value as JSON has it, its arrays by name, which are put into `arrays`."""
+    if isinstance(value, Mapping):
+        return {str(key): _packed(each, f"{name}/{key}", arrays) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_packed(each, f"{name}/{number}", arrays) for number, each in enumerate(value)]
+    if isinstance(value, np.generic) and not isinstance(value, np.str_):
+        return value.item() if isinstance(value, (np.floating, np.integer, np.bool_)) else str(value)
+    if isinstance(value, (np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
+        arrays[name] = np.array(value)
+        return {_ARRAY: name}
+    return value
+
+
+def _unpacked(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    if isinstance(value, dict):
+        return (
+            arrays[value[_ARRAY]]
+            if set(value) == {_ARRAY}
+            else {key: _unpacked(each, arrays) for key, each in value.items()}
+        )
+    return [_unpacked(each, arrays) for each in value] if isinstance(value, list) else value
