@@ -277,3 +277,110 @@ def test_in_python_the_failure_is_kept_and_the_signal_handlers_are_put_back(tmp_
     assert launcher.failure == Failure(TaskSpec("worker", 0), 3, "oh no")
     assert b"[worker:0] oh no\n" in output.getvalue()
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+LIFE = "LIFE = int(pathlib.Path(os.environ['TFDIST_PROGRESS'], 'restarts').read_text())\n"
+# As a training does.
+TELL = """
+from tfdist.progress import Progress
+tell = Progress(f"{TASK['type']}-{TASK['index']}").tell
+"""
+
+
+def test_a_failed_run_starts_again_as_a_whole(job):
+    code = f"""{LIFE}{TELL}
+print("life", LIFE, flush=True)
+if LIFE == 2:
+    sys.exit(0)
+tell(412, 400)
+if TASK["index"] == 0: sleep_for_ever()
+await_file("logs/worker-0.log")
+tell(412 + LIFE)
+if LIFE == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+raise ValueError("cannot read shard 7")
+"""
+    assert job.run(code, "--workers=2", "--max_restarts=3") == 0
+    said = [line for line in job.output().splitlines() if line.startswith("tfdist: ")]
+    log = f"Full output: {pathlib.Path('logs/worker-1.log')}"
+    assert said == [
+        f"tfdist: worker:1 lost at step 412 (killed by SIGKILL); restart 1/3 from step 400. {log}",
+        "tfdist: worker:1 lost at step 413 (exit code 1: ValueError: cannot read shard 7); restart 2/3 from step 400. "
+        f"{log}",
+    ]
+    for task in ("worker-0", "worker-1"):
+        assert [line for line in job.log(task).splitlines() if "life" in line] == ["life 0", "life 1", "life 2"]
+    assert not job.alive()
+
+
+def test_restarts_that_are_spent_are_said(job):
+    assert job.run("sys.exit(7)", "--max_restarts=1") == 7
+    assert "worker:0 lost (exit code 7); restart 1/1 from step 0" in job.output()
+    assert "worker:0 failed with exit code 7; all 1 restarts are spent; ending all tasks" in job.output()
+
+
+def test_a_step_that_fails_three_times_ends_the_run(job):
+    assert job.run(f"{TELL}tell(12, 10)\nos.abort()", "--max_restarts=9") == 128 + signal.SIGABRT
+    assert job.output().count("restart ") == 2
+    assert "worker:0 was killed by SIGABRT; it has failed 3 times at step 12; ending all tasks" in job.output()
+
+
+def test_a_faulty_configuration_is_not_tried_again(job):
+    assert job.run("sys.exit(2)", "--max_restarts=3") == 2
+    assert "a faulty command line or configuration stays so" in job.output()
+
+
+def test_a_worker_of_parameter_servers_is_started_again_alone(job):
+    code = f"""{LIFE}
+if TASK["type"] == "worker" and TASK["index"] == 1 and LIFE == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("life", LIFE, flush=True)
+if TASK["type"] == "chief":
+    await_file("logs/worker-1.log")
+    sys.exit(0)
+time.sleep(300)
+"""
+    assert job.run(code, "--workers=2", "--ps=1", "--max_restarts=3") == 0
+    assert "worker:1 lost (killed by SIGKILL); restart 1/3 from step 0, of worker:1 alone" in job.output()
+    assert job.log("worker-1") == "life 1\n"
+    assert job.log("worker-0") == job.log("ps-0") == "life 0\n"
+
+
+@pytest.mark.parametrize("task", ["chief", "ps"])
+def test_parameter_servers_start_again_as_a_whole_when_chief_or_server_fails(job, task):
+    code = f"""{LIFE}
+if LIFE == 0 and TASK["type"] == "{task}":
+    os.kill(os.getpid(), signal.SIGKILL)
+if LIFE and TASK["type"] == "chief":
+    sys.exit(0)
+time.sleep(300)
+"""
+    assert job.run(code, "--workers=1", "--ps=1", "--max_restarts=3") == 0
+    assert f"{task}:0 lost (killed by SIGKILL); restart 1/3 from step 0" in job.output()
+    assert not job.alive()
+
+
+def test_tasks_that_are_told_to_go_are_started_again_without_spending_a_restart(job):
+    code = f"{LIFE}{TELL}tell(5, 5)\nsys.exit(75 if LIFE < 2 else 0)"
+    assert job.run(code, "--workers=2", "--max_restarts=1") == 0
+    assert job.output().count("was told to end (SIGTERM) at step 5; starting again from step 5") == 2
+
+
+def test_tasks_that_are_told_to_go_say_so_by_the_exit_code(job):
+    assert job.run("sys.exit(75)", "--workers=2") == 75
+
+
+def test_a_supervisor_that_is_told_to_go_gives_its_tasks_exit_code(job):
+    code = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nsleep_for_ever()"
+    process = job.start(code, "--workers=2", "--max_restarts=3")
+    until(lambda: job.output().count("ready") == 2)
+    process.terminate()
+    assert process.wait(timeout=30) == 75
+    assert "starting again" not in job.output()
+
+
+def test_ctrl_c_ends_the_wait_for_a_restart(job):
+    process = job.start("sys.exit(1)", "--max_restarts=99")
+    until(lambda: "restart 4/99" in job.output())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=5) == 128 + signal.SIGINT

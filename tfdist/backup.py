@@ -110,8 +110,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Takes the callbacks of the training, whose state is backed up, too. For the Trainer."""
-        assert self._session is not None  # noqa: S101 (for the type checker)
-        self._session.callbacks = callbacks
+        self._active.watch(callbacks)
 
     def delete(self) -> None:
         """Removes the backups of trainings that have come to their end, unless `delete_checkpoint=False`."""

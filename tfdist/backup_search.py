@@ -107,14 +107,14 @@ def _check_folder(storage: Storage, ranks: Ranks) -> None:
 
 
 def _check_cluster(storage: Storage, step: int, manifest: Mapping[str, Any], tasks: int, replicas: int) -> None:
-    now = {"format": FORMAT, "tasks": tasks, "replicas": replicas}
-    then = {name: manifest.get(name) for name in now}
-    if now != then:
+    remedy = f"or, to train from the beginning, remove {storage.folder!r} or choose another backup_dir."
+    path, then = storage.path(step), (manifest.get("tasks"), manifest.get("replicas"))
+    if manifest.get("format") != FORMAT:
+        raise ConfigError(f"The backup {path} was written by another version of tfdist. Go on with that one; {remedy}")
+    if then != (tasks, replicas):
         raise ConfigError(
-            f"The backup {storage.path(step)} is of {then['tasks']} tasks with {then['replicas']} replicas together "
-            f"(format {then['format']}), and this run has {now['tasks']} tasks with {now['replicas']} replicas "
-            f"(format {now['format']}). Start as many as before; or, to train from the beginning, remove "
-            f"{storage.folder!r} or choose another backup_dir."
+            f"The backup {path} is of {then[0]} tasks with {then[1]} replicas together, and this run has {tasks} tasks with "
+            f"{replicas}. Start as many as before (another number cannot go on yet); {remedy}"
         )
 
 

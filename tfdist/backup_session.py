@@ -42,7 +42,7 @@ class BackupSession:
         settle: Callable[[], None],
         task: str,
     ):
-        self.callbacks: Sequence[keras.callbacks.Callback] = ()
+        self._callbacks: Sequence[keras.callbacks.Callback] = ()
         self.follower = Follower(model)
         self.writer = Background()
         self.before_validation: Copy | None = None
@@ -71,10 +71,20 @@ class BackupSession:
             with tf.device("CPU:0"):
                 self._strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
 
+    def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """Takes the training's callbacks; logs in files go on where the backup was."""
+        self._callbacks = callbacks
+        if self._found:
+            for callback in callbacks:
+                if isinstance(callback, keras.callbacks.CSVLogger):
+                    callback.append = True
+                    _cut_log(callback.filename, callback.sep, self._found.manifest["position"]["epoch"])
+
     def begin(self, epochs: int) -> None:
         """Puts the state back, once Keras has built all variables."""
-        self._state = TrainingState(self._model, self.callbacks)
-        self._about |= {"variables": self._state.form(), **differences.about(self._model)}
+        self._state = TrainingState(self._model, self._callbacks)
+        # In this order, as what comes last follows from what comes first.
+        self._about |= {**differences.about(self._model), "variables": self._state.form()}
         self._about = json.loads(json.dumps(self._about, default=differences.plain))
         found = self._found
         if found is None:
@@ -90,9 +100,8 @@ class BackupSession:
         stops = found.manifest["stop_training"]
         self._state.put(found.shared, found.own)
         self._last_logs = found.manifest["logs"]
-        self.follower.resume(position, self._last_logs, self._arrive)
-        # Keras' `fit` takes its first epoch from here.
-        self._model._initial_epoch = epochs if stops and not position.epoch_step else position.epoch
+        first = epochs if stops and not position.epoch_step else position.epoch
+        self.follower.resume(position, first, self._last_logs, self._arrive)
         self._progress.tell(position.step, position.step)
         if self._ranks.is_chief:
             where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
@@ -212,3 +221,13 @@ class BackupSession:
 
 def _number(value: Any) -> Any:
     return float(value) if keras.ops.is_tensor(value) or hasattr(value, "item") else value
+
+
+def _cut_log(path: str, separator: str, epoch: int) -> None:
+    """Removes the rows of a CSVLogger from an epoch on, which is trained again."""
+    if tf.io.gfile.exists(path):
+        with tf.io.gfile.GFile(path) as file:
+            lines = file.read().splitlines(keepends=True)
+        kept = lines[:1] + [line for line in lines[1:] if int(line.split(separator)[0]) < epoch]
+        with tf.io.gfile.GFile(path, "w") as file:
+            file.write("".join(kept))

@@ -21,6 +21,7 @@ KERAS_SYMBOLIC_BUILD = "_maybe_symbolic_build"
 KERAS_LOGS = "_get_metrics_result_or_logs"
 KERAS_ENUMERATE = "_enumerate_iterator"
 KERAS_GET_ITERATOR = "_get_iterator"
+KERAS_INITIAL_EPOCH = "_initial_epoch"
 KERAS_STEPS_SEEN = "_steps_seen"
 
 
@@ -69,17 +70,20 @@ class Follower:
         finally:
             for name in (KERAS_SYMBOLIC_BUILD, KERAS_LOGS):
                 vars(self._model).pop(name, None)
+            setattr(self._model, KERAS_INITIAL_EPOCH, None)
 
-    def resume(self, position: Position, logs: Any, arrive: Callable[[], Any]) -> None:
+    def resume(self, position: Position, first_epoch: int, logs: Any, arrive: Callable[[], Any]) -> None:
         """Makes the loop go on from a place. Call it in `on_train_begin`.
 
         Args:
             position: The place.
+            first_epoch: The epoch to begin with, from 0; that of the place, unless no further one is wanted.
             logs: The logs of the last step before it, in case there are no further ones in its epoch.
             arrive: Called there, after all that Keras does to begin an epoch and a pass over the data.
         """
         self.position = position
         self._resumes, self._arrive = True, arrive
+        setattr(self._model, KERAS_INITIAL_EPOCH, first_epoch)
         if position.epoch_step:
             setattr(self._model, KERAS_LOGS, functools.partial(self._logs, logs))
 

@@ -18,7 +18,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from tfdist.errors import BackupError
 MANIFEST = "manifest.json"
 SHARED = "shared"
 _STATE_FILE = "checkpoint"
+_PARTIAL = ".partial"
 _STEP = re.compile(r"step-(\d+)/?")
 _PARTS_TIMEOUT = 300.0  # seconds
 
@@ -131,16 +132,24 @@ class Storage:
                 files[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
             body = json.loads(json.dumps({**values, "files": files}))  # as it will be read
             body["crc32"] = _checksum(body)
-            with tf.io.gfile.GFile(path + ".partial", "w") as file:
-                file.write(json.dumps(body, indent=1))
-            tf.io.gfile.rename(path + ".partial", path, overwrite=True)
+            self._replace(path, json.dumps(body, indent=1))
             whole = [s for s in self.steps() if self._has_manifest(s)]
-            kept = [self.path(s, SHARED) for s in sorted(whole[:keep])]
-            tf.compat.v1.train.update_checkpoint_state(self.folder, kept[-1], kept)
+            self._name_all(sorted(whole[:keep]))
             for old in whole[keep:]:
                 self.remove(old)
         except (tf.errors.OpError, OSError) as e:
             raise _unwritten(path, e) from e
+
+    def _name_all(self, steps: Sequence[int]) -> None:
+        # As TensorFlow would, but relative to the folder, which may be moved.
+        paths = [json.dumps(f"step-{step}/{SHARED}") for step in steps]
+        lines = [f"model_checkpoint_path: {paths[-1]}", *(f"all_model_checkpoint_paths: {path}" for path in paths)]
+        self._replace(os.path.join(self.folder, _STATE_FILE), "\n".join(lines) + "\n")
+
+    def _replace(self, path: str, text: str) -> None:
+        with tf.io.gfile.GFile(path + _PARTIAL, "w") as file:
+            file.write(text)
+        tf.io.gfile.rename(path + _PARTIAL, path, overwrite=True)
 
     def read_manifest(self, step: int) -> dict[str, Any]:
         """Returns a backup's manifest, once its files are there and have the sizes it names.
@@ -201,7 +210,8 @@ class Storage:
     def remove_all(self) -> None:
         """Removes this rank's files of all backups; the chief, their list, too."""
         if self.rank == 0:
-            self._remove_file(os.path.join(self.folder, _STATE_FILE))
+            for name in (_STATE_FILE, _STATE_FILE + _PARTIAL):
+                self._remove_file(os.path.join(self.folder, name))
         for step in self.steps():
             self.remove(step)
         try:
@@ -239,8 +249,9 @@ def _checksum(body: Mapping[str, Any]) -> int:
 
 
 def _unwritten(path: str, error: Exception) -> BackupError:
-    return BackupError(f"The backup {path} could not be written: {_first_line(error)}. The backup before it is left.")
+    return BackupError(f"The backup {path} could not be written: {_first_line(error)}. The backups before it are left.")
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\{\{function_node .*?\}\} | \[Op:\w+\]", "", text)

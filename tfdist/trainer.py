@@ -308,7 +308,7 @@ class Trainer:
             if isinstance(callback, keras.callbacks.BackupAndRestore) and self._ranks.size > 1:
                 raise ConfigError(
                     "keras.callbacks.BackupAndRestore lets every worker overwrite the others' backup and repeats "
-                    "steps after a restore; take it out of callbacks."
+                    "steps after a restore; use tfdist.BackupAndRestore."
                 )
         return lockstep.wrap(given, self.strategy, self._ranks)
 

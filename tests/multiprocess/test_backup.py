@@ -1,0 +1,177 @@
+"""Processes that are killed at any moment: the finished run equals the one that was never interrupted."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import pathlib
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.multiprocess import harness
+from tfdist.cluster import local_cluster
+from tfdist.launch import Launcher
+from tfdist.storage import Storage
+
+pytestmark = pytest.mark.timeout(900)
+
+WORKERS = {"mirrored": 1, "multi_worker_mirrored": 2}
+STEPS, SAVE_FREQ, EPOCHS = 10, 7, 3
+
+
+def run(strategy: str, out: pathlib.Path, workers: int = 0, ps: int = 0, max_restarts: int = 9, **options: Any):
+    """Runs `backup_program`; returns the exit code, what was shown, and each rank's results."""
+    command = [sys.executable, "-m", "tests.multiprocess.backup_program", strategy, str(out), json.dumps(options)]
+    environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    shown = io.BytesIO()
+    workers = workers or WORKERS[strategy]
+    launcher = Launcher(
+        ["timeout", "-k", "5", "300", *command],
+        local_cluster(workers, ps),
+        out / "logs",
+        environ,
+        output=shown,
+        max_restarts=max_restarts,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    code = launcher.run()
+    text = shown.getvalue().decode()
+    return code, text, [harness.load(out, rank) for rank in range(1 if ps else workers)] if code == 0 else []
+
+
+def differences(mine: Any, other: Any, path: str = "") -> list[str]:
+    """Names what is not equal to the bit."""
+    if isinstance(other, dict):
+        if set(mine) != set(other):
+            return [f"{path}: {sorted(mine)} and {sorted(other)}"]
+        return [d for key in other for d in differences(mine[key], other[key], f"{path}/{key}")]
+    if isinstance(other, (list, tuple)):
+        if len(mine) != len(other):
+            return [f"{path}: {len(mine)} and {len(other)}"]
+        return [d for i, (a, b) in enumerate(zip(mine, other, strict=True)) for d in differences(a, b, f"{path}/{i}")]
+    equal = np.array_equal(np.asarray(mine), np.asarray(other), equal_nan=np.asarray(other).dtype.kind == "f")
+    return [] if equal else [f"{path}: {mine} and {other}"]
+
+
+def check_equal(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for mine, other in zip(results, expected, strict=True):
+        assert differences(trained(mine), trained(other)) == []
+
+
+def trained(results: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in results.items() if name not in ("restarts", "saved")}
+
+
+def lives(out: pathlib.Path, rank: int = 0) -> list[list[int]]:
+    """Returns the steps of each life, numbered from the begin of the training."""
+    found: dict[int, list[int]] = {}
+    for line in (out / f"steps-{rank}").read_text().splitlines():
+        life, epoch, batch = map(int, line.split())
+        found.setdefault(life, []).append(epoch * STEPS + batch)
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Returns a function: strategy -> the results of a run without a kill, nor a backup."""
+    done: dict[str, list[dict[str, Any]]] = {}
+
+    def results(strategy: str) -> list[dict[str, Any]]:
+        if strategy not in done:
+            code, text, done[strategy] = run(strategy, tmp_path_factory.mktemp(strategy), save_freq=0)
+            assert code == 0, text
+        return done[strategy]
+
+    return results
+
+
+def schedule(strategy: str, seed: int) -> list[list[Any]]:
+    """Returns a rank, a moment and how often it comes before the kill, for each of two or three lives."""
+    rng = random.Random(seed)
+    kills: list[list[Any]] = []
+    for _ in range(rng.randint(2, 3)):
+        moment = rng.choice(["step", "step", "test", "part", "torn", "written", "manifest"])
+        rank = 0 if moment == "manifest" else rng.randrange(WORKERS[strategy])
+        kills.append([rank, moment, rng.randint(2, 12) if moment == "step" else rng.randint(1, 3)])
+    return kills
+
+
+def check_schedule(strategy: str, seed: int, out: pathlib.Path, expected: list[dict[str, Any]]) -> None:
+    code, text, results = run(strategy, out, save_freq=SAVE_FREQ, kills=schedule(strategy, seed))
+    assert code == 0, text
+    check_equal(results, expected)
+    backed_up = -1
+    for before, after in zip(lives(out), lives(out)[1:], strict=False):
+        repeated = before[-1] + 1 - after[0]
+        assert 0 <= repeated <= 2 * SAVE_FREQ, text
+        assert after[0] > 0 or backed_up < 0, "never from the beginning once there is a backup"
+        backed_up = max(backed_up, after[0] - 1)
+    check_files(out, len(results))
+
+
+def check_files(out: pathlib.Path, ranks: int) -> None:
+    """There are the files that manifests name, and no others."""
+    storage = Storage(str(out / "backup"), 0, ranks)
+    expected = {"checkpoint"}
+    assert 1 <= len(storage.steps()) <= 2
+    for step in storage.steps():
+        expected |= {f"step-{step}/{name}" for name in (*storage.read_manifest(step)["files"], "manifest.json")}
+    found = {str(path.relative_to(out / "backup")) for path in (out / "backup").rglob("*") if path.is_file()}
+    assert found == expected
+
+
+# Chosen so that each moment comes up: see `test_the_schedules_know_every_moment`.
+DEFAULT = [("multi_worker_mirrored", 0), ("multi_worker_mirrored", 1), ("mirrored", 2)]
+
+
+@pytest.mark.parametrize(("strategy", "seed"), DEFAULT)
+def test_a_run_that_was_killed_equals_one_that_was_not(strategy, seed, tmp_path, uninterrupted):
+    check_schedule(strategy, seed, tmp_path, uninterrupted(strategy))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("strategy", WORKERS)
+def test_so_it_does_on_any_schedule(strategy, seed, tmp_path, uninterrupted):
+    check_schedule(strategy, seed, tmp_path, uninterrupted(strategy))
+
+
+def test_the_schedules_know_every_moment():
+    moments = {kill[1] for strategy, seed in DEFAULT for kill in schedule(strategy, seed)}
+    assert {"step", "manifest"} <= moments and moments & {"part", "torn", "written"}
+    every = {kill[1] for strategy in WORKERS for seed in range(100, 120) for kill in schedule(strategy, seed)}
+    assert every == {"step", "test", "part", "torn", "written", "manifest"}
+
+
+def test_sigterm_to_one_rank_saves_on_all_and_loses_no_step(tmp_path, uninterrupted):
+    kills = [[1, "step", 17], [0, "step", 3]]
+    code, text, results = run("multi_worker_mirrored", tmp_path, save_freq=1000, kills=kills, signal=15, max_restarts=1)
+    assert code == 0, text
+    check_equal(results, uninterrupted("multi_worker_mirrored"))
+    for rank in range(2):
+        assert list(itertools.chain(*lives(tmp_path, rank))) == list(range(EPOCHS * STEPS)), "each step once"
+    assert len(lives(tmp_path)) == 3
+    assert text.count("starting again from step") == 2
+
+
+def test_four_ranks_share_a_folder(tmp_path):
+    code, text, _ = run("multi_worker_mirrored", tmp_path, workers=4, save_freq=3, epochs=1)
+    assert code == 0, text
+    check_files(tmp_path, 4)
+
+
+def test_parameter_servers_count_each_step_once_whichever_process_is_killed(tmp_path):
+    kills = [["ps:1", "step", 17], [0, "step", 9], ["worker:1", "step", 2]]
+    code, text, results = run("parameter_server", tmp_path, workers=2, ps=2, save_freq=SAVE_FREQ, kills=kills)
+    assert code == 0, text
+    assert int(results[0]["variables"]["adam/iteration"][0]) == EPOCHS * STEPS
+    assert results[0]["epochs"] == list(range(EPOCHS))
+    assert results[0]["restarts"] == 3
+    assert "of worker:1 alone" in text
+    check_files(tmp_path, 1)

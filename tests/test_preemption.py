@@ -1,0 +1,69 @@
+"""SIGTERM is heard wherever the main thread is."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = """
+import sys, time
+from tfdist.preemption import Preemption
+heard = Preemption(grace_seconds={grace})
+heard.listen()
+heard.training = {training}
+print("ready", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def started(program, grace=60.0, training=False):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE.format(grace=grace, training=training) + program], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def run(program, **how):
+    with started(program, **how) as process:
+        return process.wait(timeout=30)
+
+
+def test_outside_of_a_training_it_ends_the_process_at_once():
+    assert run("time.sleep(60)") == 75
+
+
+def test_in_a_training_it_is_noted():
+    assert run("while not heard.noticed: time.sleep(0.01)\nsys.exit(3)", training=True) == 3
+
+
+def test_a_training_that_does_not_end_within_the_grace_is_given_up():
+    assert run("time.sleep(60)", grace=0.5, training=True) == 75
+
+
+def test_it_is_heard_while_the_main_thread_is_not_in_python():
+    # Interrupted, `sleep` of C returns at once, and is called again without a look at Python's handlers.
+    assert run("import ctypes; libc = ctypes.CDLL(None)\nlibc.usleep(900000); libc.pause(); time.sleep(60)") == 75
+
+
+def test_a_second_one_ends_the_process_at_once():
+    program = "while not heard.noticed: time.sleep(0.01)\nprint('noticed', flush=True)\ntime.sleep(60)"
+    with started(program, training=True) as process:
+        assert process.stdout.readline() == b"noticed\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("taken", ["signal.SIG_DFL", "signal.SIG_IGN", "lambda *_: None"])
+def test_it_is_taken_back_from_whoever_took_it(taken):
+    assert run(f"import signal; signal.signal(signal.SIGTERM, {taken}); heard.listen(); time.sleep(60)") == 75
