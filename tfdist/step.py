@@ -146,6 +146,12 @@ class _ReplicaStep:
         self._logs: Any = None
 
     def __call__(self, data: Any) -> dict[str, tf.Tensor]:
+        # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
+        present = [tensor for tensor in tf.nest.flatten(data, expand_composites=True) if isinstance(tensor, tf.Tensor)]
+        with tf.control_dependencies(present):
+            return self._run(data)
+
+    def _run(self, data: Any) -> dict[str, tf.Tensor]:
         data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
         context = tf.distribute.get_replica_context()
         strategy = context.strategy

@@ -1,0 +1,43 @@
+"""A step that finds no data leaves no trace."""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+
+
+def drop_the_last_slowly(x, y):
+    def keep(number):
+        if number < 0:
+            time.sleep(0.1)
+        return np.bool_(number >= 0)
+
+    return tf.ensure_shape(tf.numpy_function(keep, [x[0]], tf.bool), [])
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("strategy", ["mirrored", "one_device"])
+def test_the_end_of_data_of_unknown_size_counts_for_nothing(strategy):
+    trainer = tfdist.Trainer(strategy, **({"devices": 2} if strategy == "mirrored" else {}))
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    x = np.ones((18, 2), np.float32)
+    x[16:] = -1
+    # It takes a while until it is known that there are no more: what needs no data could run meanwhile.
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).filter(drop_the_last_slowly).batch(4)
+    trainer.fit(model, data, epochs=3, verbose=0)
+    local = trainer.strategy.experimental_local_results
+    assert [int(component) for component in local(model.optimizer.iterations.value)] == [12] * trainer.num_replicas
+    counts = [int(component[1]) for component in local(model.layers[0].seed_generator.state.value)]
+    assert counts == counts[:1] * trainer.num_replicas
+    fresh = keras.random.SeedGenerator(0)
+    for _ in range(12):
+        fresh.next()
+    assert counts[0] == int(fresh.state[1]), "no mask was drawn for a step that did not happen"
