@@ -52,6 +52,7 @@ class Launcher:
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
+        lost_at: When the last failure was noticed, in seconds since the epoch, or None.
         restarts: When to start again.
     """
 
@@ -80,6 +81,7 @@ class Launcher:
         self._saved = 0
         self.restarts = Restarts(max_restarts)
         self.failure: Failure | None = None
+        self.lost_at: float | None = None
 
     def run(self) -> int:
         """Starts all tasks and waits until all have ended.
@@ -231,6 +233,7 @@ class Launcher:
             self._end(signal.SIGTERM, self._grace_seconds)
 
     def _failed(self, task: TaskProcess, failure: Failure) -> None:
+        self.lost_at = time.time()
         alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
         done, self._saved = self._steps(task)
         lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.how})"

@@ -1,0 +1,92 @@
+"""One task of `tools.bench.recovery`. Arguments: mode, folder, rounds, steps, save_freq."""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+
+MOMENTS = {"started": time.time()}
+
+import tfdist  # noqa: E402 (the clock comes first)
+
+MODE, FOLDER, ROUNDS, STEPS, SAVE_FREQ = sys.argv[1], pathlib.Path(sys.argv[2]), *map(int, sys.argv[3:6])
+RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+cores = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {cores[RANK % len(cores)]})
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+from tfdist import data, progress  # noqa: E402
+from tfdist.monitor import Throughput  # noqa: E402
+from tfdist.trainer import Trainer  # noqa: E402
+
+MOMENTS["imported"] = time.time()
+trainer = Trainer("multi_worker_mirrored")
+MOMENTS["connected"] = time.time()
+
+BATCH = 32 * trainer.num_replicas
+rng = np.random.default_rng(0)
+X, Y = rng.standard_normal((2048, 1024), np.float32), rng.integers(0, 10, 2048, np.int32)
+
+
+class Stamp(keras.callbacks.Callback):
+    """Notes the end of this life's first step; kills the last worker amid its first life."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == 1:
+            MOMENTS["stepped"] = time.time()
+        if MODE == "recovery" and self.steps == 25 and not progress.restarts() and trainer.num_replicas - 1 == RANK:
+            (FOLDER / "killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Backup(tfdist.BackupAndRestore):
+    """Notes when it puts the state back."""
+
+    def on_train_begin(self, logs=None):
+        MOMENTS["begun"] = time.time()
+        super().on_train_begin(logs)
+        MOMENTS["restored"] = time.time()
+
+
+def fit(backup):
+    clock = Throughput(BATCH)
+    trainer.fit(
+        model,
+        lambda context: data.epochs((X, Y), context, BATCH, seed=1),
+        steps_per_epoch=STEPS,
+        epochs=1,
+        verbose=0,
+        callbacks=[clock, Stamp(), *([backup] if backup else [])],
+    )
+    return float(np.mean(clock.step_seconds))
+
+
+with trainer.scope():
+    hidden = [keras.layers.Dense(2048, activation="relu") for _ in range(3)]
+    model = keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(10)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+MOMENTS["built"] = time.time()
+
+if MODE == "recovery":
+    fit(Backup(FOLDER / "backup", SAVE_FREQ))
+    results = {**MOMENTS, "killed": float((FOLDER / "killed").read_text())}
+else:
+    results = {"none": [], "backups": []}
+    for number in range(ROUNDS + 1):
+        for name, seconds in results.items():
+            backup = Backup(FOLDER / f"backup-{number}", SAVE_FREQ) if name == "backups" else None
+            seconds.append(fit(backup))
+            if backup:
+                backup.delete()
+    results = {name: seconds[1:] for name, seconds in results.items()}  # the first round compiles
+if trainer.is_chief:
+    (FOLDER / "results.json").write_text(json.dumps(results))
