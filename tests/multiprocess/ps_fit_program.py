@@ -192,6 +192,10 @@ def schedule():
     return keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 4, 0.5))
 
 
+def adamw():
+    return keras.optimizers.AdamW(weight_decay=0.1, global_clipnorm=0.1, use_ema=True)
+
+
 def stopping():
     return [keras.callbacks.EarlyStopping("loss", patience=0, min_delta=10, restore_best_weights=True)]
 
@@ -343,14 +347,8 @@ CASES = {
     "added_losses": lambda how: fit(how, **SHUFFLED, build_options={"extra": (Adds(),)}),
     "schedule": lambda how: fit(how, build_options={"optimizer": schedule}, **SHUFFLED),
     "momentum": lambda how: fit(how, build_options={"optimizer": lambda: keras.optimizers.SGD(0.1, 0.9)}, **SHUFFLED),
-    "adamw": lambda how: fit(
-        how, build_options={"optimizer": lambda: keras.optimizers.AdamW(weight_decay=0.1)}, **SHUFFLED
-    ),
+    "adamw_clip_ema": lambda how: fit(how, build_options={"optimizer": adamw}, **SHUFFLED),
     "nadam": lambda how: fit(how, build_options={"optimizer": keras.optimizers.Nadam}, **SHUFFLED),
-    "clip": lambda how: fit(
-        how, build_options={"optimizer": lambda: keras.optimizers.Adam(global_clipnorm=0.1)}, **SHUFFLED
-    ),
-    "ema": lambda how: fit(how, build_options={"optimizer": lambda: keras.optimizers.Adam(use_ema=True)}, **SHUFFLED),
     "stopping": lambda how: fit(how, callbacks=stopping, **SHUFFLED),
     "rates": lambda how: fit(how, callbacks=rates, **SHUFFLED),
     "several": several,

@@ -202,7 +202,7 @@ def test_after_errors_it_still_trains(results):
 
 
 FIT_CASES = """arrays validation_split validation_data dataset steps runs_out initial_epoch executions generator class_weight
-sample_weight added_losses schedule momentum adamw nadam clip ema stopping rates several texts own_step two_optimizers
+sample_weight added_losses schedule momentum adamw_clip_ema nadam stopping rates several texts own_step two_optimizers
 inside on_batches amid predict_first both own_loss nan"""
 
 
