@@ -261,8 +261,9 @@ def py_dataset():
 
 
 @case
-def sample_weight():
-    return train(fit={"sample_weight": np.linspace(0.1, 2, SIZE)}, weighted_metrics=["accuracy"])
+def sample_weight_and_validation_split():
+    given = {"sample_weight": np.linspace(0.1, 2, SIZE), "validation_split": 0.3}
+    return train(fit=given, weighted_metrics=["accuracy"])
 
 
 @case
@@ -289,11 +290,6 @@ def class_weight_function():
         return batches(*flat, size=BATCH // context.num_replicas_in_sync)
 
     return train(data=(dataset,) if trainer else (batches(X[FULL], Y[FULL]),), fit={"class_weight": weights}, epochs=2)
-
-
-@case
-def validation_split():
-    return train(fit={"validation_split": 0.3})
 
 
 class Own(keras.Model):
@@ -437,7 +433,7 @@ def executions_of_4():
 
 @case
 def executions_of_16():
-    return executed(16, evaluate=(X, Y))
+    return executed(16)
 
 
 @case
@@ -502,13 +498,13 @@ def clipvalue():
 
 
 @case
-def schedule():
-    return train(optimizer=lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.01, 10)), epochs=2)
-
-
-@case
-def moving_average():
-    return train(optimizer=adam(use_ema=True, ema_momentum=0.5), epochs=2)
+def schedule_and_moving_average():
+    return train(
+        optimizer=lambda: keras.optimizers.Adam(
+            keras.optimizers.schedules.CosineDecay(0.01, 10), use_ema=True, ema_momentum=0.5
+        ),
+        epochs=2,
+    )
 
 
 @case

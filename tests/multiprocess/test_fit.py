@@ -23,11 +23,10 @@ INPUTS = [
     "short_last_batch_of_masked_words",
 ]
 LOSSES = [
-    "sample_weight",
+    "sample_weight_and_validation_split",
     "class_weight",
     "class_weight_dataset",
     "class_weight_function",
-    "validation_split",
     "own_steps",
     "added_losses",
     "summed_loss",
@@ -52,8 +51,7 @@ OPTIMIZERS = [
     "clipnorm",
     "global_clipnorm",
     "clipvalue",
-    "schedule",
-    "moving_average",
+    "schedule_and_moving_average",
     "moving_average_overwrites",
     "accumulation",
     "accumulation_with_everything",

@@ -201,9 +201,9 @@ def test_after_errors_it_still_trains(results):
     assert results["faults"][1][0] >= 15
 
 
-FIT_CASES = """arrays validation_split validation_data dataset steps runs_out initial_epoch executions generator class_weight
-sample_weight added_losses schedule momentum adamw_clip_ema nadam stopping rates several texts own_step two_optimizers
-inside on_batches amid predict_first both own_loss nan"""
+FIT_CASES = """arrays validation_split_nadam validation_data_both dataset steps runs_out initial_epoch_sample_weight
+executions generator class_weight added_losses_momentum schedule adamw_clip_ema stopping rates several texts own_step
+two_optimizers inside on_batches amid predict_first own_loss nan"""
 
 
 @pytest.mark.parametrize("case", FIT_CASES.split())
