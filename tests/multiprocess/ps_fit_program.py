@@ -428,6 +428,7 @@ class Keep(keras.callbacks.Callback):
 
 
 if __name__ == "__main__":
-    results = {name: (failing(case, Mine), failing(case, Plain)) for name, case in CASES.items()}
-    results |= {"placement": placement(), "masks": masks()}
+    results = {"placement": placement()}  # on servers that no other model has filled
+    results |= {name: (failing(case, Mine), failing(case, Plain)) for name, case in CASES.items()}
+    results["masks"] = masks()
     harness.store(str(OUT), 0, results)
