@@ -129,15 +129,17 @@ def test_a_bare_fit_says_what_only_the_trainer_cures(trainer, arguments, message
     if "optimizer" not in arguments:
         with pytest.raises(ConfigError, match=rf"{message}.* use tfdist\.Trainer\(\.\.\.\)\.fit"):
             model.evaluate(x, y, verbose=0)
+
+
+def test_a_bare_fit_names_every_fault_and_the_trainer_cures_them(trainer):
+    everything = {"gradient_accumulation_steps": 2, "use_ema": True, "ema_overwrite_frequency": 2}
+    model = build(trainer, jit_compile=True, steps_per_execution=4, optimizer=sgd(**everything))
+    x, y = np.ones((4, 3)), np.ones((4, 2))
+    with pytest.raises(ConfigError) as raised:
+        model.fit(x, y, verbose=0)
+    assert len(raised.value.faults) == 4
     trainer.fit(model, x, y, verbose=0)
     trainer.evaluate(model, x, y, verbose=0)
-
-
-def test_a_bare_fit_names_every_fault(trainer):
-    model = build(trainer, jit_compile=True, optimizer=sgd(gradient_accumulation_steps=2))
-    with pytest.raises(ConfigError) as raised:
-        model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
-    assert len(raised.value.faults) == 2
 
 
 def test_a_loop_of_ones_own_may_run_a_compiled_models_step(trainer):

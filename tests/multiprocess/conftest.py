@@ -15,31 +15,31 @@ TOGETHER = {"program": ("one_device", "mirrored", "central_storage"), "fit_progr
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Returns a function: strategy -> (each rank's results, output folder)."""
+    """Returns a function: strategy, program and its further arguments -> (each rank's results, output folder)."""
 
     done = {}
 
-    def run(strategy, module="program"):
-        if (strategy, module) not in done:
-            row = TOGETHER.get(module, ())
+    def run(strategy, module="program", *args):
+        if (strategy, module, args) not in done:
+            row = () if args else TOGETHER.get(module, ())
             row = row if strategy in row else (strategy,)
             folders = {each: tmp_path_factory.mktemp(f"{module}-{each}") for each in row}
             if len(row) == 1:  # a cluster, whose launcher wants the main thread
-                done[strategy, module] = attempt(module, strategy, folders[strategy])
+                done[strategy, module, args] = attempt(module, strategy, folders[strategy], *args)
             else:
                 with concurrent.futures.ThreadPoolExecutor(2) as pool:
                     results = pool.map(attempt, [module] * len(row), folders, folders.values())
-                    done.update({(each, module): result for each, result in zip(row, results, strict=True)})
-        if isinstance(result := done[strategy, module], AssertionError):
+                    done.update({(each, module, args): result for each, result in zip(row, results, strict=True)})
+        if isinstance(result := done[strategy, module, args], AssertionError):
             raise result  # once run is enough
         return result
 
     return run
 
 
-def attempt(module, strategy, out):
+def attempt(module, strategy, out, *args):
     try:
-        return harness.run(module, strategy, out), out
+        return harness.run(module, strategy, out, *args), out
     except AssertionError as e:
         return e
 

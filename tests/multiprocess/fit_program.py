@@ -1,4 +1,4 @@
-"""Everything that `fit` takes. Arguments: strategy, output folder.
+"""Everything that `fit` takes. Arguments: strategy, output folder, names of cases (without any, all).
 
 `stock` is the reference: plain Keras on one device, without tfdist. Elsewhere the same cases go through the Trainer.
 """
@@ -11,7 +11,7 @@ import warnings
 
 from tests.multiprocess import harness
 
-name, out = sys.argv[1:]
+name, out, *chosen = sys.argv[1:]
 trainer = None
 if name != "stock":
     import tfdist
@@ -61,7 +61,7 @@ def dense():
     return keras.Sequential([keras.Input((12,)), hidden, keras.layers.Dense(3, dtype="float32")])
 
 
-def train(build=dense, data=(X, Y), fit=None, evaluate=None, epochs=2, optimizer=None, policy="float32", **compiled):
+def train(build=dense, data=(X, Y), fit=None, evaluate=None, epochs=1, optimizer=None, policy="float32", **compiled):
     """Returns the losses, weights and optimizer variables of a training."""
     keras.config.set_dtype_policy(policy)
     keras.utils.set_random_seed(3)
@@ -192,7 +192,7 @@ def odd_first_batch():
 
 @case
 def short_last_batch():
-    return train(evaluate=(X, Y))
+    return train(evaluate=(X, Y), epochs=2)
 
 
 @case
@@ -217,14 +217,14 @@ def generator():
         while True:
             yield from generate()
 
-    return train(data=(endless(),), fit={"steps_per_epoch": 5})
+    return train(data=(endless(),), fit={"steps_per_epoch": 5}, epochs=2)
 
 
 @case
 def finite_generator():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it has run out
-        return train(data=(generate(),), epochs=1)
+        return train(data=(generate(),))
 
 
 class Batches(keras.utils.PyDataset):
@@ -254,15 +254,16 @@ def validation_generator():
 
 @case
 def py_dataset():
-    return train(data=(Batches(),), fit={"validation_data": Batches()})
+    return train(data=(Batches(),), fit={"validation_data": Batches()}, epochs=2)
 
 
 # --- losses, weights, steps ---
 
 
 @case
-def sample_weight():
-    return train(fit={"sample_weight": np.linspace(0.1, 2, SIZE)}, weighted_metrics=["accuracy"])
+def sample_weight_and_validation_split():
+    given = {"sample_weight": np.linspace(0.1, 2, SIZE), "validation_split": 0.3}
+    return train(fit=given, weighted_metrics=["accuracy"])
 
 
 @case
@@ -288,12 +289,7 @@ def class_weight_function():
         flat = [a[:, context.input_pipeline_id].reshape(-1, *a.shape[3:]) for a in mine]
         return batches(*flat, size=BATCH // context.num_replicas_in_sync)
 
-    return train(data=(dataset,) if trainer else (batches(X[FULL], Y[FULL]),), fit={"class_weight": weights})
-
-
-@case
-def validation_split():
-    return train(fit={"validation_split": 0.3})
+    return train(data=(dataset,) if trainer else (batches(X[FULL], Y[FULL]),), fit={"class_weight": weights}, epochs=2)
 
 
 class Own(keras.Model):
@@ -328,7 +324,7 @@ class Own(keras.Model):
 
 @case
 def own_steps():
-    return train(Own, (X[FULL], Y[FULL]), fit={"validation_data": (X, Y)}, metrics=None)
+    return train(Own, (X[FULL], Y[FULL]), fit={"validation_data": (X, Y)}, metrics=None, epochs=2)
 
 
 @case
@@ -381,7 +377,7 @@ class TwoOptimizers(Own):
 
 @case
 def two_optimizers():
-    return {**train(TwoOptimizers, metrics=None), "slots": [0]}  # of the optimizer that is not used
+    return {**train(TwoOptimizers, metrics=None, epochs=2), "slots": [0]}  # of the optimizer that is not used
 
 
 class Penalty(keras.layers.Layer):
@@ -425,9 +421,9 @@ def metrics_with_state():
 # --- executions ---
 
 
-def executed(steps, reference=1, **arguments):
+def executed(steps, reference=1, epochs=2, **arguments):
     # Stock Keras trains on to the next multiple of the steps, so that one step each is the reference.
-    return train(steps_per_execution=steps if trainer else reference, **arguments)
+    return train(steps_per_execution=steps if trainer else reference, epochs=epochs, **arguments)
 
 
 @case
@@ -437,7 +433,7 @@ def executions_of_4():
 
 @case
 def executions_of_16():
-    return executed(16, evaluate=(X, Y))
+    return executed(16)
 
 
 @case
@@ -461,7 +457,7 @@ def executions_of_unknown_data():
 
 @case
 def compiled():
-    return train(jit_compile=True, evaluate=(X, Y))
+    return train(jit_compile=True, evaluate=(X, Y), epochs=2)
 
 
 @case
@@ -471,7 +467,7 @@ def compiled_executions():
 
 @case
 def eager():
-    return train(run_eagerly=True, evaluate=(X, Y))
+    return train(run_eagerly=True, evaluate=(X, Y), epochs=2)
 
 
 @case
@@ -488,38 +484,38 @@ def adam(**arguments):
 
 @case
 def clipnorm():
-    return train(optimizer=lambda: keras.optimizers.SGD(0.1, clipnorm=0.05))
+    return train(optimizer=lambda: keras.optimizers.SGD(0.1, clipnorm=0.05), epochs=2)
 
 
 @case
 def global_clipnorm():
-    return train(optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05))
+    return train(optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05), epochs=2)
 
 
 @case
 def clipvalue():
-    return train(optimizer=lambda: keras.optimizers.SGD(0.1, clipvalue=0.01))
+    return train(optimizer=lambda: keras.optimizers.SGD(0.1, clipvalue=0.01), epochs=2)
 
 
 @case
-def schedule():
-    return train(optimizer=lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.01, 10)))
-
-
-@case
-def moving_average():
-    return train(optimizer=adam(use_ema=True, ema_momentum=0.5))
+def schedule_and_moving_average():
+    return train(
+        optimizer=lambda: keras.optimizers.Adam(
+            keras.optimizers.schedules.CosineDecay(0.01, 10), use_ema=True, ema_momentum=0.5
+        ),
+        epochs=2,
+    )
 
 
 @case
 def moving_average_overwrites():
-    return train(optimizer=adam(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3))
+    return train(optimizer=adam(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3), epochs=2)
 
 
 @case
 def accumulation():
     """An update each third step, and two epochs of 5."""
-    return train(optimizer=adam(gradient_accumulation_steps=3))
+    return train(optimizer=adam(gradient_accumulation_steps=3), epochs=2)
 
 
 @case
@@ -539,7 +535,9 @@ def accumulation_of_embeddings():
     def build():
         return keras.Sequential([keras.layers.Embedding(30, 4), keras.layers.Flatten(), keras.layers.Dense(3)])
 
-    return train(build, (np.abs(X * 5).astype(np.int32) % 30, Y), optimizer=adam(gradient_accumulation_steps=2))
+    return train(
+        build, (np.abs(X * 5).astype(np.int32) % 30, Y), optimizer=adam(gradient_accumulation_steps=2), epochs=2
+    )
 
 
 # --- 16 bits ---
@@ -553,22 +551,22 @@ def scaled(**arguments):
 
 @case
 def loss_scale():
-    return train(optimizer=scaled())
+    return train(optimizer=scaled(), epochs=2)
 
 
 @case
 def loss_scale_and_accumulation():
-    return train(optimizer=scaled(gradient_accumulation_steps=3), steps_per_execution=1)
+    return train(optimizer=scaled(gradient_accumulation_steps=3), steps_per_execution=1, epochs=2)
 
 
 @case
 def mixed_bfloat16():
-    return train(policy="mixed_bfloat16")
+    return train(policy="mixed_bfloat16", epochs=2)
 
 
 @case
 def mixed_float16():
-    return train(policy="mixed_float16")
+    return train(policy="mixed_float16", epochs=2)
 
 
 @case
@@ -576,7 +574,7 @@ def inf_on_one_replica():
     """In the first batch on the first replica, in the third on the second; each halves the scale once."""
     x = X[FULL].copy()
     x[1] = x[2 * BATCH + 12] = np.inf
-    return train(data=(x, Y[FULL]), policy="mixed_float16", optimizer=lambda: keras.optimizers.SGD(0.1), epochs=1)
+    return train(data=(x, Y[FULL]), policy="mixed_float16", optimizer=lambda: keras.optimizers.SGD(0.1))
 
 
 BARE = ("dict_dataset", "tuple_arrays", "text_vectorization", "five_dimensions", "own_steps")
@@ -584,7 +582,8 @@ PYTHON_DATA = ("generator", "finite_generator", "validation_generator", "py_data
 
 if __name__ == "__main__":
     results = {}
-    for each, function in CASES.items():
+    for each in chosen or CASES:
+        function = CASES[each]
         if name == "multi_worker_mirrored" and each in PYTHON_DATA:
             try:
                 function()

@@ -134,7 +134,15 @@ def evaluate_and_predict():
             whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
             return whole.shard(context.num_input_pipelines, context.input_pipeline_id)
 
-        kinds = {"arrays": ((x, y), {"batch_size": 10}), "dataset": ((dataset,), {}), "function": ((sharded,), {})}
+        expected = {
+            "expected": plain.evaluate(x, y, batch_size=10, verbose=0),
+            "expected_predictions": plain.predict(x, batch_size=10, verbose=0),
+        }
+        kinds = {"function": ((sharded,), {})}
+        if size in (1, 10, 19, 21, 40):  # in turn: Keras makes such a dataset of arrays
+            kinds["arrays"] = ((x, y), {"batch_size": 10})
+        else:
+            kinds["dataset"] = ((dataset,), {})
         for kind, (given, options) in kinds.items():
             recorder = TestRecorder()
             mine = trainer.evaluate(model, *given, **options, callbacks=[recorder], verbose=0)
@@ -143,8 +151,7 @@ def evaluate_and_predict():
                 "evaluation": mine,
                 "predictions": predictions,
                 "hooks": recorder.hooks,
-                "expected": plain.evaluate(x, y, batch_size=10, verbose=0),
-                "expected_predictions": plain.predict(x, batch_size=10, verbose=0),
+                **expected,
             }
     return results
 
@@ -168,6 +175,7 @@ def start_again(model, task):
     deadline = time.monotonic() + 60
     while trainer._coordinator.scheduler._lost:  # its step finds it lost, and back
         assert time.monotonic() < deadline
+        time.sleep(0.3)  # it has TensorFlow to import
         trainer.predict(model, X[:40], batch_size=1, verbose=0)
 
 

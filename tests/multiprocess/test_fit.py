@@ -23,11 +23,10 @@ INPUTS = [
     "short_last_batch_of_masked_words",
 ]
 LOSSES = [
-    "sample_weight",
+    "sample_weight_and_validation_split",
     "class_weight",
     "class_weight_dataset",
     "class_weight_function",
-    "validation_split",
     "own_steps",
     "added_losses",
     "summed_loss",
@@ -52,8 +51,7 @@ OPTIMIZERS = [
     "clipnorm",
     "global_clipnorm",
     "clipvalue",
-    "schedule",
-    "moving_average",
+    "schedule_and_moving_average",
     "moving_average_overwrites",
     "accumulation",
     "accumulation_with_everything",
@@ -63,6 +61,36 @@ OPTIMIZERS = [
 ]
 HALVES = ["mixed_bfloat16", "mixed_float16", "inf_on_one_replica"]
 EXACT = [*INPUTS, *LOSSES, *EXECUTIONS, *OPTIMIZERS]
+# Workers run the code that the replicas of one process do, but for how data, gradients, statistics and logs come and go
+# between processes. The cases of just that always run with workers, too; the others do in the slow tier.
+BETWEEN_WORKERS = [
+    # unequal shares of a batch, or none for one's own pipeline to make
+    "dict_dataset",
+    "string_lookup",
+    "ragged",
+    "odd_first_batch",
+    "short_last_batch",
+    "class_weight_function",
+    *PYTHON_DATA,
+    # what replicas weigh and reduce
+    "own_steps",
+    "summed_loss",
+    "loss_of_one_number",
+    "two_optimizers",
+    "metrics_with_state",
+    # how many steps there are in an execution
+    "executions_of_4",
+    "executions_cut_by_the_epoch",
+    "executions_of_unknown_data",
+    "compiled_executions",
+    "eager",
+    # when gradients are reduced
+    "global_clipnorm",
+    "accumulation_with_everything",
+    "accumulation_of_embeddings",
+    "loss_scale_and_accumulation",
+    "inf_on_one_replica",
+]
 
 
 @pytest.fixture(scope="module")
@@ -70,31 +98,48 @@ def stock(runs):
     return runs("stock", "fit_program")[0][0]
 
 
-@pytest.fixture(scope="module", params=["mirrored", "multi_worker_mirrored"])
-def ranks(request, runs):
-    return runs(request.param, "fit_program")[0]
-
-
 @pytest.fixture(scope="module")
 def mirrored(runs):
     return runs("mirrored", "fit_program")[0][0]
 
 
+@pytest.fixture(scope="module")
+def ranks(runs):
+    """Returns a function: strategy, case -> each rank's results."""
+
+    def find(strategy, case):
+        others = [each for each in (*EXACT, *HALVES) if each not in BETWEEN_WORKERS]
+        cases = BETWEEN_WORKERS if case in BETWEEN_WORKERS else others
+        return runs(strategy, "fit_program", *(cases if strategy == "multi_worker_mirrored" else ()))[0]
+
+    return find
+
+
+def with_two_replicas(cases):
+    """A test's parameters `strategy` and `case`."""
+    workers = [
+        pytest.param("multi_worker_mirrored", case, marks=() if case in BETWEEN_WORKERS else pytest.mark.slow)
+        for case in cases
+    ]
+    return pytest.mark.parametrize(("strategy", "case"), [*(("mirrored", case) for case in cases), *workers])
+
+
 def test_no_case_is_left_out(stock):
     assert set(stock) == {*EXACT, *HALVES, *PYTHON_DATA}
+    assert set(stock) > set(BETWEEN_WORKERS)
 
 
-@pytest.mark.parametrize("case", EXACT)
-def test_two_replicas_train_what_one_process_does(stock, ranks, case):
-    for results in ranks:
+@with_two_replicas(EXACT)
+def test_two_replicas_train_what_one_process_does(stock, ranks, strategy, case):
+    for results in ranks(strategy, case):
         assert difference(results[case]["history"], stock[case]["history"]) < 1e-5
         assert difference(results[case]["weights"], stock[case]["weights"]) < 1e-5
         assert difference(results[case]["slots"], stock[case]["slots"]) < 1e-4
 
 
-@pytest.mark.parametrize("case", BARE)
-def test_so_does_a_bare_fit(stock, ranks, case):
-    for results in ranks:
+@with_two_replicas(BARE)
+def test_so_does_a_bare_fit(stock, ranks, strategy, case):
+    for results in ranks(strategy, case):
         for name, values in stock[case]["history"].items():
             if np.ndim(values) == 1:  # of a vector of numbers Keras logs the mean, with several workers
                 assert difference(results[f"bare {case}"]["history"][name], values) < 1e-5
@@ -107,25 +152,26 @@ def test_data_from_python_feed_the_replicas_of_one_process(stock, mirrored, case
 
 
 @pytest.mark.parametrize("case", PYTHON_DATA)
-def test_data_from_python_are_refused_with_several_workers(runs, case):
-    for results in runs("multi_worker_mirrored", "fit_program")[0]:
+def test_data_from_python_are_refused_with_several_workers(ranks, case):
+    for results in ranks("multi_worker_mirrored", case):
         assert "cannot be split among workers" in results[case]
 
 
-@pytest.mark.parametrize("case", HALVES)
-def test_16_bits_stay_near(stock, ranks, case):
-    for results in ranks:
+@with_two_replicas(HALVES)
+def test_16_bits_stay_near(stock, ranks, strategy, case):
+    for results in ranks(strategy, case):
         for name, expected in stock[case]["history"].items():
             np.testing.assert_allclose(results[case]["history"][name], expected, rtol=2e-2)
         for mine, expected in zip(results[case]["weights"], stock[case]["weights"], strict=True):
             np.testing.assert_allclose(mine, expected, rtol=2e-2, atol=2e-3)
 
 
-def test_inf_on_one_replica_skips_the_step_on_all(stock, ranks):
-    for results in (stock, *ranks):
+@with_two_replicas(["inf_on_one_replica"])
+def test_inf_on_one_replica_skips_the_step_on_all(stock, ranks, strategy, case):
+    for results in (stock, *ranks(strategy, case)):
         expected = {"dynamic_scale": 2**15 / 4, "step_counter": 1, "iterations": 2}
-        assert results["inf_on_one_replica"]["scale"] == expected
-        assert all(np.isfinite(weights).all() for weights in results["inf_on_one_replica"]["weights"])
+        assert results[case]["scale"] == expected
+        assert all(np.isfinite(weights).all() for weights in results[case]["weights"])
 
 
 @pytest.mark.parametrize("case", ["clipnorm", "global_clipnorm", "clipvalue"])

@@ -120,10 +120,10 @@ def test_bytes_per_server_are_those_of_the_variables(program):
 SIZES = (1, 9, 10, 11, 19, 20, 21, 39, 40, 41)
 
 
-@pytest.mark.parametrize("kind", ["arrays", "dataset", "function"])
+@pytest.mark.parametrize("kind", ["function", "arrays or dataset"])
 @pytest.mark.parametrize("size", SIZES)
 def test_evaluate_and_predict_equal_one_process(results, size, kind):
-    found = results["evaluate_and_predict"][size, kind]
+    (found,) = (result for key, result in results["evaluate_and_predict"].items() if key[0] == size and key[1] in kind)
     assert np.allclose(found["evaluation"], found["expected"], rtol=0, atol=1e-6)
     assert found["predictions"].shape == found["expected_predictions"].shape == (size, 3)
     assert np.allclose(found["predictions"], found["expected_predictions"], rtol=0, atol=1e-6)
@@ -201,9 +201,9 @@ def test_after_errors_it_still_trains(results):
     assert results["faults"][1][0] >= 15
 
 
-FIT_CASES = """arrays validation_split validation_data dataset steps runs_out initial_epoch executions generator class_weight
-sample_weight added_losses schedule momentum adamw nadam clip ema stopping rates several texts own_step two_optimizers
-inside on_batches amid predict_first both own_loss nan"""
+FIT_CASES = """arrays validation_split_nadam validation_data_both dataset steps runs_out initial_epoch_sample_weight
+executions generator class_weight added_losses_momentum schedule adamw_clip_ema stopping rates several texts own_step
+two_optimizers inside on_batches amid predict_first own_loss nan"""
 
 
 @pytest.mark.parametrize("case", FIT_CASES.split())
@@ -250,17 +250,17 @@ def test_each_step_has_masks_of_its_own_and_the_same_again(parity):
 
 
 @pytest.mark.parametrize(
-    ("what", "sentence"),
+    ("what", "workers", "ps", "sentence"),
     [
-        ("servers", "tfdist.errors.ClusterError: ps:1 is lost"),
-        ("workers", "tfdist.errors.ClusterError: No worker has worked for"),
-        ("error", "Received a label value of 9 which is outside the valid range"),
-        ("interrupt", "KeyboardInterrupt"),
+        ("servers", 1, 2, "tfdist.errors.ClusterError: ps:1 is lost"),
+        ("workers", 2, 1, "tfdist.errors.ClusterError: No worker has worked for"),
+        ("error", 1, 1, "Received a label value of 9 which is outside the valid range"),
+        ("interrupt", 1, 1, "KeyboardInterrupt"),
     ],
 )
-def test_all_roles_end(tmp_path, what, sentence):
+def test_all_roles_end(tmp_path, what, workers, ps, sentence):
     command = [sys.executable, "-m", "tests.multiprocess.ps_end_program", what]
-    with Roles(command, tmp_path / "roles") as roles:
+    with Roles(command, tmp_path / "roles", workers, ps) as roles:
         while "it happens" not in roles.log("chief:0") and roles.processes["chief:0"].poll() is None:
             time.sleep(0.05)
         happened = time.monotonic()
@@ -280,8 +280,8 @@ def test_all_workers_update_the_moving_statistics(results):
 def test_the_same_command_serves_or_trains_under_tf_config(tmp_path):
     options = ["--config.epochs=1", "--config.steps_per_epoch=4", f"--workdir={tmp_path / 'run'}"]
     command = [sys.executable, "-m", "tfdist.train", "--config=configs/digits_parameter_server.py", *options]
-    with Roles(command, tmp_path / "roles", workers=2, ps=1) as roles:
+    with Roles(command, tmp_path / "roles", workers=1, ps=1) as roles:
         assert roles.wait("chief:0", 120) == 0, roles.log("chief:0")
-        assert [roles.wait(task, 20) for task in roles.processes] == [0] * 4
-        assert "ends, as the chief has" in roles.log("worker:1")
+        assert [roles.wait(task, 20) for task in roles.processes] == [0] * 3
+        assert "ends, as the chief has" in roles.log("worker:0")
     assert (tmp_path / "run" / "summary.json").exists()

@@ -14,6 +14,12 @@ def run(request, runs):
     return runs(request.param)
 
 
+# In one process there is nobody for a callback to wait for, and nobody who lacks it.
+@pytest.fixture(scope="module", params=[pytest.param("mirrored", marks=pytest.mark.slow), "multi_worker_mirrored"])
+def with_callbacks(request, runs):
+    return runs("mirrored", "program", "callbacks") if request.param == "mirrored" else runs(request.param)
+
+
 def test_variables_are_bitwise_equal_on_all_ranks(run):
     ranks, _ = run
     for results in ranks:
@@ -58,8 +64,8 @@ def test_validation_equals_evaluate_and_the_saved_model(run):
 
 
 @pytest.mark.parametrize("who", ["every", "chief"])
-def test_callbacks_on_every_rank_or_on_the_chief_alone(run, who):
-    ranks, out = run
+def test_callbacks_on_every_rank_or_on_the_chief_alone(with_callbacks, who):
+    ranks, out = with_callbacks
     first = ranks[0]["callbacks"][who]
     for results in ranks:
         mine = results["callbacks"][who]
@@ -80,8 +86,8 @@ def test_callbacks_on_every_rank_or_on_the_chief_alone(run, who):
         assert (out / "step.weights.h5").exists()
 
 
-def test_early_stopping_restored_the_first_epochs_weights(run):
-    _, out = run
+def test_early_stopping_restored_the_first_epochs_weights(with_callbacks):
+    _, out = with_callbacks
     first, second = (keras.models.load_model(out / "every" / f"checkpoint-{epoch}.keras") for epoch in (1, 2))
     assert difference(first.get_weights(), second.get_weights()) > 1e-4
 
