@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from tfdist import check, config, flags
-from tfdist.config import ClusterConfig, OptimizerConfig, StrategyConfig, TrainConfig
+from tfdist.config import BackupConfig, ClusterConfig, OptimizerConfig, StrategyConfig, TrainConfig
 from tfdist.errors import ConfigError
 from tfdist.task import NoOptions
 from tfdist.tasks import digits, synthetic
@@ -63,6 +63,15 @@ def test_every_file_in_configs_passes(path, monkeypatch):
             {"strategy": StrategyConfig(implementation="rin")},
             "unknown strategy.implementation 'rin'; did you mean 'ring'?",
         ),
+        (
+            {"backup": BackupConfig("batch")},
+            "must be 'epoch', 'never' or a number of steps, 1 or more. Received: 'batch'.",
+        ),
+        ({"backup": BackupConfig("0")}, "1 or more. Received: '0'."),
+        ({"backup": BackupConfig(save_every_seconds=NAN)}, "must be 0 (off) or more, and finite. Received: nan."),
+        ({"backup": BackupConfig(keep=0)}, "backup.keep must be 1 or more. Received: 0."),
+        ({"backup": BackupConfig(dir=__file__)}, "backup.dir must be a folder, and"),
+        ({"max_restarts": -1}, "max_restarts must be 0 or more, and finite. Received: -1."),
         ({"strategy": StrategyConfig(bytes_per_pack=-1)}, "must be 0 (off) or more. Received: -1 and 0.0."),
         ({"strategy": StrategyConfig(timeout_seconds=NAN)}, "must be 0 (off) or more. Received: 0 and nan."),
         ({"strategy": StrategyConfig("mirrored", devices=0)}, "1 to 256 virtual CPUs, or device names. Received: 0."),

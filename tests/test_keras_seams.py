@@ -16,7 +16,17 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 
 import tfdist
-from tfdist import cures, optimizer, parameter_servers, refusals, scheduler, step, worker_step
+from tfdist import (
+    cures,
+    data_position,
+    optimizer,
+    parameter_servers,
+    refusals,
+    scheduler,
+    step,
+    training_state,
+    worker_step,
+)
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +272,76 @@ def test_reduce_sums_structures_and_scalars(strategy):
     assert strategy.reduce("MEAN", 1.0, axis=0).numpy() == 1, "a train_step may log a Python number"
     summed = strategy.reduce("SUM", {"a": ones, "b": (ones, ones)}, axis=None)
     assert np.array(tf.nest.flatten(summed)).tolist() == [1, 1, 1]
+
+
+def test_keras_loop_begins_and_ends_epochs_where_a_resumed_training_steps_in():
+    moved = "seam data position: {} has moved"
+    source = inspect.getsource(keras.Model.fit)
+    build = f"self.{data_position.KERAS_SYMBOLIC_BUILD}(iterator=epoch_iterator)"
+    for line in (
+        build,
+        "epoch_iterator.reset()",
+        "callbacks.on_train_begin()",
+        f"initial_epoch = self.{data_position.KERAS_INITIAL_EPOCH} or initial_epoch",
+        "self.reset_metrics()",
+        "callbacks.on_epoch_begin(epoch)",
+        "in epoch_iterator:",
+        "callbacks.on_train_batch_end(end_step, logs)",
+        f"self.{data_position.KERAS_LOGS}(logs)",
+        "callbacks.on_epoch_end(epoch, epoch_logs)",
+    ):
+        assert line in source, moved.format(line)
+        source = source[source.index(line) :]  # in this order
+    evaluate = inspect.getsource(keras.Model.evaluate)
+    assert evaluate.index("callbacks.on_test_begin()") < evaluate.index("self.reset_metrics()"), moved.format(
+        "on_test_begin"
+    )
+
+
+def test_keras_loop_takes_its_passes_and_steps_from_the_functions_that_are_followed():
+    from keras.src.backend.tensorflow.trainer import TFEpochIterator
+
+    moved = "seam data position: the loop over steps has moved"
+    loop = TFEpochIterator(x=np.zeros((8, 1)), batch_size=2, distribute_strategy=tf.distribute.get_strategy())
+    assert f"self.{data_position.KERAS_ENUMERATE}()" in inspect.getsource(TFEpochIterator.__iter__), moved
+    source = inspect.getsource(getattr(TFEpochIterator, data_position.KERAS_ENUMERATE))
+    assert source.count(f"iter(self.{data_position.KERAS_GET_ITERATOR}())") == 3, moved
+    steps = iter(loop)
+    assert [next(steps)[:2] for _ in range(2)] == [(0, 0), (1, 1)], moved
+    assert (getattr(loop, data_position.KERAS_STEPS_SEEN), loop.steps_per_epoch) == (2, None), moved
+
+
+@pytest.mark.parametrize(
+    ("make", "attributes"),
+    [
+        (lambda: keras.callbacks.EarlyStopping("loss"), keras.callbacks.EarlyStopping),
+        (lambda: keras.callbacks.ReduceLROnPlateau("loss"), keras.callbacks.ReduceLROnPlateau),
+        (lambda: keras.callbacks.ModelCheckpoint("x.keras"), keras.callbacks.ModelCheckpoint),
+        (lambda: keras.callbacks.History(), keras.callbacks.History),
+        (lambda: keras.callbacks.TensorBoard("x"), keras.callbacks.TensorBoard),
+        (lambda: keras.callbacks.SwapEMAWeights(), keras.callbacks.SwapEMAWeights),
+    ],
+)
+def test_keras_callbacks_remember_what_is_backed_up(make, attributes):
+    callback = make()
+    source = inspect.getsource(attributes)
+    for name in training_state._REMEMBERED[attributes]:
+        assert f"self.{name}" in source or hasattr(callback, name), f"seam callback state: {name} has moved"
+    # What they change while they train, and is not backed up, is set anew when a training begins.
+    known = {*training_state._REMEMBERED[attributes], "best_epoch", "monitor_op", "csv_file"}
+    known |= {
+        "_batch_trace_context",
+        "_is_tracing",
+        "_should_trace",
+        "_should_write_train_graph",
+        "_train_accumulated_time",
+    }
+    hooks = "\n".join(
+        inspect.getsource(method)
+        for name, method in vars(attributes).items()
+        if name in ("on_train_batch_end", "on_epoch_end", "_save_model", "_should_save_on_batch", "_is_improvement")
+    )
+    changed = set(re.findall(r"self\.(\w+) [+-]?= ", hooks))
+    assert changed <= known | {"_is_tracing", "_should_trace", "_train_accumulated_time"}, (
+        "seam callback state: new state"
+    )

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -306,3 +307,53 @@ def test_options_of_the_step_reach_the_model(tmp_path):
     assert model.optimizer.inner_optimizer.gradient_accumulation_steps == 2
     assert model.optimizer.iterations.numpy() == 40, "updates"
     assert model.layers[-1].dtype_policy.name == "mixed_float16"
+
+
+@pytest.fixture(scope="module")
+def killed_job(tmp_path_factory):
+    """A job of which a worker is killed, once there is a backup: output, work directory."""
+    workdir = tmp_path_factory.mktemp("killed")
+    process = start(
+        "--config=configs/digits_multi_worker.py",
+        f"--workdir={workdir}",
+        "--config.backup.save_freq=15",
+        "--config.max_restarts=1",
+        "--config.epochs=4",
+    )
+    deadline = time.monotonic() + 90
+    while not (workdir / "backup" / "checkpoint").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = [
+        pid for pid in left_over(str(workdir)) if b"TF_CONFIG" in pathlib.Path("/proc", pid, "environ").read_bytes()
+    ]
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output, workdir
+
+
+def test_a_job_with_a_killed_worker_is_restarted_from_its_backup(killed_job):
+    output, workdir = killed_job
+    assert re.search(r"tfdist: worker:\d lost at step \d+ \(killed by SIGKILL\); restart 1/1 from step [1-9]", output)
+    assert "tfdist: going on from step" in output
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert (summary["restarts"], summary["steps"], summary["epochs"]) == (1, 88, 4)
+    assert not (workdir / "backup").exists(), "removed with everything written"
+    assert not left_over(str(workdir))
+
+
+def test_another_configuration_does_not_go_on_from_a_backup(tmp_path):
+    options = ["--config=configs/default.py", f"--workdir={tmp_path}", "--config.steps_per_epoch=4"]
+    process = start(*options, "--config.backup.save_freq=2", "--config.epochs=9999")
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "backup" / "checkpoint").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 75, output
+    assert "tfdist: told to end (SIGTERM): saved at step" in output
+    process = start(*options, "--config.learning_rate=0.5", "--config.epochs=1")
+    output = finish(process)
+    assert process.returncode == 2, output
+    assert "is of another training: config.learning_rate is 0.5, and was 0.003" in output
+    assert (tmp_path / "backup" / "checkpoint").exists()

@@ -216,7 +216,7 @@ class Launcher:
         code = task.process.returncode
         if self._kill_at < float("inf"):
             # The traceback of a task that fails because another one failed first stays in its log.
-            self._preempted |= code == progress.PREEMPTED and not self.failure and not self._again
+            self._preempted |= code == progress.PREEMPTED and bool(self._signals) and not self.failure
             return
         if code not in (0, progress.PREEMPTED):
             self._failed(task, Failure(task.spec, code, last_words(task.held or task.tail)))

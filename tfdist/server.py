@@ -9,18 +9,20 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist import preflight
+from tfdist import preflight, progress
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.errors import ClusterError
+from tfdist.preemption import Preemption
 
-_ASK_EVERY = 1.0  # seconds
+_ASK_EVERY, _ASK_EVERY_IF_TOLD = 1.0, 0.2  # seconds
 _MISSES = 3  # a chief that is busy may miss one
 
 
 def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
     """Serves until the chief, once it was there, has gone; then leaves this process with exit code 0.
 
-    TensorFlow's servers never end by themselves. SIGTERM and SIGINT end this one, too.
+    TensorFlow's servers never end by themselves. SIGINT ends this one, too. On SIGTERM it serves until the chief, which may
+    have been told to go, too, has saved and gone, but for 25 s at most, and then ends with exit code 75.
 
     Args:
         cluster: The cluster, which has a chief.
@@ -29,8 +31,7 @@ def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
     Raises:
         ClusterError: The task's port is taken, or the chief has not been there for 300 s.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(0))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
     options = tf.compat.v1.ConfigProto()
     # A thread waits for each peer: with fewer they might wait for each other.
     options.inter_op_parallelism_threads = max(os.cpu_count() or 1, len(cluster.tasks()) + 1)
@@ -41,12 +42,15 @@ def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
         raise ClusterError(
             f"{task} cannot serve at {cluster.address(task)}: {str(e).splitlines()[0]}. Is the port taken?"
         ) from e
+    heard = Preemption()
+    heard.listen()
     print(f"tfdist: {task} serves at {cluster.address(task)}", flush=True)
     preflight.wait_for(cluster, [cluster.chief])
+    heard.training = True
     misses = 0
     while misses < _MISSES:
-        time.sleep(_ASK_EVERY)
+        time.sleep(_ASK_EVERY_IF_TOLD if heard.noticed else _ASK_EVERY)
         misses = misses + 1 if preflight.unreachable(cluster.address(cluster.chief)) else 0
     print(f"tfdist: {task} ends, as the chief has", flush=True)
     del server
-    os._exit(0)  # TensorFlow's server cannot be stopped
+    os._exit(progress.PREEMPTED if heard.noticed else 0)  # TensorFlow's server cannot be stopped

@@ -77,7 +77,7 @@ class TrainingState:
         for name, variable in self._variables.items():
             for number, component in enumerate(self._components(variable)):
                 component.assign(own[f"{name}/{number}"] if name in self._own else shared[name])
-        rest = json.loads(bytes(own[_REST]))
+        rest = json.loads(np.asarray(own[_REST]).item())
         arrays = {name.removeprefix(_ARRAY): value for name, value in own.items() if name.startswith(_ARRAY)}
         for name, callback in self._callbacks.items():
             if name in rest["callbacks"]:
