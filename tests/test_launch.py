@@ -17,7 +17,8 @@ import pytest
 
 from tests.job import Job, until
 from tfdist.cluster import TaskSpec, local_cluster
-from tfdist.launch import Failure, Launcher
+from tfdist.launcher import Launcher
+from tfdist.processes import Failure
 
 CHILD = "import sys, time; time.sleep(300)"
 
@@ -336,7 +337,8 @@ if TASK["type"] == "worker" and TASK["index"] == 1 and LIFE == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 print("life", LIFE, flush=True)
 if TASK["type"] == "chief":
-    await_file("logs/worker-1.log")
+    for other in ("worker-0", "worker-1", "ps-0"):
+        await_file(f"logs/{other}.log")
     sys.exit(0)
 time.sleep(300)
 """

@@ -30,6 +30,7 @@ FLOORS = {
     "tfdist.restarts": False,
     "tfdist.guardian": False,
     "tfdist.processes": False,
+    "tfdist.launcher": False,
     "tfdist.launch": False,
     "tfdist.background": False,
     "tfdist.preemption": False,
@@ -62,6 +63,7 @@ FLOORS = {
     "tfdist.tasks": False,
     "tfdist.tasks.digits": False,
     "tfdist.tasks.synthetic": False,
+    "tfdist.arguments": True,
     "tfdist.trainer": True,
     "tfdist.train": False,
 }

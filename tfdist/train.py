@@ -24,7 +24,7 @@ from tfdist import flags as flags_lib
 from tfdist import progress, registry
 from tfdist.config import TrainConfig
 from tfdist.errors import BackupError, ClusterError, ConfigError, collected
-from tfdist.launch import Launcher
+from tfdist.launcher import Launcher
 
 if TYPE_CHECKING:
     from tfdist.trainer import Trainer

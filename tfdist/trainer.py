@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +13,8 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
+from tfdist import arguments, lockstep, refusals, step
 from tfdist import data as data_lib
-from tfdist import lockstep, refusals, step
 from tfdist.backup import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
 from tfdist.config import StrategyConfig
@@ -149,19 +148,19 @@ class Trainer:
             ConfigError: The model or the data hold something that this strategy cannot train.
         """
         self._check(model)
-        given = _bind(keras.Model.fit, model, args, kwargs)
+        given = arguments.bind(keras.Model.fit, model, args, kwargs)
         data, validation = given.pop("x", None), given.pop("validation_data", None)
         for each in (data, validation):
             refusals.check_data(self.strategy, each)
         steps, validation_steps = given.get("steps_per_epoch"), given.get("validation_steps")
-        if isinstance(data, tf.data.Dataset) and _cuts_executions(model, steps):
+        if isinstance(data, tf.data.Dataset) and arguments.cuts_executions(model, steps):
             # Keras would count the steps that it does not run, and end before the data does.
             data = data.filter(lambda *_: True)
-        if _is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
+        if arguments.is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
             given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
-        weights = given.pop("class_weight", None) if _is_function(data) else None
+        weights = given.pop("class_weight", None) if arguments.is_function(data) else None
         limit = step.StepLimit(steps, validation_steps)
-        callbacks = _listed(given.pop("callbacks", None))
+        callbacks = arguments.listed(given.pop("callbacks", None))
         backup = next((each for each in callbacks if isinstance(each, BackupAndRestore)), self._backup)
         with self._running(model), self._backing_up(backup, model, given):
             callbacks = [limit, *self._wrap([each for each in callbacks if each is not backup])]
@@ -192,13 +191,13 @@ class Trainer:
             **kwargs: As for Keras' `evaluate`.
         """
         self._check(model)
-        given = _bind(keras.Model.evaluate, model, args, kwargs)
+        given = arguments.bind(keras.Model.evaluate, model, args, kwargs)
         refusals.check_data(self.strategy, given.get("x"))
         limit = step.StepLimit(None, given.get("steps"))
         with self._running(model):
             return model.evaluate(
                 self._distribute(given.pop("x", None)),
-                callbacks=[limit, *_listed(given.pop("callbacks", None))],
+                callbacks=[limit, *arguments.listed(given.pop("callbacks", None))],
                 verbose=self._shown(given),
                 **given,
             )
@@ -213,7 +212,7 @@ class Trainer:
             **kwargs: As for Keras' `predict`.
         """
         self._check(model)
-        given = _bind(keras.Model.predict, model, args, kwargs)
+        given = arguments.bind(keras.Model.predict, model, args, kwargs)
         data, steps = given.pop("x"), given.get("steps")
         refusals.check_data(self.strategy, data)
         if self._coordinator:
@@ -224,9 +223,9 @@ class Trainer:
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
             data = data.with_options(options)
-            if _cuts_executions(model, steps):
+            if arguments.cuts_executions(model, steps):
                 data = data.take(steps)
-        elif _cuts_executions(model, steps):
+        elif arguments.cuts_executions(model, steps):
             raise ConfigError(
                 f"steps={steps} of predict must be a multiple of steps_per_execution={model.steps_per_execution} "
                 "unless the data are a tf.data.Dataset."
@@ -284,12 +283,12 @@ class Trainer:
             self._backup.delete()
 
     def _backing_up(
-        self, backup: BackupAndRestore | None, model: keras.Model, arguments: dict[str, Any]
+        self, backup: BackupAndRestore | None, model: keras.Model, given: dict[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         if backup is None:
             return contextlib.nullcontext()
         names = ("batch_size", "class_weight", "initial_epoch", "shuffle", "steps_per_epoch", "validation_split")
-        same = {name: arguments[name] for name in names if name in arguments}
+        same = {name: given[name] for name in names if name in given}
         settle = functools.partial(self._coordinator.drain, model) if self._coordinator else lambda: None
         return backup.training(model, self._ranks, same, settle, self.task.name)
 
@@ -303,7 +302,7 @@ class Trainer:
                 raise ConfigError("The data hold no batch, training or validation.") from e
 
     def _wrap(self, callbacks: Sequence[keras.callbacks.Callback] | None) -> list[keras.callbacks.Callback]:
-        given = _listed(callbacks)
+        given = arguments.listed(callbacks)
         for callback in given:
             if isinstance(callback, keras.callbacks.BackupAndRestore) and self._ranks.size > 1:
                 raise ConfigError(
@@ -324,7 +323,7 @@ class Trainer:
     ) -> Any:
         if isinstance(data, types.GeneratorType):
             return data_lib.from_generator(data, learns_shapes)
-        if not _is_function(data):
+        if not arguments.is_function(data):
             return data
 
         def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -352,25 +351,3 @@ def _refuse_to_train_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy:
             f"{strategy} trains in one process, but this one is {found[1]} of {len(found[0].training_tasks())} training "
             "tasks (TF_CONFIG); use strategy multi_worker_mirrored, or unset TF_CONFIG."
         )
-
-
-def _listed(callbacks: Any) -> list[keras.callbacks.Callback]:
-    given = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
-    return [given] if isinstance(given, keras.callbacks.Callback) else list(given or [])
-
-
-def _bind(method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Returns the arguments by Keras' names."""
-    given = dict(inspect.signature(method).bind(model, *args, **kwargs).arguments)
-    del given["self"]
-    return given
-
-
-def _is_function(data: Any) -> bool:
-    """Whether data are a function of an input context."""
-    return callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset))
-
-
-def _cuts_executions(model: keras.Model, steps: int | None) -> bool:
-    """Whether the last of `steps` steps ends amid an execution."""
-    return bool(steps and steps % model.steps_per_execution)

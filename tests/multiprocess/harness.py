@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from tfdist.cluster import local_cluster
-from tfdist.launch import Launcher
+from tfdist.launcher import Launcher
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT = 600

@@ -16,7 +16,7 @@ import pytest
 
 from tests.multiprocess import harness
 from tfdist.cluster import local_cluster
-from tfdist.launch import Launcher
+from tfdist.launcher import Launcher
 from tfdist.storage import Storage
 
 pytestmark = pytest.mark.timeout(900)

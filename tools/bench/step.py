@@ -16,7 +16,7 @@ import tempfile
 from typing import Any
 
 from tfdist.cluster import local_cluster
-from tfdist.launch import Launcher
+from tfdist.launcher import Launcher
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONTENDERS = ("trainer", "loop", "loop of executions", "tf_keras")
