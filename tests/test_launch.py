@@ -333,18 +333,23 @@ def test_a_faulty_configuration_is_not_tried_again(job):
 
 def test_a_worker_of_parameter_servers_is_started_again_alone(job):
     code = f"""{LIFE}
-if TASK["type"] == "worker" and TASK["index"] == 1 and LIFE == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
 print("life", LIFE, flush=True)
+def await_all(*others):
+    for other in others:
+        await_file("logs/" + other + ".log")
+if TASK["type"] == "worker" and TASK["index"] == 1:
+    await_all("chief-0", "worker-0", "ps-0")
+    if LIFE == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pathlib.Path("back").write_text("x")
 if TASK["type"] == "chief":
-    for other in ("worker-0", "worker-1", "ps-0"):
-        await_file(f"logs/{other}.log")
+    await_file("back")
     sys.exit(0)
 time.sleep(300)
 """
     assert job.run(code, "--workers=2", "--ps=1", "--max_restarts=3") == 0
     assert "worker:1 lost (killed by SIGKILL); restart 1/3 from step 0, of worker:1 alone" in job.output()
-    assert job.log("worker-1") == "life 1\n"
+    assert job.log("worker-1") == "life 0\nlife 1\n"
     assert job.log("worker-0") == job.log("ps-0") == "life 0\n"
 
 
