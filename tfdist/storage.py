@@ -32,6 +32,7 @@ _STATE_FILE = "checkpoint"
 _PARTIAL = ".partial"
 _STEP = re.compile(r"step-(\d+)/?")
 _PARTS_TIMEOUT = 300.0  # seconds
+_REPORT_EVERY = 10.0
 
 
 class Torn(Exception):
@@ -234,13 +235,17 @@ class Storage:
             return file.read()
 
     def _await_index(self, step: int, part: str) -> None:
-        deadline = time.monotonic() + _PARTS_TIMEOUT
+        begun = said = time.monotonic()
         while not tf.io.gfile.exists(self.path(step, f"{part}.index")):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - begun > _PARTS_TIMEOUT:
                 raise BackupError(
                     f"{self.path(step, part)}.index has not come within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
                     f"folder {self.folder!r}? backup_dir must be one that they share."
                 )
+            if now - said > _REPORT_EVERY:
+                print(f"tfdist: waiting for {self.path(step, part)}.index", flush=True)
+                said = now
             time.sleep(0.01)
 
 
