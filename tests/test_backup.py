@@ -12,11 +12,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
 
 import tfdist
 from tests.job import until
 from tests.multiprocess.test_backup import differences
 from tfdist import BackupError, ConfigError, data
+from tfdist.storage import Storage
 
 EXAMPLES, BATCH = 80, 16
 STEPS = EXAMPLES // BATCH
@@ -109,7 +111,8 @@ DATA = {
 
 
 # Each costs some seconds, and what they share with the others is much.
-SLOW = ("arrays", "several_epochs_a_pass", "generator", "executions", "schedule", "metrics_with_state")
+SLOW = ("arrays", "several_epochs_a_pass", "generator", "endless", "finite_function", "executions", "schedule")
+SLOW += ("executions_that_do_not_divide", "metrics_with_state", "loss_scale")
 
 
 def build(trainer, optimizer=None, units=8, **compiled):
@@ -196,7 +199,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(trainer, tmp_path, given):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("given", ["function", "unknown"])
+@pytest.mark.parametrize("given", [pytest.param("function", marks=pytest.mark.slow), "unknown"])
 def test_training_goes_on_after_the_last_step_of_an_epoch(trainer, tmp_path, given):
     # In a validation: the steps are done, the epoch is not.
     seen, last = check_equal(
@@ -205,11 +208,13 @@ def test_training_goes_on_after_the_last_step_of_an_epoch(trainer, tmp_path, giv
     assert (len(seen[0]), last[0]) in [(STEPS, (1, 0)), (2 * STEPS, (2, 0))], "not a step is repeated"
 
 
+@pytest.mark.slow
 def test_training_goes_on_at_the_begin_of_an_epoch(trainer, tmp_path):
     _, last = check_equal(trainer, tmp_path, [Interrupt(step=STEPS + 2)], save_freq="epoch", given="dataset")
     assert last[0] == (1, 0)
 
 
+@pytest.mark.slow
 def test_it_may_be_interrupted_again_and_again(trainer, tmp_path):
     check_equal(trainer, tmp_path, [Interrupt(step=4), Interrupt(step=1), Interrupt(step=4), Interrupt(step=7)])
 
@@ -298,11 +303,11 @@ def test_backups_stay_until_the_model_is_written(trainer, tmp_path):
     saved = backup(tmp_path)
     model = build(trainer)
     trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[saved])
-    assert (tmp_path / "backup" / f"step-{2 * STEPS}" / "manifest.json").exists()
+    assert (tmp_path / "backup" / f"step-{2 * STEPS}-end" / "manifest.json").exists()
     with pytest.raises(FileExistsError):
         (tmp_path / "model.keras").touch()
         trainer.save(model, tmp_path / "model.keras", overwrite=False)
-    assert (tmp_path / "backup" / f"step-{2 * STEPS}").exists(), "the model was not written"
+    assert (tmp_path / "backup" / f"step-{2 * STEPS}-end").exists(), "the model was not written"
     trainer.save(model, tmp_path / "model.keras", delete_backup=False)
     assert (tmp_path / "backup").exists()
     trainer.save(model, tmp_path / "model.keras")
@@ -318,7 +323,7 @@ def test_time_is_a_reason_to_save(trainer, tmp_path):
     saved = backup(tmp_path, 10**6, save_every_seconds=1e-6, keep=100)
     model = build(trainer)
     trainer.fit(model, **DATA["function"](), epochs=1, verbose=0, callbacks=[saved])
-    assert len(list((tmp_path / "backup").glob("step-*"))) == STEPS
+    assert len(list((tmp_path / "backup").glob("step-*"))) == STEPS + 1, "each step's, and the epoch's"
 
 
 @pytest.mark.filterwarnings(
@@ -365,6 +370,103 @@ def test_what_is_skipped_is_not_loaded_again(trainer, tmp_path):
     assert len(loaded) < 60, "not the 180 batches that were skipped"
 
 
+def test_the_only_backup_is_not_written_over(trainer, tmp_path, monkeypatch):
+    write_part = Storage.write_part
+
+    def watched(self, step, part, tensors):
+        assert not pathlib.Path(self.path(step), "manifest.json").exists()
+        write_part(self, step, part, tensors)
+
+    monkeypatch.setattr(Storage, "write_part", watched)
+    # The last step's and the epoch's are of the same step.
+    life(trainer, backup(tmp_path, STEPS, keep=1), epochs=2)
+    assert [path.name for path in (tmp_path / "backup").glob("step-*")] == [f"step-{2 * STEPS}-end"]
+
+
+def test_each_fit_finds_its_own_backups_though_others_are_deleted(trainer, tmp_path):
+    for attempt in range(2):
+        trainer = tfdist.Trainer(trainer.strategy, backup_dir=tmp_path / "backup")
+        model = build(trainer)
+        trainer.fit(model, **DATA["function"](), epochs=2, verbose=0)
+        trainer.save(model, tmp_path / "first.keras")
+        assert model.optimizer.iterations.numpy() == 2 * STEPS
+        second = Interrupt(step=None if attempt else STEPS + 1)
+        with contextlib.suppress(Interrupted):
+            trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[second])
+    assert second.batches[0] == (1, 0)
+    assert model.optimizer.iterations.numpy() == 4 * STEPS
+
+
+def test_a_run_without_a_seed_gets_one_and_the_next_run_the_same(trainer, tmp_path):
+    orders = []
+    for attempt in range(2):
+        eager_context.context()._seed = None  # as in a process that has set none
+        keras.backend.clear_session()
+        trainer = tfdist.Trainer(trainer.strategy, backup_dir=tmp_path / "backup")
+        order = tf.data.Dataset.range(32).shuffle(32).batch(4)  # made before `fit` knows of a backup
+        orders.append(np.concatenate(list(order.as_numpy_iterator())).tolist())
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        with contextlib.suppress(Interrupted):
+            pairs = order.map(lambda n: (tf.cast(n, tf.float32)[:, None], tf.cast(n, tf.float32)[:, None]))
+            callbacks = [Interrupt(step=None if attempt else 8 + 5)]
+            trainer.fit(model, pairs, epochs=2, verbose=0, callbacks=callbacks)
+    assert orders[0] == orders[1] != sorted(orders[0])
+
+
+def test_what_callbacks_forget_is_said(trainer, tmp_path, capsys):
+    class Forgets(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+    life(trainer, backup(tmp_path), Interrupt(step=4), callbacks=[Forgets()])
+    life(trainer, backup(tmp_path), callbacks=[Forgets()])
+    assert ".Forgets" in capsys.readouterr().out
+
+
+def test_logs_and_arguments_may_be_what_keras_takes(trainer, tmp_path):
+    class Rate(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.01
+
+    how = {
+        "metrics": lambda: [keras.metrics.F1Score()],
+        "loss": "categorical_crossentropy",
+        "optimizer": lambda: keras.optimizers.SGD(Rate()),
+    }
+    arrays = {"x": X, "y": keras.utils.to_categorical(Y), "batch_size": BATCH}
+
+    def train(interrupt):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+            model.compile(how["optimizer"](), how["loss"], metrics=how["metrics"]())
+        weights = dict(zip(np.unique(Y), [1.0, 2.0, 0.5], strict=True))
+        callbacks = [interrupt, backup(tmp_path, STEPS)]
+        return trainer.fit(model, **arrays, class_weight=weights, epochs=2, verbose=0, callbacks=callbacks).history
+
+    with pytest.raises(Interrupted):
+        train(Interrupt(step=STEPS + 1))
+    history = train(Interrupt())
+    assert np.shape(history["f1_score"]) == (2, 3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_training_that_begins_later_counts_from_there(trainer, tmp_path):
+    log = tmp_path / "log.csv"
+    log.write_text("epoch,accuracy,learning_rate,loss\n0,1,1,1\n1,1,1,1\n")
+    for interrupt in (Interrupt(step=STEPS + 1), Interrupt()):
+        model = build(trainer)
+        callbacks = [interrupt, keras.callbacks.CSVLogger(log, append=True), backup(tmp_path)]
+        with contextlib.suppress(Interrupted):
+            trainer.fit(model, **DATA["function"](), initial_epoch=2, epochs=5, verbose=0, callbacks=callbacks)
+    assert interrupt.batches[0] == (2, 3), "the third step is the last one backed up"
+    assert [line.split(",")[0] for line in log.read_text().splitlines()] == ["epoch", "0", "1", "2", "3", "4"]
+
+
 # Refusals
 
 
@@ -401,7 +503,8 @@ OTHERS = {
     "optimizer": ({"optimizer": lambda: keras.optimizers.SGD(0.01)}, "optimizer.0.class is 'SGD', and was 'Adam'"),
     "argument": ({"optimizer": lambda: keras.optimizers.Adam(0.02)}, "optimizer.0.learning_rate is 0.0199"),
     "executions": ({"steps_per_execution": 2}, "steps_per_execution is 2, and was 1"),
-    "data": ({"given": "endless"}, "fit.steps_per_epoch is 4, and was 5"),
+    "steps": ({"given": "endless"}, "fit.steps_per_epoch is 4, and was 5"),
+    "data": ({"given": "arrays"}, "fit.data.x is '(80, 6)', and was not there"),
 }
 
 

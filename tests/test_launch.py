@@ -368,9 +368,55 @@ time.sleep(300)
 
 
 def test_tasks_that_are_told_to_go_are_started_again_without_spending_a_restart(job):
-    code = f"{LIFE}{TELL}tell(5, 5)\nsys.exit(75 if LIFE < 2 else 0)"
+    code = f"{LIFE}{TELL}tell(5 + LIFE, 5)\nsys.exit(75 if LIFE < 2 else 0)"
     assert job.run(code, "--workers=2", "--max_restarts=1") == 0
-    assert job.output().count("was told to end (SIGTERM) at step 5; starting again from step 5") == 2
+    for step in (5, 6):
+        assert f"was told to end (SIGTERM) at step {step}; starting again from step 5" in job.output()
+
+
+def test_tasks_that_go_again_and_again_without_progress_spend_restarts(job):
+    assert job.run("sys.exit(75)", "--max_restarts=2") == 75
+    assert job.output().count("starting again") == 3
+
+
+def test_a_worker_of_parameter_servers_that_is_told_to_go_is_started_again_alone(job):
+    code = f"""{LIFE}
+if TASK["type"] == "worker":
+    if LIFE == 0:
+        sys.exit(75)
+    pathlib.Path("back").write_text("x")
+if TASK["type"] == "chief":
+    await_file("back")
+    sys.exit(0)
+time.sleep(300)
+"""
+    assert job.run(code, "--workers=1", "--ps=1", "--max_restarts=3") == 0
+    assert "restart 1/3 from step 0, of worker:0 alone" in job.output()
+
+
+def test_servers_that_were_told_to_go_do_not_make_a_finished_run_look_preempted(job):
+    code = """
+if TASK["type"] == "chief":
+    await_file("logs/ps-0.log")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+sleep_for_ever()
+"""
+    assert job.run(code, "--workers=1", "--ps=1") == 0
+
+
+def test_a_signal_that_comes_while_tasks_are_started_is_heeded(tmp_path, monkeypatch):
+    start = Launcher._start
+
+    def interrupted(self, spec):
+        start(self, spec)
+        self._on_signal(signal.SIGTERM, None)
+
+    monkeypatch.setattr(Launcher, "_start", interrupted)
+    began = time.monotonic()
+    launcher = Launcher(["sleep", "60"], local_cluster(2), tmp_path / "logs", output=io.BytesIO())
+    assert launcher.run() == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
 
 
 def test_tasks_that_are_told_to_go_say_so_by_the_exit_code(job):

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -60,8 +61,30 @@ def test_a_second_one_ends_the_process_at_once():
     program = "while not heard.noticed: time.sleep(0.01)\nprint('noticed', flush=True)\ntime.sleep(60)"
     with started(program, training=True) as process:
         assert process.stdout.readline() == b"noticed\n"
+        process.send_signal(signal.SIGTERM)  # the same one, through the supervisor
+        time.sleep(1.5)
+        assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 128 + signal.SIGTERM
+
+
+def test_a_forked_process_keeps_its_own_signals():
+    program = """
+import os, signal
+child = os.fork()
+if not child:
+    time.sleep(60)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+time.sleep(0.2)
+assert not second.noticed
+sys.exit(4)
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", PRELUDE.format(grace=60.0, training=True) + "second = heard" + program], timeout=30
+    )
+    assert process.returncode == 4
 
 
 @pytest.mark.parametrize("taken", ["signal.SIG_DFL", "signal.SIG_IGN", "lambda *_: None"])

@@ -296,6 +296,7 @@ def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, wor
 def test_options_of_the_step_reach_the_model(tmp_path):
     options = ["--config.steps_per_execution=4", "--config.jit_compile", "--config.precision=mixed_float16"]
     options += ["--config.optimizer.gradient_accumulation_steps=2", "--config.steps_per_epoch=10", "--config.epochs=8"]
+    options += ["--config.task_options.filters=8"]
     process = start("--config=configs/digits_mirrored.py", f"--workdir={tmp_path}", *options)
     output = finish(process)
     assert process.returncode == 0, output

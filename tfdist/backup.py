@@ -13,7 +13,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
 
+from tfdist import progress
+from tfdist.backup_search import stored_seed
 from tfdist.backup_session import BackupSession
 from tfdist.errors import ConfigError
 from tfdist.lockstep import Ranks
@@ -26,7 +29,8 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Give the Trainer a `backup_dir`, or its `fit` this callback (on every rank). Unlike
     `keras.callbacks.BackupAndRestore` it goes on at the very step, saves what replicas and callbacks have of their own, and
-    is safe with several workers; the Keras names of its arguments mean the same. A run that has come to its end keeps its
+    is safe with several workers; the Keras names of its arguments mean the same. A callback of your own is backed up if it has
+    `state_dict()`, which returns plain values and arrays, and `load_state_dict(state)`. A run that has come to its end keeps its
     last backup until `Trainer.save` has written the model.
 
     Args:
@@ -65,7 +69,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.delete_checkpoint = delete_checkpoint
         self.preemption = Preemption(grace_seconds) if save_before_preemption else None
         self._config = dict(config or {})
+        self._fits = 0
         self._finished: list[Storage] = []  # of the fits that have come to their end
+        self._progress: progress.Progress | None = None
         self._session: BackupSession | None = None
 
     @contextlib.contextmanager
@@ -90,10 +96,12 @@ class BackupAndRestore(keras.callbacks.Callback):
             ConfigError: The folder cannot be used, or holds backups of another training.
             BackupError: None of the backups there is whole.
         """
-        number = len(self._finished)
-        folder = os.path.join(self.backup_dir, f"fit-{number + 1}") if number else self.backup_dir
+        # Counted even if deleted, so that a run that is started again finds each fit's own.
+        self._fits += 1
+        folder = os.path.join(self.backup_dir, f"fit-{self._fits}") if self._fits > 1 else self.backup_dir
+        self._progress = self._progress or progress.Progress(task)
         storage = Storage(folder, ranks.rank, ranks.size)
-        self._session = session = BackupSession(self, storage, model, ranks, arguments, settle, task)
+        self._session = session = BackupSession(self, storage, model, ranks, arguments, settle, self._progress)
         session.find()
         if self.preemption:
             self.preemption.listen()
@@ -118,6 +126,19 @@ class BackupAndRestore(keras.callbacks.Callback):
             for storage in reversed(self._finished):
                 storage.remove_all()
             self._finished = []
+            if self._progress:
+                self._progress.tell(saved=0)
+
+    def adopt_seed(self) -> None:
+        """Sets TensorFlow's random seed to that of the training that will go on, or to some seed if there is none.
+
+        Call it before datasets are made: a dataset that shuffles takes its seed from there. A seed that is set later holds.
+        """
+        seed = stored_seed(self.backup_dir)
+        if seed is None and eager_context.global_seed() is None:
+            seed = int.from_bytes(os.urandom(4), "little") >> 1
+        if seed is not None and seed != eager_context.global_seed():
+            tf.random.set_seed(seed)
 
     @property
     def _active(self) -> BackupSession:

@@ -23,13 +23,13 @@ class Copy:
     """What one backup holds.
 
     Attributes:
-        step: Steps done by then.
+        step: Steps done by then, and a half where the epoch has ended, too.
         manifest: What describes it.
         shared: Tensors that all ranks share, by name.
         own: Tensors of this rank alone, by name.
     """
 
-    step: int
+    step: float
     manifest: Mapping[str, Any]
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
@@ -80,6 +80,17 @@ def find(storage: Storage, ranks: Ranks, replicas: int) -> Copy | None:
     return found
 
 
+def stored_seed(folder: str) -> int | None:
+    """Returns the random seed of the newest backup in a folder that can be read, or None."""
+    storage = Storage(folder, 0, 1)
+    for step in storage.steps():
+        try:
+            return storage.read_manifest(step)["seed"]
+        except Torn:
+            pass
+    return None
+
+
 def _check_folder(storage: Storage, ranks: Ranks) -> None:
     """Finds out whether all tasks can write there, and see what the chief writes."""
     folder = storage.folder
@@ -90,7 +101,7 @@ def _check_folder(storage: Storage, ranks: Ranks) -> None:
         with tf.io.gfile.GFile(mine, "w") as file:
             file.write("x")
     except (tf.errors.OpError, OSError) as e:
-        why = f"backup_dir {folder!r} cannot be written to: {str(e).splitlines()[0]}. Choose another one."
+        why = f"backup_dir {folder!r} cannot be written to: {str(e).splitlines()[0]}. Is there room, and the right to?"
     ranks.barrier()
     deadline = time.monotonic() + _SHARED_WITHIN
     while not why and not tf.io.gfile.exists(chiefs):
@@ -106,7 +117,7 @@ def _check_folder(storage: Storage, ranks: Ranks) -> None:
         raise ConfigError(why or f"backup_dir {folder!r} cannot be used by another task; its own message says why.")
 
 
-def _check_cluster(storage: Storage, step: int, manifest: Mapping[str, Any], tasks: int, replicas: int) -> None:
+def _check_cluster(storage: Storage, step: float, manifest: Mapping[str, Any], tasks: int, replicas: int) -> None:
     remedy = f"or, to train from the beginning, remove {storage.folder!r} or choose another backup_dir."
     path, then = storage.path(step), (manifest.get("tasks"), manifest.get("replicas"))
     if manifest.get("format") != FORMAT:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import differences, progress
+from tfdist import differences, progress, refusals
 from tfdist.background import Background
 from tfdist.backup_search import FORMAT, Copy, find, say
 from tfdist.data_position import Follower, Position
@@ -40,7 +39,7 @@ class BackupSession:
         ranks: Ranks,
         arguments: Mapping[str, Any],
         settle: Callable[[], None],
-        task: str,
+        told: progress.Progress,
     ):
         self._callbacks: Sequence[keras.callbacks.Callback] = ()
         self.follower = Follower(model)
@@ -54,18 +53,25 @@ class BackupSession:
         self._strategy = model.distribute_strategy
         self._found: Copy | None = None
         self._about: dict[str, Any] = {"fit": dict(arguments), **options._config}
-        self._progress = progress.Progress(task)
+        self._progress = told
         self._last_logs: Any = None
+        self._saved: float | None = None  # the newest backup
         self._saved_at = time.monotonic()
 
     def find(self) -> None:
         """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
         self._found = find(self._storage, self._ranks, self._strategy.num_replicas_in_sync)
-        seed = self._found.manifest["seed"] if self._found else eager_context.global_seed()
+        before = eager_context.global_seed()
+        seed = self._found.manifest["seed"] if self._found else before
         if seed is None:
             seed = int(self._ranks.broadcast_number(int.from_bytes(os.urandom(4), "little") >> 1))
-        if eager_context.global_seed() != seed:
+        if before != seed:
             tf.random.set_seed(seed)
+            if self._found:
+                say(
+                    "the random seed is not that of the backup, which now holds; a dataset that was made before, and "
+                    "shuffles, comes in another order. Set one first, or give the Trainer the backup_dir."
+                )
         self._seed = seed
         if self._ranks.size > 1:
             with tf.device("CPU:0"):
@@ -75,22 +81,30 @@ class BackupSession:
         """Takes the training's callbacks; logs in files go on where the backup was."""
         self._callbacks = callbacks
         if self._found:
-            for callback in callbacks:
-                if isinstance(callback, keras.callbacks.CSVLogger):
-                    callback.append = True
-                    _cut_log(callback.filename, callback.sep, self._found.manifest["position"]["epoch"])
+            for callback in self._logs_in_files():
+                callback.append = True
+
+    def _logs_in_files(self) -> list[keras.callbacks.CSVLogger]:
+        return [each for each in self._callbacks if isinstance(each, keras.callbacks.CSVLogger)]
 
     def begin(self, epochs: int) -> None:
         """Puts the state back, once Keras has built all variables."""
         self._state = TrainingState(self._model, self._callbacks)
         # In this order, as what comes last follows from what comes first.
         self._about |= {**differences.about(self._model), "variables": self._state.form()}
-        self._about = json.loads(json.dumps(self._about, default=differences.plain))
+        self._about = differences.plain(self._about)
+        self._trained = any(keras.ops.convert_to_numpy(each.iterations) for each in refusals.optimizers(self._model))
         found = self._found
         if found is None:
+            self.follower.position.epoch = self._about["fit"].get("initial_epoch", 0)
             self._progress.tell(0, 0)
             return
-        if different := list(differences.differences(self._about, found.manifest["about"])):
+        then = found.manifest["about"]
+        for number, optimizer in self._about["optimizer"].items():
+            # A rate that this process may have changed before is state; the backup's holds.
+            if self._trained and number in then["optimizer"]:
+                optimizer["learning_rate"] = then["optimizer"][number].get("learning_rate")
+        if different := list(differences.differences(self._about, then)):
             more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
             raise ConfigError(
                 f"The backup {self._storage.path(found.step)} is of another training: {'; '.join(different[:_NAMED])}"
@@ -98,11 +112,15 @@ class BackupSession:
             )
         position = Position(**found.manifest["position"])
         stops = found.manifest["stop_training"]
-        self._state.put(found.shared, found.own)
-        self._last_logs = found.manifest["logs"]
+        self._last_logs = self._state.put(found.shared, found.own)
+        self._saved = found.step
+        for callback in self._logs_in_files():
+            _cut_log(callback, position.epoch)
         first = epochs if stops and not position.epoch_step else position.epoch
         self.follower.resume(position, first, self._last_logs, self._arrive)
         self._progress.tell(position.step, position.step)
+        if forgotten := self._state.forgotten():
+            say(f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()")
         if self._ranks.is_chief:
             where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
             say(
@@ -179,18 +197,17 @@ class BackupSession:
     def _take(self) -> Copy:
         self._settle()
         position = self.follower.position
-        shared, own = self._state.take()
+        shared, own = self._state.take(self._last_logs)
         manifest = {
             "format": FORMAT,
             "tasks": self._ranks.size,
             "replicas": self._strategy.num_replicas_in_sync,
             "position": dataclasses.asdict(position),
             "stop_training": bool(self._model.stop_training),
-            "logs": {name: _number(value) for name, value in (self._last_logs or {}).items()},
             "seed": self._seed,
             "about": self._about,
         }
-        return Copy(position.step, manifest, shared, own)
+        return Copy(position.step + (0 if position.epoch_step else 0.5), manifest, shared, own)
 
     def _save(self) -> None:
         self.writer.finish()
@@ -205,29 +222,33 @@ class BackupSession:
         self.writer.finish()
         self._write(copy)
         if self._ranks.is_chief:
-            say(f"told to end (SIGTERM): saved at step {copy.step}")
+            say(f"told to end (SIGTERM): saved at step {int(copy.step)}")
         sys.exit(progress.PREEMPTED)
 
     def _write(self, copy: Copy) -> None:
+        if copy.step == self._saved:  # there already, the same on all ranks
+            return
         storage = self._storage
         storage.write_part(copy.step, storage.part, copy.own)
         if self._ranks.is_chief:
             storage.write_part(copy.step, SHARED, copy.shared)
             storage.write_manifest(copy.step, copy.manifest, self._options.keep)
-            self._progress.tell(saved=copy.step)
+            self._progress.tell(saved=int(copy.step))
         else:
             storage.clean()
+        self._saved = copy.step
 
 
-def _number(value: Any) -> Any:
-    return float(value) if keras.ops.is_tensor(value) or hasattr(value, "item") else value
+def _cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Removes the rows from an epoch on, which is trained again, from a log that is open."""
 
+    def is_before(line: str) -> bool:
+        first = line.split(callback.sep)[0]
+        return first.isdecimal() and int(first) < epoch
 
-def _cut_log(path: str, separator: str, epoch: int) -> None:
-    """Removes the rows of a CSVLogger from an epoch on, which is trained again."""
-    if tf.io.gfile.exists(path):
-        with tf.io.gfile.GFile(path) as file:
-            lines = file.read().splitlines(keepends=True)
-        kept = lines[:1] + [line for line in lines[1:] if int(line.split(separator)[0]) < epoch]
-        with tf.io.gfile.GFile(path, "w") as file:
-            file.write("".join(kept))
+    callback.csv_file.flush()
+    with tf.io.gfile.GFile(callback.filename) as file:
+        lines = file.read().splitlines(keepends=True)
+    with tf.io.gfile.GFile(callback.filename, "w") as file:
+        file.write("".join(lines[:1] + list(filter(is_before, lines[1:]))))
+    callback.on_train_begin()  # opens it again

@@ -103,6 +103,7 @@ class Follower:
     def next_epoch(self, epoch: int) -> None:
         """Says that the loop has ended an epoch, and its validation."""
         self.position.epoch, self.position.epoch_step = epoch + 1, 0
+        vars(self._model).pop(KERAS_LOGS, None)
 
     def _build(self, iterator: Any = None, data_batch: Any = None) -> None:
         getattr(type(self._model), KERAS_SYMBOLIC_BUILD)(self._model, iterator=iterator, data_batch=data_batch)
@@ -112,7 +113,6 @@ class Follower:
             setattr(iterator, KERAS_GET_ITERATOR, lambda: self)
 
     def _logs(self, last: Any, logs: Any) -> Any:
-        vars(self._model).pop(KERAS_LOGS, None)
         return getattr(type(self._model), KERAS_LOGS)(self._model, logs or last)
 
     def __iter__(self) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist import refusals
 from tfdist.errors import shown
@@ -15,27 +16,43 @@ _ABSENT = object()
 
 
 def about(model: keras.Model) -> dict[str, Any]:
-    """Returns what makes a model and its optimizers, as plain values."""
+    """Returns what makes a model and its optimizers."""
     optimizers = [getattr(each, "inner_optimizer", each) for each in refusals.optimizers(model)]
-    made = {
-        "optimizer": {str(n): {"class": type(each).__name__, **each.get_config()} for n, each in enumerate(optimizers)},
+    return {
+        "optimizer": {str(number): _config(each) for number, each in enumerate(optimizers)},
         "steps_per_execution": model.steps_per_execution,
-        "model": {},
+        "model": _config(model),
     }
-    try:
-        made["model"] = model.get_config()
-    except Exception:  # a class of the user's own; its variables still tell
-        pass
-    return made
+
+
+def about_data(x: Any, y: Any) -> dict[str, Any]:
+    """Returns the form and size of training data, as far as they tell."""
+    if isinstance(x, tf.data.Dataset):
+        return {"elements": str(x.element_spec), "batches": int(x.cardinality())}
+    shapes = {name: str(value.shape) for name, value in (("x", x), ("y", y)) if hasattr(value, "shape")}
+    return shapes
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as JSON can hold it, for `json.dumps(default=...)`; the same in each run of a program."""
+    """Returns a value as JSON can hold it; the same in each run of a program."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
     if isinstance(value, (np.generic, np.ndarray)):
-        return value.tolist()
+        return plain(value.tolist())
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if hasattr(value, "get_config"):
-        return {"class": type(value).__name__, **value.get_config()}
+        return plain(_config(value))
     return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _config(value: Any) -> dict[str, Any]:
+    try:
+        return {"class": type(value).__name__, **value.get_config()}
+    except Exception:  # a class of the user's own; the variables still tell
+        return {"class": type(value).__name__}
 
 
 def differences(now: Any, then: Any, path: str = "") -> Iterator[str]:

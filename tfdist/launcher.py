@@ -71,6 +71,7 @@ class Launcher:
         self._again = False
         self._preempted = False
         self._saved = 0
+        self._told_at = -1
         self.restarts = Restarts(max_restarts)
         self.failure: Failure | None = None
         self.lost_at: float | None = None
@@ -136,7 +137,7 @@ class Launcher:
         self._guardian.watch(task.process.pid)
 
     def _watch(self) -> None:
-        handled = len(self._signals)
+        handled = 0
         while self._running:
             for key, _ in self._selector.select(timeout=0.05):
                 self._pump(key.data)
@@ -208,19 +209,23 @@ class Launcher:
         code = task.process.returncode
         if self._kill_at < float("inf"):
             # The traceback of a task that fails because another one failed first stays in its log.
-            self._preempted |= code == progress.PREEMPTED and bool(self._signals) and not self.failure
+            told = bool(self._signals) and not self.failure and not self._is_server(task)
+            self._preempted |= told and code == progress.PREEMPTED
             return
-        if code not in (0, progress.PREEMPTED):
+        if code not in (0, progress.PREEMPTED) or (code and self._is_server(task)):
             self._failed(task, Failure(task.spec, code, last_words(task.held or task.tail)))
             return
         self._release(task)
         if code == progress.PREEMPTED:
             done, self._saved = self._steps(task)
-            self._again, self._preempted = self.restarts.limit > 0, True
+            # Without progress since it was told last, it is no preemption that it suffers from.
+            free = (done or 0) > self._told_at
+            self._told_at, self._preempted = done or 0, True
+            self._again = self.restarts.limit > 0 and (free or not self.restarts.failed(done))
             then = f"; starting again from step {self._saved}" if self._again else ""
             self._say(f"{task.spec} was told to end (SIGTERM) at step {done or 0}{then}")
             self._kill_at = time.monotonic() + self._grace_seconds  # the others are saving, too
-            self.restarts.total += self._again
+            self.restarts.total += self._again and free
         elif task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
             self._end(signal.SIGTERM, self._grace_seconds)
 
@@ -243,7 +248,8 @@ class Launcher:
                 self._again = True
                 self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
             return
-        if alone and failure.exit_code < 0 and any(other.spec.type == "worker" for other in self._running):
+        gone = failure.exit_code < 0 or failure.exit_code == progress.PREEMPTED
+        if alone and gone and any(other.spec.type == "worker" for other in self._running):
             # Parameter servers keep what it has learnt.
             self._release(task)
             self._say(f"{failure}; the other workers go on")
@@ -259,7 +265,11 @@ class Launcher:
         known = {spec: progress.steps(self._progress, spec.name) for spec in self._cluster.tasks()}
         found = [steps for steps in known.values() if steps]
         mine = known[task.spec] or max(found, default=None)
-        return mine and mine.done, max([self._saved, *(steps.saved for steps in found)])
+        return mine and mine.done, max((steps.saved for steps in found), default=self._saved)
+
+    def _is_server(self, task: TaskProcess) -> bool:
+        """Whether a task serves a chief, which saves for all."""
+        return bool(self._cluster.jobs.get("ps")) and task.spec != self._cluster.chief
 
     def _end(self, number: int, grace: float) -> None:
         """Asks the tasks still running to end; kills them after the grace."""

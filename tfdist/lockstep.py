@@ -59,9 +59,9 @@ class Ranks:
         mine[self.rank] = numbers
         return self._reduce(mine).numpy()
 
-    def broadcast_number(self, mine: float) -> int:
+    def broadcast_number(self, mine: float) -> float:
         """Returns the chief's number. A collective."""
-        return int(self.gather(float(mine))[0, 0])
+        return float(self.gather(float(mine))[0, 0])
 
     def any(self, mine: bool) -> bool:
         """Returns whether it is so on any rank. A collective."""

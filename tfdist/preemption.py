@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 from tfdist import progress
 
 _SHARE = 0.9  # of the grace, after which a save that has not come to an end is given up
+_ONE_SIGNAL = 1.0  # seconds in which several count as one, as they reach a task directly and through its supervisor
 
 
 class Preemption:
     """Whether this process has been told to go.
 
     Outside of a training the first SIGTERM ends the process at once, with exit code 75. In one it is noted, and the process
-    ends with that code when the grace is nearly over, unless it has ended by then. A second SIGTERM ends it at once.
+    ends with that code when the grace is nearly over, unless it has ended by then. A second SIGTERM, a second or more later, ends it at once.
 
     Args:
         grace_seconds: How long the process may take to end.
@@ -42,18 +44,23 @@ class Preemption:
         if self._pipe is None:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
+            os.register_at_fork(after_in_child=_leave_alone)
             threading.Thread(target=self._hear, args=(self._pipe[0],), name="preemption", daemon=True).start()
         # The handler itself does nothing: by the time that Python calls it, the thread has read the signal.
         signal.signal(signal.SIGTERM, _ignore)
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
 
     def _hear(self, pipe: int) -> None:
+        first = 0.0
         while True:
             if os.read(pipe, 1)[0] != signal.SIGTERM:
                 continue
+            now = time.monotonic()
+            if self.noticed and now - first < _ONE_SIGNAL:
+                continue
             if self.noticed:
                 os._exit(128 + signal.SIGTERM)
-            self.noticed = True
+            self.noticed, first = True, now
             if not self.training:
                 os._exit(progress.PREEMPTED)
             timer = threading.Timer(_SHARE * self.grace_seconds, os._exit, [progress.PREEMPTED])
@@ -63,3 +70,10 @@ class Preemption:
 
 def _ignore(*_: object) -> None:
     pass
+
+
+def _leave_alone() -> None:
+    """Lets a forked process, which shares the pipe, die of SIGTERM itself."""
+    signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -40,7 +40,9 @@ class Progress:
 
     def __init__(self, name: str):
         folder = os.environ.get(FOLDER)
-        self._file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT) if folder else None
+        self._file: int | None = None
+        if folder and os.path.isdir(folder):
+            self._file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT)
         self._steps = Steps(0, 0)
 
     def tell(self, done: int | None = None, saved: int | None = None) -> None:

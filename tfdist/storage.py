@@ -5,7 +5,8 @@
     backup/step-400/rank-1.{index,data}   what rank 1 alone holds, written by it
     backup/step-400/manifest.json         names all other files, with sizes and checksums; written last, by the chief
 
-The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
+At the end of an epoch the folder is `step-400-end`: there may be one of its last step, before the validation, too. Nothing is
+ever written over a backup. The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
 and the manifest holds a checksum of each index: whatever is torn or flipped shows. A part's index appears when the part is
 whole, so the chief need only wait for all indices. No rank deletes another's files.
 """
@@ -30,7 +31,7 @@ MANIFEST = "manifest.json"
 SHARED = "shared"
 _STATE_FILE = "checkpoint"
 _PARTIAL = ".partial"
-_STEP = re.compile(r"step-(\d+)/?")
+_STEP = re.compile(r"step-(\d+)(-end)?/?")
 _PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 
@@ -58,27 +59,28 @@ class Storage:
         """The name of this rank's part."""
         return f"rank-{self.rank}"
 
-    def steps(self) -> list[int]:
+    def steps(self) -> list[float]:
         """Returns the steps of all backups, whole or not, the newest first."""
         if not tf.io.gfile.isdir(self.folder):
             return []
         found = map(_STEP.fullmatch, tf.io.gfile.listdir(self.folder))
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        return sorted((_number(match) for match in found if match), reverse=True)
 
-    def completed(self) -> set[int]:
+    def completed(self) -> set[float]:
         """Returns the steps of the backups that were whole once."""
         try:
             state = tf.train.get_checkpoint_state(self.folder)
         except (tf.errors.OpError, ValueError):
             state = None
-        named = {int(step) for path in getattr(state, "all_model_checkpoint_paths", ()) for step in _STEP.findall(path)}
+        paths = getattr(state, "all_model_checkpoint_paths", ())
+        named = {_number(match) for path in paths if (match := _STEP.search(path))}
         return named | {step for step in self.steps() if self._has_manifest(step)}
 
-    def path(self, step: int, name: str = "") -> str:
+    def path(self, step: float, name: str = "") -> str:
         """Returns the path of a backup, or of one of its files."""
-        return os.path.join(self.folder, f"step-{step}", name) if name else os.path.join(self.folder, f"step-{step}")
+        return os.path.join(self.folder, _name(step), name) if name else os.path.join(self.folder, _name(step))
 
-    def write_part(self, step: int, part: str, tensors: Mapping[str, Any]) -> None:
+    def write_part(self, step: float, part: str, tensors: Mapping[str, Any]) -> None:
         """Writes a part: `shared`, or `rank-<rank>`.
 
         Raises:
@@ -98,7 +100,7 @@ class Storage:
         except (tf.errors.OpError, OSError) as e:
             raise _unwritten(prefix, e) from e
 
-    def read_part(self, step: int, part: str) -> dict[str, np.ndarray]:
+    def read_part(self, step: float, part: str) -> dict[str, np.ndarray]:
         """Returns what `write_part` wrote.
 
         Raises:
@@ -111,7 +113,7 @@ class Storage:
         except Exception as e:  # TensorFlow raises what it likes on a damaged file
             raise Torn(f"{prefix} cannot be read: {_first_line(e)}") from e
 
-    def write_manifest(self, step: int, values: Mapping[str, Any], keep: int) -> None:
+    def write_manifest(self, step: float, values: Mapping[str, Any], keep: int) -> None:
         """Makes a backup valid, once all ranks have written their parts; removes what is too old. On the chief.
 
         Args:
@@ -141,9 +143,9 @@ class Storage:
         except (tf.errors.OpError, OSError) as e:
             raise _unwritten(path, e) from e
 
-    def _name_all(self, steps: Sequence[int]) -> None:
+    def _name_all(self, steps: Sequence[float]) -> None:
         # As TensorFlow would, but relative to the folder, which may be moved.
-        paths = [json.dumps(f"step-{step}/{SHARED}") for step in steps]
+        paths = [json.dumps(f"{_name(step)}/{SHARED}") for step in steps]
         lines = [f"model_checkpoint_path: {paths[-1]}", *(f"all_model_checkpoint_paths: {path}" for path in paths)]
         self._replace(os.path.join(self.folder, _STATE_FILE), "\n".join(lines) + "\n")
 
@@ -152,7 +154,7 @@ class Storage:
             file.write(text)
         tf.io.gfile.rename(path + _PARTIAL, path, overwrite=True)
 
-    def read_manifest(self, step: int) -> dict[str, Any]:
+    def read_manifest(self, step: float) -> dict[str, Any]:
         """Returns a backup's manifest, once its files are there and have the sizes it names.
 
         Raises:
@@ -178,7 +180,7 @@ class Storage:
                 raise Torn(f"{path} is not what was written")
         return body
 
-    def clean(self, after: int | None = None) -> None:
+    def clean(self, after: float | None = None) -> None:
         """Removes this rank's files from backups that do not count.
 
         Args:
@@ -194,7 +196,7 @@ class Storage:
         for step in useless:
             self.remove(step)
 
-    def remove(self, step: int) -> None:
+    def remove(self, step: float) -> None:
         """Removes this rank's files of a backup, and its folder once that is empty."""
         if self.rank == 0:  # first, so that no reader takes what is left for a backup
             self._remove_file(self.path(step, MANIFEST))
@@ -221,7 +223,7 @@ class Storage:
         except tf.errors.NotFoundError:
             pass
 
-    def _has_manifest(self, step: int) -> bool:
+    def _has_manifest(self, step: float) -> bool:
         return tf.io.gfile.exists(self.path(step, MANIFEST))
 
     def _remove_file(self, path: str) -> None:
@@ -230,11 +232,11 @@ class Storage:
         except tf.errors.NotFoundError:
             pass
 
-    def _bytes(self, step: int, name: str) -> bytes:
+    def _bytes(self, step: float, name: str) -> bytes:
         with tf.io.gfile.GFile(self.path(step, name), "rb") as file:
             return file.read()
 
-    def _await_index(self, step: int, part: str) -> None:
+    def _await_index(self, step: float, part: str) -> None:
         begun = said = time.monotonic()
         while not tf.io.gfile.exists(self.path(step, f"{part}.index")):
             now = time.monotonic()
@@ -247,6 +249,14 @@ class Storage:
                 print(f"tfdist: waiting for {self.path(step, part)}.index", flush=True)
                 said = now
             time.sleep(0.01)
+
+
+def _name(step: float) -> str:
+    return f"step-{int(step)}" + ("-end" if step % 1 else "")
+
+
+def _number(match: re.Match[str]) -> float:
+    return int(match[1]) + (0.5 if match[2] else 0)
 
 
 def _checksum(body: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from tfdist import arguments, lockstep, refusals, step
+from tfdist import arguments, differences, lockstep, refusals, step
 from tfdist import data as data_lib
 from tfdist.backup import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
@@ -80,6 +80,8 @@ class Trainer:
             )
         if listens:
             listens.listen()  # TensorFlow has taken the signal
+        if self._backup:
+            self._backup.adopt_seed()
         self.strategy = strategy
         multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         self._coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
@@ -162,7 +164,7 @@ class Trainer:
         limit = step.StepLimit(steps, validation_steps)
         callbacks = arguments.listed(given.pop("callbacks", None))
         backup = next((each for each in callbacks if isinstance(each, BackupAndRestore)), self._backup)
-        with self._running(model), self._backing_up(backup, model, given):
+        with self._running(model), self._backing_up(backup, model, data, given):
             callbacks = [limit, *self._wrap([each for each in callbacks if each is not backup])]
             if backup:
                 if not any(isinstance(each, keras.callbacks.History) for each in callbacks):
@@ -281,14 +283,16 @@ class Trainer:
         self._ranks.barrier()
         if self._backup:
             self._backup.delete()
+        self._ranks.barrier()  # or one might begin to write there again
 
     def _backing_up(
-        self, backup: BackupAndRestore | None, model: keras.Model, given: dict[str, Any]
+        self, backup: BackupAndRestore | None, model: keras.Model, data: Any, given: dict[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         if backup is None:
             return contextlib.nullcontext()
         names = ("batch_size", "class_weight", "initial_epoch", "shuffle", "steps_per_epoch", "validation_split")
         same = {name: given[name] for name in names if name in given}
+        same["data"] = differences.about_data(data, given.get("y"))
         settle = functools.partial(self._coordinator.drain, model) if self._coordinator else lambda: None
         return backup.training(model, self._ranks, same, settle, self.task.name)
 

@@ -22,8 +22,9 @@ _REMEMBERED: Mapping[type, Sequence[str]] = {
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"),
     keras.callbacks.History: ("epoch", "history"),
 }
+_BARE = vars(keras.callbacks.Callback()).keys() | {"_supports_tf_logs"}
 _REST = "rest"  # what is no tensor, as JSON
-_ARRAY = "array:"
+_ARRAY, _PAIRS = "array:", "pairs:"
 
 
 class TrainingState:
@@ -39,6 +40,7 @@ class TrainingState:
         self._strategy = model.distribute_strategy
         self._statistics: MovingStatistics = self._strategy.statistics
         self._callbacks = dict(_named(callbacks))
+        self._unnamed = [c for c in callbacks if c not in self._callbacks.values()]
         self._variables = dict(_variables(model))
         slots = {id(v.value) for optimizer in refusals.optimizers(model) for v in optimizer.variables}
         self._own = {
@@ -51,8 +53,8 @@ class TrainingState:
         """Returns each variable's shape and type, by name."""
         return {name: f"{v.dtype.name}{list(v.shape)}" for name, v in self._variables.items()}
 
-    def take(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Returns what all ranks share, and what is this rank's own.
+    def take(self, logs: Any = None) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Returns what all ranks share, and what is this rank's own, the last step's logs included.
 
         On a CPU nothing is copied here: TensorFlow copies a variable whose value is held when it next changes it.
         """
@@ -67,13 +69,17 @@ class TrainingState:
                     shared[name] = tf.identity(components[0])
             arrays: dict[str, np.ndarray] = {}
             remembered = {name: _packed(_remembered(c), name, arrays) for name, c in self._callbacks.items()}
-            rest = {"callbacks": remembered, "synchronized": self._statistics.synchronized}
+            rest = {
+                "callbacks": remembered,
+                "synchronized": self._statistics.synchronized,
+                "logs": _packed(logs, "logs", arrays),
+            }
             own |= {_ARRAY + name: tf.convert_to_tensor(array) for name, array in arrays.items()}
             own[_REST] = tf.constant(json.dumps(rest))
         return shared, own
 
-    def put(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> None:
-        """Puts back what `take` returned, read from a backup of a training of the same form."""
+    def put(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Any:
+        """Puts back what `take` returned, read from a backup of a training of the same form; returns the logs."""
         for name, variable in self._variables.items():
             for number, component in enumerate(self._components(variable)):
                 component.assign(own[f"{name}/{number}"] if name in self._own else shared[name])
@@ -83,6 +89,12 @@ class TrainingState:
             if name in rest["callbacks"]:
                 _remind(callback, _unpacked(rest["callbacks"][name], arrays))
         self._statistics.synchronized = rest["synchronized"]
+        return _unpacked(rest["logs"], arrays)
+
+    def forgotten(self) -> list[str]:
+        """Returns the classes of the user's callbacks that may remember something, which is not backed up."""
+        own = [c for c in self._unnamed if not type(c).__module__.startswith(("keras.", "tfdist."))]
+        return sorted({type(callback).__qualname__ for callback in own if vars(callback).keys() - _BARE})
 
     def _components(self, variable: tf.Variable) -> Sequence[tf.Variable]:
         return self._strategy.experimental_local_results(variable)
@@ -139,7 +151,9 @@ def _remind(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
 def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     """Returns a value as JSON has it, its arrays by name, which are put into `arrays`."""
     if isinstance(value, Mapping):
-        return {str(key): _packed(each, f"{name}/{key}", arrays) for key, each in value.items()}
+        if any(not isinstance(key, str) for key in value) or _ARRAY in value or _PAIRS in value:
+            return {_PAIRS: _packed(list(value.items()), name, arrays)}
+        return {key: _packed(each, f"{name}/{key}", arrays) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_packed(each, f"{name}/{number}", arrays) for number, each in enumerate(value)]
     if isinstance(value, np.generic) and not isinstance(value, np.str_):
@@ -152,9 +166,9 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
 
 def _unpacked(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if isinstance(value, dict):
-        return (
-            arrays[value[_ARRAY]]
-            if set(value) == {_ARRAY}
-            else {key: _unpacked(each, arrays) for key, each in value.items()}
-        )
+        if set(value) == {_ARRAY}:
+            return arrays[value[_ARRAY]]
+        if set(value) == {_PAIRS}:
+            return {key: each for key, each in _unpacked(value[_PAIRS], arrays)}
+        return {key: _unpacked(each, arrays) for key, each in value.items()}
     return [_unpacked(each, arrays) for each in value] if isinstance(value, list) else value

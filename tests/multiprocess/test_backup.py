@@ -121,7 +121,8 @@ def check_files(out: pathlib.Path, ranks: int) -> None:
     expected = {"checkpoint"}
     assert 1 <= len(storage.steps()) <= 2
     for step in storage.steps():
-        expected |= {f"step-{step}/{name}" for name in (*storage.read_manifest(step)["files"], "manifest.json")}
+        folder = pathlib.Path(storage.path(step)).name
+        expected |= {f"{folder}/{name}" for name in (*storage.read_manifest(step)["files"], "manifest.json")}
     found = {str(path.relative_to(out / "backup")) for path in (out / "backup").rglob("*") if path.is_file()}
     assert found == expected
 
