@@ -8,12 +8,15 @@ import json
 import os
 import pathlib
 import random
+import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.job import until
 from tests.multiprocess import harness
 from tfdist.cluster import local_cluster
 from tfdist.launcher import Launcher
@@ -176,3 +179,22 @@ def test_parameter_servers_count_each_step_once_whichever_process_is_killed(tmp_
     assert results[0]["restarts"] == 3
     assert "of worker:1 alone" in text
     check_files(tmp_path, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ps"), [("multi_worker_mirrored", 0), ("parameter_server", 1)])
+def test_sigterm_to_the_supervisor_saves_the_very_step(strategy, ps, tmp_path):
+    options = json.dumps({"save_freq": 10**6, "epochs": 10**4})
+    program = [sys.executable, "-m", "tests.multiprocess.backup_program", strategy, str(tmp_path), options]
+    flags = ["--workers=2", f"--ps={ps}", f"--log_dir={tmp_path / 'logs'}"]
+    environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    with subprocess.Popen([sys.executable, "-m", "tfdist.launch", *flags, "--", *program], env=environ) as process:
+        steps = tmp_path / "steps-0"
+        until(lambda: steps.exists() and steps.read_text().count("\n") > 15, 120)
+        began = time.monotonic()
+        process.terminate()
+        assert process.wait(timeout=60) == 75
+        assert time.monotonic() - began < 25
+    storage = Storage(str(tmp_path / "backup"), 0, 1 if ps else 2)
+    position = storage.read_manifest(storage.steps()[0])["position"]
+    assert position["step"] == steps.read_text().count("\n"), "not a step is lost"
