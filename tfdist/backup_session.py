@@ -73,9 +73,14 @@ class BackupSession:
                     "shuffles, comes in another order. Set one first, or give the Trainer the backup_dir."
                 )
         self._seed = seed
-        if self._ranks.size > 1:
+        if self._ranks.size == 1:
+            return
+        if self._strategy.notes is None:
             with tf.device("CPU:0"):
                 self._strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
+            # What was traced before takes no notes.
+            self._model.train_function = self._model.test_function = None
+        self._strategy.notes.assign(tf.zeros(2))
 
     def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Takes the training's callbacks; logs in files go on where the backup was."""

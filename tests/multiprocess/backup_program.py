@@ -164,6 +164,8 @@ if options["save_freq"]:
     callbacks.append(
         tfdist.BackupAndRestore(pathlib.Path(out, "backup"), options["save_freq"], **options.get("backup", {}))
     )
+if options.get("warm"):  # a fit before it, without backups
+    trainer.fit(model, **DATA["function"](), epochs=1, validation_data=validation, verbose=0)
 history = trainer.fit(
     model, **given, epochs=options["epochs"], validation_data=validation, verbose=0, callbacks=callbacks
 )

@@ -184,7 +184,7 @@ def test_parameter_servers_count_each_step_once_whichever_process_is_killed(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ps"), [("multi_worker_mirrored", 0), ("parameter_server", 1)])
 def test_sigterm_to_the_supervisor_saves_the_very_step(strategy, ps, tmp_path):
-    options = json.dumps({"save_freq": 10**6, "epochs": 10**4})
+    options = json.dumps({"save_freq": 10**6, "epochs": 10**4, "warm": True})
     program = [sys.executable, "-m", "tests.multiprocess.backup_program", strategy, str(tmp_path), options]
     flags = ["--workers=2", f"--ps={ps}", f"--log_dir={tmp_path / 'logs'}"]
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
