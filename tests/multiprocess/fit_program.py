@@ -452,7 +452,8 @@ def executions_cut_by_epochs_of_finite_data():
 def executions_of_unknown_data():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it has run out
-        return executed(4, data=(batches(X, Y, size=8).filter(lambda *_: True),))
+        results = executed(4, data=(batches(X, Y, size=8).filter(lambda *_: True),), epochs=1)
+    return {**results, "slots": results["slots"][1:]}  # plain Keras counts a step for which there were no data
 
 
 @case
