@@ -2,13 +2,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint slow system-deps clean
+.PHONY: demo test test-clusters test-rest lint slow system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/python -m tfdist.train --config=configs/digits_multi_worker.py --workdir=runs/demo
 
+# In two processes: much of the time tests wait for others to start.
 test: lint
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --output-sync=target test-clusters test-rest
+
+test-clusters: .venv/.installed
+	$(BIN)/python -m pytest tests/multiprocess
+
+test-rest: .venv/.installed
+	$(BIN)/python -m pytest --ignore=tests/multiprocess
 
 slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
