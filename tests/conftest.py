@@ -6,6 +6,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.pop("TF_CONFIG", None)
 
 import hypothesis
+import pytest
 import tensorflow as tf
 
 hypothesis.settings.register_profile("tfdist", derandomize=True, deadline=None, max_examples=200)
@@ -14,3 +15,11 @@ hypothesis.settings.load_profile("tfdist")
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )
+
+
+@pytest.fixture(scope="session")
+def mirrored():
+    """The strategy with two replicas of this process; the collectives of a second one would meet those of the first."""
+    import tfdist
+
+    return tfdist.create_strategy("mirrored", devices=2)

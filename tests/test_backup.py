@@ -75,8 +75,8 @@ class Counter(keras.callbacks.Callback):
 
 
 @pytest.fixture(scope="module")
-def trainer():
-    return tfdist.Trainer("mirrored", devices=2)
+def trainer(mirrored):
+    return tfdist.Trainer(mirrored)
 
 
 @pytest.fixture(autouse=True)

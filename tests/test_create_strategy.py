@@ -13,8 +13,8 @@ from tfdist import ClusterSpec, ConfigError, StrategyConfig, TaskSpec
 
 
 @pytest.fixture(scope="module")
-def trainer():
-    return tfdist.Trainer("mirrored", devices=2)
+def trainer(mirrored):
+    return tfdist.Trainer(mirrored)
 
 
 def build(trainer, **kwargs):

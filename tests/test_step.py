@@ -23,8 +23,8 @@ def drop_the_last_slowly(x, y):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("strategy", ["mirrored", "one_device"])
-def test_the_end_of_data_of_unknown_size_counts_for_nothing(strategy):
-    trainer = tfdist.Trainer(strategy, **({"devices": 2} if strategy == "mirrored" else {}))
+def test_the_end_of_data_of_unknown_size_counts_for_nothing(strategy, mirrored):
+    trainer = tfdist.Trainer(mirrored if strategy == "mirrored" else strategy)
     with trainer.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
         model.compile("adam", "mse")

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfdist
 from tfdist.training_state import TrainingState
-
-
-@pytest.fixture(scope="module")
-def strategy():
-    return tfdist.create_strategy("mirrored", devices=2)
 
 
 class Model(keras.Model):
@@ -37,9 +31,10 @@ class Model(keras.Model):
 
 
 @pytest.fixture(scope="module")
-def model(strategy):
+def model(mirrored):
+    keras.backend.clear_session()  # names begin anew
     keras.utils.set_random_seed(0)
-    with strategy.scope():
+    with mirrored.scope():
         model = Model()
         model.compile("adam", "mse", metrics=["mae"])
     train(model, 1)
