@@ -299,6 +299,17 @@ def test_a_second_fit_has_backups_of_its_own(trainer, tmp_path):
     assert not (tmp_path / "backup").exists()
 
 
+def test_a_fit_that_was_interrupted_may_be_called_again_in_the_same_program(trainer, tmp_path):
+    saved = backup(tmp_path)
+    model = build(trainer)
+    decay = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
+    for interrupt in (Interrupt(step=STEPS + 2), Interrupt()):
+        with contextlib.suppress(Interrupted):
+            trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[decay, interrupt, saved])
+    assert interrupt.batches[0] == (1, 1)
+    assert model.optimizer.iterations.numpy() == 2 * STEPS
+
+
 def test_backups_stay_until_the_model_is_written(trainer, tmp_path):
     saved = backup(tmp_path)
     model = build(trainer)

@@ -69,7 +69,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.delete_checkpoint = delete_checkpoint
         self.preemption = Preemption(grace_seconds) if save_before_preemption else None
         self._config = dict(config or {})
-        self._fits = 0
+        self._fits = 0  # that have come to their end, their backups deleted or not: a run started again counts alike
         self._finished: list[Storage] = []  # of the fits that have come to their end
         self._progress: progress.Progress | None = None
         self._session: BackupSession | None = None
@@ -96,9 +96,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             ConfigError: The folder cannot be used, or holds backups of another training.
             BackupError: None of the backups there is whole.
         """
-        # Counted even if deleted, so that a run that is started again finds each fit's own.
-        self._fits += 1
-        folder = os.path.join(self.backup_dir, f"fit-{self._fits}") if self._fits > 1 else self.backup_dir
+        folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
         storage = Storage(folder, ranks.rank, ranks.size)
         self._session = session = BackupSession(self, storage, model, ranks, arguments, settle, self._progress)
@@ -110,6 +108,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             with session.follower.following():
                 yield
             self._finished.append(storage)
+            self._fits += 1
         finally:
             if self.preemption:
                 self.preemption.training = False
