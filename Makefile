@@ -2,20 +2,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-clusters test-rest lint slow system-deps clean
+.PHONY: demo test test-parity test-rest lint slow system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/python -m tfdist.train --config=configs/digits_multi_worker.py --workdir=runs/demo
 
-# In two processes: much of the time tests wait for others to start.
+# In two processes that take about as long: much of the time tests wait for others to start.
 test: lint
-	$(MAKE) --jobs=2 --output-sync=target test-clusters test-rest
+	$(MAKE) --jobs=2 --output-sync=target test-parity test-rest
 
-test-clusters: .venv/.installed
-	$(BIN)/python -m pytest tests/multiprocess
+# They share fixtures.
+PARITY := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py)
+
+test-parity: .venv/.installed
+	$(BIN)/python -m pytest $(PARITY)
 
 test-rest: .venv/.installed
-	$(BIN)/python -m pytest --ignore=tests/multiprocess
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(PARITY))
 
 slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow

@@ -220,11 +220,17 @@ def generator():
     return train(data=(endless(),), fit={"steps_per_epoch": 5}, epochs=2)
 
 
+def counted_right(results):
+    """Plain Keras counts one step more at the end of data of unknown size, for which there were none."""
+    results["slots"][0] = results["slots"][0] - (trainer is None)
+    return results
+
+
 @case
 def finite_generator():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it has run out
-        return train(data=(generate(),))
+        return counted_right(train(data=(generate(),)))
 
 
 class Batches(keras.utils.PyDataset):
@@ -452,8 +458,7 @@ def executions_cut_by_epochs_of_finite_data():
 def executions_of_unknown_data():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it has run out
-        results = executed(4, data=(batches(X, Y, size=8).filter(lambda *_: True),), epochs=1)
-    return {**results, "slots": results["slots"][1:]}  # plain Keras counts a step for which there were no data
+        return counted_right(executed(4, data=(batches(X, Y, size=8).filter(lambda *_: True),), epochs=1))
 
 
 @case
