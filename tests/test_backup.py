@@ -17,7 +17,7 @@ from tensorflow.python.eager import context as eager_context
 import tfdist
 from tests.job import until
 from tests.multiprocess.test_backup import differences
-from tfdist import BackupError, ConfigError, data
+from tfdist import BackupError, ConfigError, backup_claim, data
 from tfdist.storage import Storage
 
 EXAMPLES, BATCH = 80, 16
@@ -406,6 +406,31 @@ def test_each_fit_finds_its_own_backups_though_others_are_deleted(trainer, tmp_p
             trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[second])
     assert second.batches[0] == (1, 0)
     assert model.optimizer.iterations.numpy() == 4 * STEPS
+
+
+class Second(keras.callbacks.Callback):
+    """Amid this run, another one begins in its folder."""
+
+    def __init__(self, folder, monkeypatch):
+        super().__init__()
+        self.folder, self.monkeypatch, self.steps = folder, monkeypatch, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == STEPS - 1:
+            self.monkeypatch.setattr(backup_claim, "_THIS_RUN", "process 1 on elsewhere")
+            backup_claim.Claim(str(self.folder)).take()
+            self.monkeypatch.undo()
+
+
+def test_of_two_runs_with_one_folder_the_first_ends_and_spoils_nothing(trainer, tmp_path, monkeypatch):
+    folder = tmp_path / "backup"
+    with pytest.raises(ConfigError, match="is another run's, which began later: process 1 on elsewhere"):
+        life(trainer, backup(tmp_path, 3), callbacks=[Second(folder, monkeypatch)])
+    assert [path.name for path in folder.glob("step-*")] == ["step-3"]
+    expected, _ = life(trainer, None)
+    assert differences(life(trainer, backup(tmp_path, 3))[0], expected) == []
+    assert not (folder / backup_claim.FILE).exists()
 
 
 def test_a_run_without_a_seed_gets_one_and_the_next_run_the_same(trainer, tmp_path):

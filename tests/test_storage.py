@@ -84,9 +84,11 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
     write(tmp_path, 7)
     write(tmp_path, 14)
     damage(kind, tmp_path / "step-14" / name)
-    assert find(Storage(str(tmp_path), 0, 1), ALONE, 1).step == 7
+    storage = Storage(str(tmp_path), 0, 1)
+    assert find(storage, ALONE, 1).step == 7
     line = capsys.readouterr().out
     assert "step-14" in line and "trying the backup before it" in line
+    storage.clean(after=7)
     assert not (tmp_path / "step-14").exists(), "so that it is not taken for one later"
 
     damage(kind, tmp_path / "step-7" / name)
@@ -113,6 +115,7 @@ def test_one_that_was_never_finished_is_no_backup(tmp_path, capsys):
     one = Storage(str(tmp_path), 0, 1)
     one.write_part(7, one.part, {"own": np.zeros(3)})
     assert find(one, ALONE, 1) is None, "nothing is lost"
+    one.clean(after=-1)
     assert files(tmp_path) == []
     write(tmp_path, 7)
     one.write_part(14, one.part, {"own": np.zeros(3)})

@@ -81,6 +81,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         ranks: Ranks,
         arguments: Mapping[str, Any],
         settle: Callable[[], None],
+        others_go: Callable[[], bool],
         task: str,
     ) -> Iterator[None]:
         """Backs up the `fit` that is called inside; what was interrupted goes on. For the Trainer; a collective.
@@ -90,6 +91,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             ranks: This rank and the others.
             arguments: Those of `fit` that must be the same in the run that goes on.
             settle: Called before the state is looked at: waits for steps that are under way.
+            others_go: Called after each step: whether another task, which this one cannot do without, has been told to go.
             task: This task's name, as `worker-1`.
 
         Raises:
@@ -99,7 +101,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
         storage = Storage(folder, ranks.rank, ranks.size)
-        self._session = session = BackupSession(self, storage, model, ranks, arguments, settle, self._progress)
+        self._session = session = BackupSession(
+            self, storage, model, ranks, arguments, settle, others_go, self._progress
+        )
         session.find()
         if self.preemption:
             self.preemption.listen()

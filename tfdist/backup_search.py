@@ -36,7 +36,7 @@ class Copy:
 
 
 def find(storage: Storage, ranks: Ranks, replicas: int) -> Copy | None:
-    """Reads the newest whole backup, and removes what is newer. A collective.
+    """Reads the newest whole backup. A collective.
 
     Args:
         storage: Where to look.
@@ -75,8 +75,6 @@ def find(storage: Storage, ranks: Ranks, replicas: int) -> Copy | None:
             f"{storage.folder!r} holds backups, but none is whole: {'; '.join(torn) or 'another task says why'}. "
             "To train from the beginning, remove that folder."
         )
-    storage.clean(after=found.step if found else -1)
-    ranks.barrier()
     return found
 
 

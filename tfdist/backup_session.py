@@ -15,6 +15,7 @@ from tensorflow.python.eager import context as eager_context
 
 from tfdist import differences, progress, refusals
 from tfdist.background import Background
+from tfdist.backup_claim import Claim
 from tfdist.backup_search import FORMAT, Copy, find, say
 from tfdist.data_position import Follower, Position
 from tfdist.errors import ConfigError
@@ -39,6 +40,7 @@ class BackupSession:
         ranks: Ranks,
         arguments: Mapping[str, Any],
         settle: Callable[[], None],
+        others_go: Callable[[], bool],
         told: progress.Progress,
     ):
         self._callbacks: Sequence[keras.callbacks.Callback] = ()
@@ -47,9 +49,11 @@ class BackupSession:
         self.before_validation: Copy | None = None
         self._options = options
         self._storage = storage
+        self._claim = Claim(storage.folder)
         self._model = model
         self._ranks = ranks
         self._settle = settle
+        self._others_go = others_go
         self._strategy = model.distribute_strategy
         self._found: Copy | None = None
         self._about: dict[str, Any] = {"fit": dict(arguments), **options._config}
@@ -103,6 +107,7 @@ class BackupSession:
         if found is None:
             self.follower.position.epoch = self._about["fit"].get("initial_epoch", 0)
             self._progress.tell(0, 0)
+            self._take_folder(after=-1)
             return
         then = found.manifest["about"]
         for number, optimizer in self._about["optimizer"].items():
@@ -115,6 +120,7 @@ class BackupSession:
                 f"The backup {self._storage.path(found.step)} is of another training: {'; '.join(different[:_NAMED])}"
                 f"{more}. To train from the beginning, remove {self._storage.folder!r} or choose another backup_dir."
             )
+        self._take_folder(after=found.step)
         position = Position(**found.manifest["position"])
         stops = found.manifest["stop_training"]
         self._last_logs = self._state.put(found.shared, found.own)
@@ -132,6 +138,14 @@ class BackupSession:
                 f"going on from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
                 f"of {self._storage.path(found.step)}"
             )
+
+    def _take_folder(self, after: float) -> None:
+        """Makes the folder this run's, and removes what it has of backups after the one that the run goes on from."""
+        if self._ranks.is_chief:
+            self._claim.take()
+        self._ranks.barrier()
+        self._storage.clean(after)
+        self._ranks.barrier()
 
     def _arrive(self) -> None:
         """Puts the state back once more, after what Keras and callbacks do at an epoch's begin."""
@@ -180,10 +194,12 @@ class BackupSession:
         self.writer.finish()
         self._ranks.barrier()
         self._storage.clean()
+        if self._ranks.is_chief:
+            self._claim.release()
 
     @property
     def _told_to_go(self) -> bool:
-        return bool(self._options.preemption and self._options.preemption.noticed)
+        return bool(self._options.preemption and (self._options.preemption.noticed or self._others_go()))
 
     def _heard(self, function: Any) -> tuple[bool, bool]:
         """Returns whether to save and go, and whether it is time to save; all ranks the same at the same step."""
@@ -234,9 +250,12 @@ class BackupSession:
         if copy.step == self._saved:  # there already, the same on all ranks
             return
         storage = self._storage
+        if self._ranks.is_chief:
+            self._claim.check()
         storage.write_part(copy.step, storage.part, copy.own)
         if self._ranks.is_chief:
             storage.write_part(copy.step, SHARED, copy.shared)
+            self._claim.check()
             storage.write_manifest(copy.step, copy.manifest, self._options.keep)
             self._progress.tell(saved=int(copy.step))
         else:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist import preflight, progress
+from tfdist import notice, preflight, progress
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.errors import ClusterError
 from tfdist.preemption import Preemption
@@ -21,8 +21,9 @@ _MISSES = 3  # a chief that is busy may miss one
 def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
     """Serves until the chief, once it was there, has gone; then leaves this process with exit code 0.
 
-    TensorFlow's servers never end by themselves. SIGINT ends this one, too. On SIGTERM it serves until the chief, which may
-    have been told to go, too, has saved and gone, but for 25 s at most, and then ends with exit code 75.
+    TensorFlow's servers never end by themselves. SIGINT ends this one, too. On SIGTERM it serves until the chief has saved
+    and gone, but for 25 s at most, and then ends with exit code 75. A parameter server, without which the others cannot go
+    on, tells the chief.
 
     Args:
         cluster: The cluster, which has a chief.
@@ -47,9 +48,12 @@ def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
     print(f"tfdist: {task} serves at {cluster.address(task)}", flush=True)
     preflight.wait_for(cluster, [cluster.chief])
     heard.training = True
-    misses = 0
+    misses, told = 0, False
     while misses < _MISSES:
-        time.sleep(_ASK_EVERY_IF_TOLD if heard.noticed else _ASK_EVERY)
+        if heard.noticed and not told and task.type == "ps":
+            notice.give(cluster, task)
+        told = heard.noticed
+        time.sleep(_ASK_EVERY_IF_TOLD if told else _ASK_EVERY)
         misses = misses + 1 if preflight.unreachable(cluster.address(cluster.chief)) else 0
     print(f"tfdist: {task} ends, as the chief has", flush=True)
     del server

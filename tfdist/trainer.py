@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from tfdist import arguments, differences, lockstep, refusals, step
+from tfdist import arguments, differences, lockstep, notice, refusals, step
 from tfdist import data as data_lib
 from tfdist.backup import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
@@ -294,7 +294,8 @@ class Trainer:
         same = {name: given[name] for name in names if name in given}
         same["data"] = differences.about_data(data, given.get("y"))
         settle = functools.partial(self._coordinator.drain, model) if self._coordinator else lambda: None
-        return backup.training(model, self._ranks, same, settle, self.task.name)
+        others_go = notice.told if self._coordinator else lambda: False
+        return backup.training(model, self._ranks, same, settle, others_go, self.task.name)
 
     @contextlib.contextmanager
     def _running(self, model: keras.Model) -> Iterator[None]:

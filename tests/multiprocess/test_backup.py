@@ -181,6 +181,17 @@ def test_parameter_servers_count_each_step_once_whichever_process_is_killed(tmp_
     check_files(tmp_path, 1)
 
 
+def test_sigterm_to_a_server_alone_has_the_chief_save(tmp_path):
+    kills = [["ps:1", "step", 17]]
+    options = {"save_freq": 10**6, "epochs": 40, "kills": kills, "signal": 15}
+    code, text, results = run("parameter_server", tmp_path, workers=2, ps=2, max_restarts=1, **options)
+    assert code == 0, text
+    assert list(itertools.chain(*lives(tmp_path))) == list(range(40 * STEPS)), "each step once"
+    assert len(lives(tmp_path)) == 2
+    assert int(results[0]["variables"]["adam/iteration"][0]) == 40 * STEPS
+    assert "chief:0 was told to end (SIGTERM)" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ps"), [("multi_worker_mirrored", 0), ("parameter_server", 1)])
 def test_sigterm_to_the_supervisor_saves_the_very_step(strategy, ps, tmp_path):
