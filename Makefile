@@ -11,8 +11,8 @@ demo: .venv/.installed
 test: lint
 	$(MAKE) --jobs=2 --output-sync=target test-parity test-rest
 
-# They share fixtures.
-PARITY := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py)
+# The first three share fixtures.
+PARITY := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py) tests/test_train.py tests/test_examples.py
 
 test-parity: .venv/.installed
 	$(BIN)/python -m pytest $(PARITY)

@@ -277,6 +277,7 @@ def _loosen(dataset: tf.data.Dataset) -> tf.data.Dataset:
             return tensor
         return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
+    @tf.autograph.experimental.do_not_convert
     def each(*batch: Any) -> Any:
         return tf.nest.map_structure(loosen, batch if isinstance(dataset.element_spec, tuple) else batch[0])
 

@@ -70,6 +70,7 @@ def epochs(
     pipelines = context.num_input_pipelines
     tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
 
+    @tf.autograph.experimental.do_not_convert
     def order(epoch: tf.Tensor) -> tf.data.Dataset:
         indices = tf.range(size, dtype=tf.int64)
         if shuffle:
@@ -83,6 +84,9 @@ def epochs(
     def batch(indices: tf.Tensor) -> Any:
         taken = tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), tensors)
         return load(taken) if load else taken
+
+    if not load:  # AutoGraph takes half a second when it is first used
+        batch = tf.autograph.experimental.do_not_convert(batch)
 
     def starting_at(element: int) -> tf.data.Dataset:
         # An epoch has as many elements as any other where all pipelines have the same.

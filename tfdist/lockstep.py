@@ -44,7 +44,7 @@ class Ranks:
         self._strategy = strategy
         self.rank = rank
         self.size = size
-        self._sum = tf.function(lambda values: strategy.reduce("SUM", values))
+        self._sum = tf.function(lambda values: strategy.reduce("SUM", values), autograph=False)
 
     @property
     def is_chief(self) -> bool:

@@ -32,7 +32,9 @@ class MovingStatistics:
         self._numbers = itertools.count()
         self._averaged: tuple[int, ...] = ()  # what `_average` was compiled for
         self._average: Callable[[], None] = self._average_all
-        self._sum = tf.function(lambda values: strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None))
+        self._sum = tf.function(
+            lambda values: strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None), autograph=False
+        )
 
     def add(self, variable: tf.Variable) -> None:
         """Takes a variable in, until nobody uses it any more."""
