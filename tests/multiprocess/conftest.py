@@ -6,11 +6,15 @@ import pytest
 
 from tests.multiprocess import harness
 
-SYNCHRONOUS = ("central_storage", "mirrored", "multi_worker_mirrored")
+SYNCHRONOUS = (
+    pytest.param("central_storage", marks=pytest.mark.slow),  # tests/test_train.py trains with it, too
+    "mirrored",
+    "multi_worker_mirrored",
+)
 
 
 # What one process runs runs beside the others of its row: it is mostly tracing, on one core.
-TOGETHER = {"program": ("one_device", "mirrored", "central_storage"), "fit_program": ("stock", "mirrored")}
+TOGETHER = {"program": ("one_device", "mirrored")}
 
 
 @pytest.fixture(scope="session")

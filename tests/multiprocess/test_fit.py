@@ -62,7 +62,8 @@ OPTIMIZERS = [
 HALVES = ["mixed_bfloat16", "mixed_float16", "inf_on_one_replica"]
 EXACT = [*INPUTS, *LOSSES, *EXECUTIONS, *OPTIMIZERS]
 # Workers run the code that the replicas of one process do, but for how data, gradients, statistics and logs come and go
-# between processes. The cases of just that always run with workers, too; the others do in the slow tier.
+# between processes. The cases of just that run with workers, the others with the replicas of one process; in the slow tier
+# it is the other way round.
 BETWEEN_WORKERS = [
     # unequal shares of a batch, or none for one's own pipeline to make
     "dict_dataset",
@@ -98,9 +99,11 @@ def stock(runs):
     return runs("stock", "fit_program")[0][0]
 
 
-@pytest.fixture(scope="module")
-def mirrored(runs):
-    return runs("mirrored", "fit_program")[0][0]
+def is_default(strategy, case):
+    """Whether a case runs with a strategy in the default tier."""
+    if case in PYTHON_DATA:  # which workers refuse
+        return True
+    return (case in BETWEEN_WORKERS) == (strategy == "multi_worker_mirrored")
 
 
 @pytest.fixture(scope="module")
@@ -108,20 +111,22 @@ def ranks(runs):
     """Returns a function: strategy, case -> each rank's results."""
 
     def find(strategy, case):
-        others = [each for each in (*EXACT, *HALVES) if each not in BETWEEN_WORKERS]
-        cases = BETWEEN_WORKERS if case in BETWEEN_WORKERS else others
-        return runs(strategy, "fit_program", *(cases if strategy == "multi_worker_mirrored" else ()))[0]
+        alike = [
+            each for each in (*EXACT, *HALVES, *PYTHON_DATA) if is_default(strategy, each) == is_default(strategy, case)
+        ]
+        return runs(strategy, "fit_program", *alike)[0]
 
     return find
 
 
 def with_two_replicas(cases):
     """A test's parameters `strategy` and `case`."""
-    workers = [
-        pytest.param("multi_worker_mirrored", case, marks=() if case in BETWEEN_WORKERS else pytest.mark.slow)
+    parameters = [
+        pytest.param(strategy, case, marks=() if is_default(strategy, case) else pytest.mark.slow)
+        for strategy in ("mirrored", "multi_worker_mirrored")
         for case in cases
     ]
-    return pytest.mark.parametrize(("strategy", "case"), [*(("mirrored", case) for case in cases), *workers])
+    return pytest.mark.parametrize(("strategy", "case"), parameters)
 
 
 def test_no_case_is_left_out(stock):
@@ -147,8 +152,8 @@ def test_so_does_a_bare_fit(stock, ranks, strategy, case):
 
 
 @pytest.mark.parametrize("case", PYTHON_DATA)
-def test_data_from_python_feed_the_replicas_of_one_process(stock, mirrored, case):
-    assert difference(mirrored[case], stock[case]) < 1e-5
+def test_data_from_python_feed_the_replicas_of_one_process(stock, ranks, case):
+    assert difference(ranks("mirrored", case)[0][case], stock[case]) < 1e-5
 
 
 @pytest.mark.parametrize("case", PYTHON_DATA)

@@ -81,17 +81,22 @@ def test_an_unseeded_shuffled_epoch_has_each_example_once(ranks):
             assert np.allclose(sums, (numbers**exponent).sum(), rtol=1e-6), exponent
 
 
-def test_dropout_masks_differ_between_replicas_and_steps_and_not_between_runs(runs):
-    mirrored = runs("mirrored")[0][0]["dropout"]
-    workers = np.concatenate([results["dropout"] for results in runs("multi_worker_mirrored")[0]], axis=2)
-    for masks in (mirrored, workers, runs("central_storage")[0][0]["dropout"]):
-        assert masks.shape == (2, 2, 2, 8, 40)
-        assert (masks[0] == masks[1]).all(), "two runs of one seed"
-        first = masks[0]
-        views = [first[step, replica] for step in range(2) for replica in range(2)]
-        for i, a in enumerate(views):
-            assert 0.35 < a.mean() < 0.65
-            for b in views[:i]:
-                # Independent masks agree in half of their elements.
-                assert 0.35 < (a == b).mean() < 0.65
-    assert (mirrored == workers).all(), "two programs of one seed"
+def masks(runs, strategy):
+    return np.concatenate([results["dropout"] for results in runs(strategy)[0]], axis=2)
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_dropout_masks_differ_between_replicas_and_steps_and_not_between_runs(runs, strategy):
+    found = masks(runs, strategy)
+    assert found.shape == (2, 2, 2, 8, 40)
+    assert (found[0] == found[1]).all(), "two runs of one seed"
+    views = [found[0][step, replica] for step in range(2) for replica in range(2)]
+    for i, a in enumerate(views):
+        assert 0.35 < a.mean() < 0.65
+        for b in views[:i]:
+            # Independent masks agree in half of their elements.
+            assert 0.35 < (a == b).mean() < 0.65
+
+
+def test_dropout_masks_are_those_of_another_program_with_the_seed(runs):
+    assert (masks(runs, "mirrored") == masks(runs, "multi_worker_mirrored")).all()
