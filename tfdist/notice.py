@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 
 _WITHIN_MS = 5000
+_LOOK_EVERY = 0.5  # seconds
 
 
 def give(cluster: ClusterSpec, task: TaskSpec) -> None:
-    """Lets `told` on the chief return True; where the chief is out of reach, does nothing.
+    """Lets a `Listener` on the chief return True; where the chief is out of reach, does nothing.
 
     Args:
         cluster: The cluster.
@@ -27,10 +29,21 @@ def give(cluster: ClusterSpec, task: TaskSpec) -> None:
         session.run(enqueue)
 
 
-def told() -> bool:
-    """Returns whether a parameter server has been told to go. On the chief."""
-    with tf.device("/job:chief/task:0/device:CPU:0"):
-        return bool(tf.raw_ops.QueueSizeV2(handle=_queue()).numpy())
+class Listener:
+    """Returns, when called on the chief, whether a parameter server has been told to go.
+
+    It looks twice a second at most, as it is called after each step.
+    """
+
+    def __init__(self) -> None:
+        self._look_at = 0.0
+
+    def __call__(self) -> bool:
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + _LOOK_EVERY
+        with tf.device("/job:chief/task:0/device:CPU:0"):
+            return bool(tf.raw_ops.QueueSizeV2(handle=_queue()).numpy())
 
 
 def _queue() -> tf.Tensor:

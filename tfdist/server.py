@@ -50,9 +50,10 @@ def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
     heard.training = True
     misses, told = 0, False
     while misses < _MISSES:
-        if heard.noticed and not told and task.type == "ps":
-            notice.give(cluster, task)
-        told = heard.noticed
+        if heard.noticed and not told:
+            told = True
+            if task.type == "ps":
+                notice.give(cluster, task)
         time.sleep(_ASK_EVERY_IF_TOLD if told else _ASK_EVERY)
         misses = misses + 1 if preflight.unreachable(cluster.address(cluster.chief)) else 0
     print(f"tfdist: {task} ends, as the chief has", flush=True)

@@ -294,7 +294,7 @@ class Trainer:
         same = {name: given[name] for name in names if name in given}
         same["data"] = differences.about_data(data, given.get("y"))
         settle = functools.partial(self._coordinator.drain, model) if self._coordinator else lambda: None
-        others_go = notice.told if self._coordinator else lambda: False
+        others_go = notice.Listener() if self._coordinator else lambda: False
         return backup.training(model, self._ranks, same, settle, others_go, self.task.name)
 
     @contextlib.contextmanager
