@@ -18,6 +18,10 @@ import tfdist
 from tests.job import until
 from tests.multiprocess.test_backup import differences
 from tfdist import BackupError, ConfigError, backup_claim, data
+from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.per_variable import PerVariable
+from tfdist.compression.powersgd import PowerSGD
+from tfdist.compression.topk import TopK
 from tfdist.storage import Storage
 
 EXAMPLES, BATCH = 80, 16
@@ -115,9 +119,10 @@ SLOW = ("arrays", "several_epochs_a_pass", "generator", "endless", "finite_funct
 SLOW += ("executions_that_do_not_divide", "metrics_with_state", "loss_scale")
 
 
-def build(trainer, optimizer=None, units=8, **compiled):
+def build(trainer, optimizer=None, units=8, compression=None, **compiled):
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
+    trainer.compression = compression
     with trainer.scope():
         model = keras.Sequential(
             [
@@ -219,7 +224,13 @@ def test_it_may_be_interrupted_again_and_again(trainer, tmp_path):
     check_equal(trainer, tmp_path, [Interrupt(step=4), Interrupt(step=1), Interrupt(step=4), Interrupt(step=7)])
 
 
+FED_BACK = PerVariable({"kernel": ErrorFeedback(TopK(0.1))})
 OPTIONS = {
+    "compression": {"compression": FED_BACK},
+    "compression_accumulated": {
+        "compression": PerVariable({"kernel": ErrorFeedback(PowerSGD(1, min_compression_rate=0.1))}),
+        "optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    },
     "executions": {"steps_per_execution": 2, "given": "arrays"},
     "executions_that_do_not_divide": {"steps_per_execution": 3},
     "accumulation": {
@@ -264,6 +275,21 @@ def _without_rates(trainer, saved, interrupt=None, **how):
         "history": history.history,
         "variables": [v.numpy() for v in (*model.variables, *model.optimizer.variables)],
     }
+
+
+def test_each_replica_gets_its_own_errors_back(trainer, tmp_path, monkeypatch):
+    expected, _ = life(trainer, None, compression=FED_BACK)
+    life(trainer, backup(tmp_path), Interrupt(step=8), compression=FED_BACK)
+    read_part = Storage.read_part
+
+    def swapped(self, step, part):
+        found = read_part(self, step, part)
+        residuals = [name for name in found if "/residual" in name]
+        assert len(residuals) in (0, 4)
+        return found | {name: found[name[:-1] + ("1" if name[-1] == "0" else "0")] for name in residuals}
+
+    monkeypatch.setattr(Storage, "read_part", swapped)
+    assert differences(life(trainer, backup(tmp_path), compression=FED_BACK)[0], expected) != []
 
 
 def test_a_training_that_has_been_stopped_stays_so(trainer, tmp_path):

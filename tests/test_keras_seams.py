@@ -11,7 +11,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers import data_adapters
 from keras.src.trainers import epoch_iterator as keras_epochs
 from keras.src.trainers.data_adapters import generator_data_adapter, tf_dataset_adapter
-from tensorflow.python.distribute import values
+from tensorflow.python.distribute import collective_all_reduce_strategy, cross_device_ops, cross_device_utils, values
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 
@@ -27,6 +27,7 @@ from tfdist import (
     training_state,
     worker_step,
 )
+from tfdist.compression import comm
 
 
 @pytest.fixture(scope="module")
@@ -345,3 +346,14 @@ def test_keras_callbacks_remember_what_is_backed_up(make, attributes):
     assert changed <= known | {"_is_tracing", "_should_trace", "_train_accumulated_time"}, (
         "seam callback state: new state"
     )
+
+
+def test_collectives_are_launched_as_expected():
+    functions = vars(cross_device_utils.CollectiveReplicaLauncher)
+    for name in ("_next_instance_key", "_get_ordering_token", "all_reduce_indexed_slices", "can_order_nccl"):
+        assert name in functions, f"seam collectives: {name} has gone"
+    made = inspect.getsource(functions["__init__"])
+    assert all(f"self.{name} =" in made for name in ("_group_key", "_group_size", "_device", "_options"))
+    assert f"self.{comm.TF_LAUNCHERS} = []" in inspect.getsource(cross_device_ops.CollectiveAllReduce.__init__)
+    source = inspect.getsource(collective_all_reduce_strategy.CollectiveAllReduceExtended)
+    assert f"self.{comm.TF_CROSS_DEVICE_OPS} =" in source

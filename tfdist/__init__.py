@@ -13,6 +13,7 @@ _HOMES = {
     "BackupError": "errors",
     "ClusterError": "errors",
     "ClusterSpec": "cluster",
+    "CompressionConfig": "config",
     "ConfigError": "errors",
     "StrategyConfig": "config",
     "Task": "task",
@@ -20,6 +21,7 @@ _HOMES = {
     "TrainConfig": "config",
     "Trainer": "trainer",
     "create_strategy": "strategies",
+    "distribute_optimizer": "optimizer",
 }
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "BackupError",
     "ClusterError",
     "ClusterSpec",
+    "CompressionConfig",
     "ConfigError",
     "StrategyConfig",
     "Task",
@@ -34,13 +37,15 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "create_strategy",
+    "distribute_optimizer",
 ]
 
 if TYPE_CHECKING:
     from tfdist.backup import BackupAndRestore
     from tfdist.cluster import ClusterSpec, TaskSpec
-    from tfdist.config import StrategyConfig, TrainConfig
+    from tfdist.config import CompressionConfig, StrategyConfig, TrainConfig
     from tfdist.errors import BackupError, ClusterError, ConfigError
+    from tfdist.optimizer import distribute_optimizer
     from tfdist.strategies import create_strategy
     from tfdist.task import Task
     from tfdist.trainer import Trainer

@@ -37,6 +37,10 @@ def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[st
         yield from config.strategy.faults()
     if typed("optimizer"):
         yield from config.optimizer.faults()
+    if typed("compression"):
+        yield from config.compression.faults()
+        if typed("strategy") and config.compression.name != "none":
+            yield from _compression_faults(config)
     if typed("backup"):
         yield from config.backup.faults()
     if typed("task", "task_options"):
@@ -98,6 +102,14 @@ def _central_storage_faults(config: TrainConfig) -> Iterator[str]:
         yield f"precision mixed_float16 {remedy}"
     if config.optimizer.use_ema:
         yield f"optimizer.use_ema {remedy}"
+
+
+def _compression_faults(config: TrainConfig) -> Iterator[str]:
+    if config.strategy.name in ("parameter_server", "central_storage", "tpu"):
+        yield (
+            f"compression {config.compression.name!r} is not possible under {config.strategy.name} (yet); use strategy "
+            "multi_worker_mirrored or mirrored, or compression.name=none."
+        )
 
 
 def _parameter_server_faults(config: TrainConfig) -> Iterator[str]:

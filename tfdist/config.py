@@ -31,6 +31,29 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "nadam": ("beta_1", "beta_2", "epsilon"),
     "lion": ("beta_1", "beta_2"),
 }
+# Compressor name to its class and the arguments that it takes.
+COMPRESSORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "none": ("tfdist.compression.base:NoCompression", ()),
+    "bf16": ("tfdist.compression.cast:BF16", ()),
+    "fp16": ("tfdist.compression.cast:FP16", ()),
+    "int8": ("tfdist.compression.int8:Int8", ("block", "transport")),
+    "powersgd": (
+        "tfdist.compression.powersgd:PowerSGD",
+        (
+            "matrix_approximation_rank",
+            "start_powerSGD_iter",
+            "min_compression_rate",
+            "use_error_feedback",
+            "warm_start",
+            "orthogonalization_epsilon",
+            "random_seed",
+        ),
+    ),
+    "topk": (
+        "tfdist.compression.topk:TopK",
+        ("compress_ratio", "selection", "samples", "use_error_feedback", "warmup_steps"),
+    ),
+}
 _EVERY_OPTIMIZER = (
     "weight_decay",
     "clipnorm",
@@ -182,6 +205,71 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass
+class CompressionConfig:
+    """How gradients are compressed on their way to the other replicas; what the compressor does not take must stay as it is.
+
+    Attributes:
+        name: One of `COMPRESSORS`.
+        block: Numbers that share a scale, of `int8`; a multiple of 4.
+        transport: Of `int8`: `"two_shot"`, or `"sum"`, which needs one round and is less exact the more replicas there are.
+        matrix_approximation_rank: Columns of the two matrices of `powersgd`.
+        start_powerSGD_iter: Updates without compression before `powersgd` begins.
+        min_compression_rate: `powersgd` leaves matrices as they are that it would not make so many times smaller.
+        use_error_feedback: Whether `powersgd` and `topk` add what a step leaves out to the next one.
+        warm_start: Whether `powersgd` begins where the step before has ended.
+        orthogonalization_epsilon: What `powersgd` adds to a column's length before it divides by it.
+        random_seed: Of the first matrices of `powersgd`.
+        compress_ratio: The share of each gradient's numbers that `topk` sends.
+        selection: How `topk` finds them: `"sampled"` or `"exact"`.
+        samples: Numbers of each gradient that `selection="sampled"` looks at.
+        warmup_steps: Updates without compression before `topk` begins.
+    """
+
+    name: str = "none"
+    block: int = 256
+    transport: str = "two_shot"
+    matrix_approximation_rank: int = 4
+    start_powerSGD_iter: int = 1000
+    min_compression_rate: float = 2.0
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 1e-8
+    random_seed: int = 0
+    compress_ratio: float = 0.01
+    selection: str = "sampled"
+    samples: int = 4096
+    warmup_steps: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments that its compressor takes."""
+        return {name: getattr(self, name) for name in COMPRESSORS[self.name][1]}
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the name and the arguments."""
+        if self.name not in COMPRESSORS:
+            yield unknown("compression", self.name, tuple(COMPRESSORS))
+            return
+        takes = COMPRESSORS[self.name][1]
+        for field in dataclasses.fields(self):
+            if field.name not in ("name", *takes) and getattr(self, field.name) != field.default:
+                takes_what = f"It takes: {', '.join(takes)}." if takes else "It takes no arguments."
+                yield f"compression {self.name!r} takes no {field.name!r}. {takes_what}"
+        if self.block < 4 or self.block % 4:
+            yield f"compression.block must be a multiple of 4. Received: {self.block}."
+        if self.transport not in ("two_shot", "sum"):
+            yield unknown("compression.transport", self.transport, ("two_shot", "sum"))
+        if self.selection not in ("sampled", "exact"):
+            yield unknown("compression.selection", self.selection, ("sampled", "exact"))
+        if not 0 < self.compress_ratio <= 1:
+            yield f"compression.compress_ratio must be more than 0, and at most 1. Received: {self.compress_ratio}."
+        least = {"matrix_approximation_rank": 1, "samples": 1, "start_powerSGD_iter": 0, "warmup_steps": 0}
+        least |= {"min_compression_rate": 0, "orthogonalization_epsilon": 0, "random_seed": 0}
+        for name, value in least.items():
+            if not value <= getattr(self, name) < float("inf"):
+                yield f"compression.{name} must be {value} or more, and finite. Received: {getattr(self, name)}."
+
+
+@dataclasses.dataclass
 class BackupConfig:
     """When and where to back the training up; see `tfdist.BackupAndRestore`.
 
@@ -227,6 +315,7 @@ class TrainConfig:
         epochs: Passes over the training data.
         steps_per_epoch: Steps that count as an epoch; 0 means as many as the task's data has.
         seed: Fixes initial weights, order of the data and dropout masks.
+        compression: How gradients are compressed.
         deterministic: Use only TensorFlow operations that give the same bits each time; slower on GPUs.
         optimizer: The optimizer and its arguments.
         learning_rate: Step size.
@@ -249,6 +338,7 @@ class TrainConfig:
     seed: int = 0
     deterministic: bool = False
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    compression: CompressionConfig = dataclasses.field(default_factory=CompressionConfig)
     learning_rate: float = 1e-3
     precision: str = "float32"
     jit_compile: bool = False

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist import optimizer as optimizer_lib
 from tfdist import refusals
+from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
@@ -30,14 +31,14 @@ _STARVED = (
 )
 
 
-def adopt(model: keras.Model) -> None:
+def adopt(model: keras.Model, compression: Compressor | None = None) -> None:
     """Makes Keras build `model`'s training and test functions here, and its optimizer reduce first. In place."""
     if KERAS_MAKE_FUNCTION not in vars(model):
-        setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model))
         model.train_function = model.test_function = None
+    setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
     if model.distribute_strategy.num_replicas_in_sync > 1:
         for optimizer in refusals.optimizers(model):
-            optimizer_lib.distribute_optimizer(optimizer)
+            optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
 
 
 class Execution:
@@ -45,6 +46,7 @@ class Execution:
 
     Args:
         model: The model.
+        compression: What sums its gradients, or None.
         step: Its `train_step` or `test_step`.
 
     Attributes:
@@ -52,9 +54,9 @@ class Execution:
             to the next multiple of `steps_per_execution`.
     """
 
-    def __init__(self, model: keras.Model, step: Callable[[Any], Any]):
+    def __init__(self, model: keras.Model, compression: Compressor | None, step: Callable[[Any], Any]):
         refusals.check_model(model)  # it may have been compiled anew, and fitted without the Trainer
-        adopt(model)
+        adopt(model, compression)
         self.left: int | None = None
         self.heard: tf.Tensor | None = None
         self._strategy = model.distribute_strategy

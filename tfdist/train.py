@@ -48,7 +48,7 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
     import keras
     import tensorflow as tf
 
-    from tfdist import data, monitor
+    from tfdist import data, monitor, wire
     from tfdist.backup import BackupAndRestore
     from tfdist.trainer import Trainer
 
@@ -56,7 +56,7 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
     backup = None
     if config.backup.save_freq != "never":
         backup = BackupAndRestore(**config_lib.backup_arguments(config, workdir))
-    trainer = trainer or Trainer(config.strategy, backup=backup)
+    trainer = trainer or Trainer(config.strategy, backup=backup, compression=config.compression)
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -89,6 +89,10 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
         model.compile(optimizer=build_optimizer(config), **{**arguments, **task.compile_arguments()})
     throughput = monitor.Throughput(batch_size)
     callbacks: list[keras.callbacks.Callback] = [throughput]
+    in_step = trainer.cluster if not asynchronous else None
+    sent = wire.WireBytes(in_step, trainer.task) if in_step else None
+    if sent:
+        callbacks.append(sent)
     if trainer.is_chief:
         callbacks.append(monitor.Scalars(workdir / "tensorboard" / trainer.task.name, throughput))
     history = trainer.fit(
@@ -115,8 +119,12 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
         "metrics": {name: _finite(values[-1]) for name, values in history.history.items()},
         "examples_per_second": throughput.examples_per_second and round(throughput.examples_per_second, 1),
         "step_ms": throughput.step_ms,
-        "compression": {"name": "none"},
-        "wire_bytes_per_step": {"predicted": None, "measured": None},
+        "compression": {"name": config.compression.name, **config.compression.arguments()},
+        "wire_bytes_per_step": {
+            "predicted": wire.planned(model, trainer.compression, replicas) if in_step else None,
+            "measured": sent and sent.per_step,
+        },
+        **trainer.compression_report(model),
         "restarts": progress.restarts(),
         **trainer.server_report(model),
         "wall_seconds": round(time.perf_counter() - started, 2),

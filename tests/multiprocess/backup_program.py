@@ -15,7 +15,7 @@ import sys
 
 import tfdist
 from tests.multiprocess import harness
-from tfdist import progress
+from tfdist import config, progress
 from tfdist.storage import Storage
 
 name, out, options = (
@@ -26,12 +26,15 @@ name, out, options = (
 if "TF_CONFIG" in os.environ:
     task = json.loads(os.environ["TF_CONFIG"])["task"]
     pathlib.Path(out, f"pid-{task['type']}:{task['index']}").write_text(str(os.getpid()))
-trainer = tfdist.Trainer(name, **({"devices": 2} if name in ("mirrored", "central_storage") else {}))
+compression = config.CompressionConfig(**options["compression"]) if "compression" in options else None
+devices = {"devices": 2} if name in ("mirrored", "central_storage") else {}
+trainer = tfdist.Trainer(name, compression=compression, **devices)
 
 import keras  # noqa: E402 (the strategy comes first)
 import tensorflow as tf  # noqa: E402
 
 from tfdist import data as data_lib  # noqa: E402
+from tfdist.optimizer import reduction_of  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 
 RANK, LIFE = trainer.task.index, progress.restarts()
@@ -172,10 +175,13 @@ history = trainer.fit(
 strategy = trainer.strategy
 local = strategy.experimental_local_results
 variables = [*model.variables, *model.optimizer.variables]
+reduction = reduction_of(model.optimizer)
+errors = [state for states in reduction.states for state in states] if reduction else []
 results = {
     "history": history.history,
     "epochs": history.epoch,
     "variables": {v.path: [c.numpy() for c in local(v.value)] for v in variables},
+    "errors": [[c.numpy() for c in local(v)] for v in errors],
     "stopping": {k: getattr(stopping, k) for k in ("wait", "best", "best_epoch", "stopped_epoch", "best_weights")},
     "plateau": {k: getattr(plateau, k) for k in ("wait", "best", "cooldown_counter")},
     "restarts": progress.restarts(),

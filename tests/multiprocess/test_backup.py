@@ -164,6 +164,26 @@ def test_sigterm_to_one_rank_saves_on_all_and_loses_no_step(tmp_path, uninterrup
     assert text.count("starting again from step") == 2
 
 
+COMPRESSION = {
+    "powersgd": {"name": "powersgd", "start_powerSGD_iter": 4},
+    "topk": {"name": "topk", "compress_ratio": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSION)
+def test_errors_that_are_fed_back_are_the_same_after_a_kill(name, tmp_path):
+    how = {"compression": COMPRESSION[name]}
+    code, text, expected = run("multi_worker_mirrored", tmp_path / "whole", save_freq=0, **how)
+    assert code == 0, text
+    kills = [[1, "step", 12], [0, "step", 9]]
+    code, text, results = run("multi_worker_mirrored", tmp_path / "killed", save_freq=SAVE_FREQ, kills=kills, **how)
+    assert code == 0, text
+    assert results[0]["restarts"] == 2
+    check_equal(results, expected)
+    assert len(results[0]["errors"]) == (2 if name == "powersgd" else 1)
+    assert not np.array_equal(results[0]["errors"][0], results[1]["errors"][0]), "each rank has its own"
+
+
 def test_four_ranks_share_a_folder(tmp_path):
     code, text, _ = run("multi_worker_mirrored", tmp_path, workers=4, save_freq=3, epochs=1)
     assert code == 0, text

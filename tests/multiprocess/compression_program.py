@@ -1,0 +1,148 @@
+"""What compressors do between real processes. Arguments: strategy, output folder."""
+
+import os
+import sys
+
+import tfdist
+
+strategy_name, out = sys.argv[1:3]
+trainer = tfdist.Trainer(strategy_name, **({"devices": 2} if strategy_name == "mirrored" else {}))
+
+import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+from tests import test_compression as cases  # noqa: E402
+from tests.multiprocess import harness  # noqa: E402
+from tfdist import wire  # noqa: E402
+from tfdist.compression.base import Layout  # noqa: E402
+from tfdist.compression.comm import group_of  # noqa: E402
+from tfdist.optimizer import reduction_of  # noqa: E402
+from tfdist.tasks import digits  # noqa: E402
+
+RANK = trainer.task.index
+STEPS = 300
+tf.config.experimental.enable_op_determinism()
+local = trainer.strategy.experimental_local_results
+(x, y), validation = digits.load()
+x, y = x[:1280], y[:1280]
+
+
+def exchanges(compressor):
+    """Returns the totals and states of some steps, of this process's ranks."""
+    group = group_of(trainer.strategy)
+    layout = Layout(compressor, [(str(number), shape) for number, shape in enumerate(cases.SHAPES)])
+    states = [tuple(s.initial(s.shape, number) for s in slots) for number, slots in enumerate(layout.slots)]
+    states = [states for _ in group.ranks]
+    found = []
+
+    @tf.function(autograph=False)
+    def exchange(values, states, step):
+        members = group.members(step)
+        return group.run([layout.exchange(v, s, m) for v, s, m in zip(values, states, members, strict=True)])
+
+    for step, kind in enumerate(("normal", "heavy_tails", "ties", "normal")):
+        rng = np.random.default_rng(step)
+        values = [[cases.INPUTS[kind](rng, shape).astype(np.float32) for shape in cases.SHAPES] for _ in range(2)]
+        results = exchange(
+            [[tf.constant(v) for v in values[rank]] for rank in group.ranks], states, tf.constant(step, tf.int64)
+        )
+        states = [result.states for result in results]
+        found.append([tf.nest.map_structure(np.array, (result.totals, result.states)) for result in results])
+    return found
+
+
+def build(optimizer):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with trainer.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                keras.layers.Conv2D(16, 3, activation="relu"),
+                keras.layers.Flatten(),
+                keras.layers.Dense(32),
+                keras.layers.BatchNormalization(),
+                keras.layers.ReLU(),
+                keras.layers.Dense(10),
+            ]
+        )
+        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+def values(variables):
+    return [
+        [component.numpy() for component in local(v.value if isinstance(v, keras.Variable) else v)] for v in variables
+    ]
+
+
+def train(compressor, optimizer=lambda: keras.optimizers.Adam(2e-3), steps=STEPS, data=(x, y)):
+    trainer.compression = compressor
+    model = build(optimizer)
+    history = trainer.fit(
+        model,
+        *data,
+        batch_size=32,
+        epochs=max(1, steps // 40),
+        steps_per_epoch=min(steps, 40),
+        verbose=0,
+        shuffle=False,
+    )
+    reduction = reduction_of(model.optimizer)
+    states = [s for slots in reduction.states for s in slots] if reduction else []
+    return model, {
+        "weights": values(model.trainable_variables),
+        "states": values(states),
+        "loss": history.history["loss"][-1],
+        "iterations": int(getattr(model.optimizer, "inner_optimizer", model.optimizer).iterations.numpy()),
+    }
+
+
+def sgd():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+results = {"exchanges": {name: exchanges(compressor) for name, compressor in cases.ALL.items()}}
+results["trained"] = {}
+for name in ("none", "bf16", "fp16", "int8", "int8_sum", "powersgd_feedback", "topk_sampled", "warmup"):
+    _, results["trained"][name] = train(cases.ALL[name], sgd if "topk" in name else lambda: keras.optimizers.Adam(2e-3))
+
+# All that optimizers do, with error feedback.
+ADAM = {
+    "accumulation": lambda: keras.optimizers.Adam(2e-3, gradient_accumulation_steps=4),
+    "ema_decay_clip": lambda: keras.optimizers.AdamW(2e-3, use_ema=True, weight_decay=0.01, global_clipnorm=1.0),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(2e-3), initial_scale=2.0**20),
+}
+results["options"] = {}
+for name, optimizer in ADAM.items():
+    model, results["options"][name] = train(cases.ALL["int8_feedback"], optimizer, steps=80)
+    trainer.save(model, os.path.join(out, f"{name}.keras"))
+
+results["report"] = trainer.compression_report(model)
+
+# One rank's gradient is not finite, at the last step of three.
+bad = np.array(x[:96])
+bad[64 + 16 :] = np.inf  # of the third batch, the second half
+results["inf"] = {
+    name: {steps: train(cases.ALL["int8_feedback"], optimizer, steps, (bad, y[:96]))[1] for steps in (2, 3)}
+    for name, optimizer in {"sgd": sgd, "loss_scale": ADAM["loss_scale"]}.items()
+}
+
+# Bytes, of a model with 10 MB of gradients.
+rng = np.random.default_rng(0)
+wide = (rng.standard_normal((512, 256), np.float32), rng.integers(0, 10, 512))
+results["bytes"] = {}
+for name in ("none", "bf16", "int8", "int8_sum"):
+    trainer.compression = cases.ALL[name]
+    keras.backend.clear_session()
+    with trainer.scope():
+        model = keras.Sequential(
+            [keras.Input((256,)), keras.layers.Dense(2048), keras.layers.Dense(1024), keras.layers.Dense(10)]
+        )
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    if trainer.cluster:
+        sent = wire.WireBytes(trainer.cluster, trainer.task)
+        trainer.fit(model, *wide, batch_size=64, epochs=3, verbose=0, callbacks=[sent])
+        results["bytes"][name] = (wire.planned(model, trainer.compression, 2), sent.per_step)
+harness.store(out, RANK, results)

@@ -1,0 +1,122 @@
+"""Compressors between real processes: as in a simulation, the same weights everywhere, files and bytes as promised."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import test_compression as cases
+from tests.multiprocess import harness
+
+pytestmark = pytest.mark.timeout(900)
+
+# A network of its own, where nothing else is sent.
+ISOLATED = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+
+
+@pytest.fixture(scope="module")
+def isolated():
+    return subprocess.run([*ISOLATED, "true"], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module", params=[pytest.param("mirrored", marks=pytest.mark.slow), "multi_worker_mirrored"])
+def ranks(request, tmp_path_factory, isolated):
+    """Returns each rank's results, and the folder."""
+    out = tmp_path_factory.mktemp(request.param)
+    if request.param == "mirrored":
+        return harness.run("compression_program", request.param, out), out
+    command = [sys.executable, "-m", "tests.multiprocess.compression_program", request.param, str(out)]
+    launch = [sys.executable, "-m", "tfdist.launch", "--workers=2", f"--log_dir={out / 'logs'}", "--", *command]
+    environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
+    done = subprocess.run(
+        [*(ISOLATED if isolated else []), *launch], env=environ, capture_output=True, text=True, timeout=harness.TIMEOUT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [harness.load(out, rank) for rank in range(2)], out
+
+
+def replicas(found):
+    """Returns what each replica has, over all processes."""
+    return [each for rank in found for each in rank]
+
+
+@pytest.mark.parametrize("name", cases.ALL)
+def test_processes_do_what_the_simulation_does(ranks, name):
+    run = cases.Run(cases.ALL[name], 2)
+    steps = zip(*(results["exchanges"][name] for results in ranks[0]), strict=True)
+    for step, (kind, found) in enumerate(zip(("normal", "heavy_tails", "ties", "normal"), steps, strict=True)):
+        rng = np.random.default_rng(step)
+        values = [[cases.INPUTS[kind](rng, shape).astype(np.float32) for shape in cases.SHAPES] for _ in range(2)]
+        expected = run.step(values)
+        for mine, other in zip(replicas(found), expected, strict=True):
+            for number, (a, b) in enumerate(
+                zip(tf.nest.flatten(mine), tf.nest.flatten((other.totals, other.states)), strict=True)
+            ):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(1, np.abs(b).max()), err_msg=str(number))
+                if "int8" in name or "topk" in name:
+                    np.testing.assert_array_equal(a, b)
+
+
+def test_after_many_steps_all_ranks_have_the_same_weights(ranks):
+    for name, first in ranks[0][0]["trained"].items():
+        for results in ranks[0]:
+            for components, expected in zip(results["trained"][name]["weights"], first["weights"], strict=True):
+                for component in components:
+                    np.testing.assert_array_equal(component, expected[0], err_msg=name)
+
+
+def test_it_learns_as_well(ranks):
+    losses = {name: results["loss"] for name, results in ranks[0][0]["trained"].items()}
+    assert max(losses.values()) < 0.2, losses
+
+
+@pytest.mark.parametrize("how", ["sgd", "loss_scale"])
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(ranks, how):
+    for results in ranks[0]:
+        before, after = results["inf"][how][2], results["inf"][how][3]
+        assert before["iterations"] == after["iterations"] == 2
+        assert before["states"] and np.abs(before["states"][0][0]).max() > 0
+        for kind in ("weights", "states"):
+            for mine, other in zip(after[kind], before[kind], strict=True):
+                np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("name", ["accumulation", "ema_decay_clip", "loss_scale"])
+def test_saved_models_load_without_tfdist_optimizer_included(ranks, name):
+    program = f"""
+import sys, keras
+sys.modules["tfdist"] = None
+model = keras.models.load_model({str(ranks[1] / f"{name}.keras")!r})
+optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+print(type(model.optimizer).__module__, int(optimizer.iterations), len(optimizer.variables))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    module, iterations, count = done.stdout.split()
+    assert module.startswith("keras.") and int(iterations) == (20 if name == "accumulation" else 80) and int(count) > 10
+
+
+def test_accumulation_encodes_once_for_several_steps(ranks):
+    assert ranks[0][0]["options"]["accumulation"]["iterations"] == 20
+
+
+def test_the_network_carries_what_was_planned(ranks, isolated):
+    found = ranks[0][0]["bytes"]
+    if not found:
+        return  # in one process nothing is sent
+    if not isolated:
+        pytest.skip("no right to make a network")
+    for name, (planned, measured) in found.items():
+        assert abs(measured / planned - 1) < 0.05, (name, planned, measured)
+    assert found["none"][0] > 10**7
+
+
+def test_the_report_measures_both(ranks):
+    for results in ranks[0]:
+        assert results["report"]["exchange_ms"].keys() == {"compressed", "plain"}
+        assert min(results["report"]["exchange_ms"].values()) > 0

@@ -1,0 +1,61 @@
+"""Bytes of a step: planned, and counted by the interfaces."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+
+from tfdist import wire
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.compression import Int8
+
+HERE = ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
+APART = ClusterSpec({"worker": ["a:1", "b:1", "c:1"]})
+MIXED = ClusterSpec({"worker": ["a:1", "a:2", "b:1"]})
+ALONE = ClusterSpec({"worker": ["a:1"]})
+
+
+def measured(cluster, counts, epochs=2, batches=range(3), task=0):
+    counts = iter(counts)
+    sent = wire.WireBytes(cluster, TaskSpec("worker", task), lambda: next(counts))
+    for epoch in range(epochs):
+        sent.on_epoch_begin(epoch)
+        for batch in batches:
+            sent.on_train_batch_end(batch)
+    return sent.per_step
+
+
+def counts(lo, eth):
+    return [{"lo": lo * n * n, "eth0": eth * n * n} for n in range(6)]
+
+
+def test_ranks_of_one_host_share_what_its_loopback_has_sent():
+    # 0 1 4 | 9 16 25: what is sent between epochs is no step's.
+    assert measured(HERE, counts(100, 7)) == (4 + 16) * 100 / 4 / 2
+
+
+def test_ranks_of_several_hosts_send_through_the_others():
+    assert measured(APART, counts(7, 100), task=1) == (4 + 16) * 100 / 4
+
+
+def test_executions_of_several_steps_count_as_such():
+    assert measured(APART, counts(7, 100), batches=[3, 7, 11]) == (4 + 16) * 100 / 16
+
+
+@pytest.mark.parametrize("cluster", [MIXED, ALONE])
+def test_what_cannot_be_told_is_none(cluster):
+    assert measured(cluster, counts(7, 100)) is None
+    assert measured(APART, [{}] * 6) is None
+
+
+def test_this_system_tells():
+    assert wire.sent_by_interface()["lo"] >= 0
+
+
+def test_a_plan_is_of_all_variables_unless_a_gradient_has_rows():
+    dense = keras.Sequential([keras.Input((10,)), keras.layers.Dense(200), keras.layers.Dense(3)])
+    assert wire.planned(dense, None, 2) == 4 * (10 * 200 + 200 + 200 * 3 + 3)
+    blocks = -(-2000 // 512) * 2
+    assert wire.planned(dense, Int8(), 2) == blocks * 260 + 4 * (200 + 200 * 3 + 3)
+    words = keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(50, 8), keras.layers.Dense(3)])
+    assert wire.planned(words, None, 2) is None

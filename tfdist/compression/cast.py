@@ -1,0 +1,65 @@
+"""Numbers of 16 bits on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.compression.base import Compressor, Rows
+from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced
+
+
+class _Rows(Rows):
+    def __init__(self, dtype: tf.DType):
+        self._dtype = dtype
+
+    def pack(self, rows: tf.Tensor) -> tf.Tensor:
+        low = tf.cast(tf.pad(rows, [[0, 0], [0, rows.shape[1] % 2]]), self._dtype)
+        return tf.bitcast(tf.reshape(low, [-1, low.shape[1] // 2, 2]), tf.int32)
+
+    def unpack(self, packed: tf.Tensor, width: int) -> tf.Tensor:
+        low = tf.reshape(tf.bitcast(packed, self._dtype), [-1, 2 * packed.shape[1]])
+        return tf.cast(low[:, :width], tf.float32)
+
+
+class _Cast(Compressor):
+    """Rounds to 16 bits before the sum."""
+
+    dtype: tf.DType
+
+    @property
+    def rows(self) -> Rows:  # type: ignore[override]
+        return _Rows(self.dtype)
+
+    def exchange(
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+    ) -> Exchange:
+        shares = self._shares(member.size)
+        low = [tf.cast(value / shares, self.dtype) for value in values]
+        totals = yield AllReduce(low)
+        as_sent = [tf.cast(value, tf.float32) * shares for value in low]
+        return Reduced([tf.cast(total, tf.float32) * shares for total in totals], as_sent, list(states))
+
+    def _shares(self, size: int) -> float:
+        """Returns by what each rank divides before the sum."""
+        return 1.0
+
+
+class BF16(_Cast):
+    """Sums bfloat16, which has the range of float32 and 8 bits of precision, as torch's `bf16_compress_hook`."""
+
+    dtype = tf.bfloat16
+
+
+class FP16(_Cast):
+    """Sums float16, which has 11 bits of precision, as torch's `fp16_compress_hook` and Horovod's `Compression.fp16`.
+
+    Each rank divides by the number of ranks before the sum, as float16 ends at 65504; a step in which a number is larger is
+    left out.
+    """
+
+    dtype = tf.float16
+
+    def _shares(self, size: int) -> float:
+        return float(size)

@@ -1,0 +1,208 @@
+"""Carries out what exchanges ask for: the one file that calls collectives, and that counts their bytes.
+
+All replicas of this process go through their exchanges in lockstep, so that no collective waits for another one. Between
+processes TensorFlow's collectives do the work (its ring, or NCCL); between the replicas of one process, ordinary operations.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+from tensorflow.python.ops import collective_ops
+
+from tfdist.compression.exchange import AllGather, AllReduce, Choice, Member, flat, like
+
+# The private names of TensorFlow that this file leans on; tests/test_keras_seams.py watches them.
+TF_CROSS_DEVICE_OPS = "_cross_device_ops"
+TF_LAUNCHERS = "_launchers"
+
+Result = TypeVar("Result")
+
+
+class Group(abc.ABC):
+    """The ranks that exchange something, of which some are this process's.
+
+    Args:
+        ranks: The numbers of this process's.
+        size: The number of all.
+    """
+
+    def __init__(self, ranks: Sequence[int], size: int):
+        self.ranks = list(ranks)
+        self.size = size
+
+    def members(self, step: tf.Tensor) -> list[Member]:
+        """Returns the members that are this process's."""
+        return [Member(rank, self.size, step) for rank in self.ranks]
+
+    def run(self, exchanges: Sequence[Generator[Any, Any, Result]]) -> list[Result]:
+        """Runs the exchanges of this process's ranks to their ends, and returns their results."""
+        answers: list[Any] = [None] * len(exchanges)
+        while True:
+            asked, results = [], []
+            for exchange, answer in zip(exchanges, answers, strict=True):
+                try:
+                    asked.append(exchange.send(answer))
+                except StopIteration as e:
+                    results.append(e.value)
+            if results:
+                return results
+            answers = self._answer(asked)
+
+    def _answer(self, asked: list[Any]) -> list[Any]:
+        first = asked[0]
+        if isinstance(first, Choice):
+            return tf.cond(
+                first.condition,
+                lambda: self.run([request.if_true() for request in asked]),
+                lambda: self.run([request.if_false() for request in asked]),
+            )
+        if isinstance(first, AllReduce):
+            return self._all_reduce([request.tensors for request in asked], first.largest)
+        move = self._all_gather if isinstance(first, AllGather) else self._all_to_all
+        return move([request.tensor for request in asked])
+
+    @abc.abstractmethod
+    def gather_rows(self, slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
+        """Returns the rows of all ranks, for each of this process's; how many each has may differ."""
+
+    @abc.abstractmethod
+    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]: ...
+
+    @abc.abstractmethod
+    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]: ...
+
+    @abc.abstractmethod
+    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]: ...
+
+
+class LocalGroup(Group):
+    """Ranks that are all in this process."""
+
+    def __init__(self, size: int):
+        super().__init__(range(size), size)
+
+    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
+        add = functools.partial(functools.reduce, tf.maximum) if largest else tf.add_n
+        totals = [add(list(each)) for each in zip(*tensors, strict=True)]
+        return [list(totals) for _ in self.ranks]
+
+    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [tf.stack(tensors)] * self.size
+
+    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [tf.stack([tensor[rank] for tensor in tensors]) for rank in self.ranks]
+
+    def gather_rows(self, slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
+        rows = tf.concat([each.values for each in slices], 0)
+        places = tf.concat([each.indices for each in slices], 0)
+        return [tf.IndexedSlices(rows, places, slices[0].dense_shape)] * self.size
+
+
+class CollectiveGroup(Group):
+    """Ranks in several processes.
+
+    Args:
+        strategy: Which runs them.
+    """
+
+    def __init__(self, strategy: tf.distribute.MultiWorkerMirroredStrategy):
+        self._launchers = getattr(getattr(strategy.extended, TF_CROSS_DEVICE_OPS), TF_LAUNCHERS)
+        ids = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        ranks = [int(number) for number in strategy.experimental_local_results(ids)]
+        super().__init__(ranks, strategy.num_replicas_in_sync)
+
+    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
+        results = []
+        for values, launcher in zip(tensors, self._launchers, strict=True):
+            totals = list(values)
+            for dtype in dict.fromkeys(value.dtype for value in values):
+                places = [place for place, value in enumerate(values) if value.dtype == dtype]
+                same = [values[place] for place in places]
+                total = self._launch(
+                    collective_ops.all_reduce_v2, launcher, flat(same), merge_op="Max" if largest else "Add"
+                )
+                for place, value in zip(places, like(total, same), strict=True):
+                    totals[place] = value
+            results.append(totals)
+        return results
+
+    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [
+            self._launch(collective_ops.all_gather_v2, launcher, tensor[tf.newaxis])
+            for tensor, launcher in zip(tensors, self._launchers, strict=True)
+        ]
+
+    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [
+            self._launch(collective_ops.all_to_all_v2, launcher, tensor)
+            for tensor, launcher in zip(tensors, self._launchers, strict=True)
+        ]
+
+    def gather_rows(self, slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
+        return [
+            launcher.all_reduce_indexed_slices(each) for each, launcher in zip(slices, self._launchers, strict=True)
+        ]
+
+    def _launch(self, collective: Any, launcher: Any, tensor: tf.Tensor, **how: Any) -> tf.Tensor:
+        options = launcher._options
+        with tf.device(launcher._device):
+            return collective(
+                tensor,
+                launcher._group_size,
+                launcher._group_key,
+                launcher._next_instance_key(),
+                communication_hint=options.implementation.value,
+                timeout=options.timeout_seconds or 0,
+                ordering_token=launcher._get_ordering_token(),
+                **how,
+            )
+
+
+class Counter(LocalGroup):
+    """A rank of a group that is not there: counts the bytes that it would send.
+
+    Args:
+        size: The number of ranks.
+
+    Attributes:
+        sent: Bytes sent by a rank: all-reduce 2 (N-1)/N of its tensors' bytes (a ring), all-gather N-1 times them, all-to-all
+            (N-1)/N of them.
+    """
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.ranks = [0]
+        self.sent = 0.0
+
+    def _answer(self, asked: list[Any]) -> list[Any]:
+        if isinstance(asked[0], Choice):  # what lasts
+            return self.run([asked[0].if_false()])
+        return super()._answer(asked)
+
+    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
+        self.sent += 2 * (self.size - 1) / self.size * sum(map(_bytes, tensors[0]))
+        return [list(tensors[0])]
+
+    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        self.sent += (self.size - 1) * _bytes(tensors[0])
+        return [tf.broadcast_to(tensors[0], [self.size, *tensors[0].shape])]
+
+    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        self.sent += (self.size - 1) / self.size * _bytes(tensors[0])
+        return list(tensors)
+
+
+def group_of(strategy: tf.distribute.Strategy) -> Group:
+    """Returns the group of a strategy's replicas."""
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return CollectiveGroup(strategy)
+    return LocalGroup(strategy.num_replicas_in_sync)
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return tensor.shape.num_elements() * tensor.dtype.size

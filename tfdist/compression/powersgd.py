@@ -1,0 +1,106 @@
+"""Gradients as products of two thin matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compression.base import Compressor, Slot
+from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced
+
+
+class PowerSGD(Compressor):
+    """Sums a gradient M [p, q] as P [p, r] Q [q, r]^T, by one power iteration a step (Vogels et al., arXiv:1905.13727).
+
+    P = orthogonal(sum M Q), then Q = mean M^T P, two dependent all-reduces; the next step begins with this Q. A kernel's
+    last axis is q and all others are p, which for Keras' layouts makes the thinnest matrices. Biased: it wants error
+    feedback around it. Arguments as torch's `PowerSGDState`.
+
+    Args:
+        matrix_approximation_rank: r.
+        min_compression_rate: Matrices whose numbers this does not make so many times fewer are summed as they are.
+        warm_start: Whether to begin with the Q of the step before, which is then state, the same on all ranks. Otherwise
+            with random numbers.
+        orthogonalization_epsilon: Added to a column's length, of a matrix whose largest number is 1, before dividing by it.
+        random_seed: Of the first Q.
+    """
+
+    def __init__(
+        self,
+        matrix_approximation_rank: int = 4,
+        min_compression_rate: float = 2.0,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 1e-8,
+        random_seed: int = 0,
+    ):
+        self._rank = matrix_approximation_rank
+        self._min_rate = min_compression_rate
+        self._warm_start = warm_start
+        self._epsilon = orthogonalization_epsilon
+        self._seed = random_seed
+
+    def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+        thin = self._thin(shape)
+        return (Slot("q", thin, True, self._random),) if thin and self._warm_start else ()
+
+    def _thin(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """Returns the shape of Q, or None where it does not pay."""
+        if len(shape) < 2 or 0 in shape:
+            return None
+        q = int(shape[-1])
+        p = math.prod(shape) // q
+        r = min(self._rank, p, q)
+        return (q, r) if (p + q) * r * self._min_rate <= p * q else None
+
+    def _random(self, shape: tuple[int, ...], number: int, step: Any = 0) -> tf.Tensor:
+        return tf.random.stateless_normal(shape, [self._seed + number, step])
+
+    def exchange(
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+    ) -> Exchange:
+        thin = [self._thin(value.shape) for value in values]
+        low = [place for place, shape in enumerate(thin) if shape]
+        rest = [place for place, shape in enumerate(thin) if not shape]
+        matrices = [tf.reshape(values[place], [-1, values[place].shape[-1]]) for place in low]
+        before = [
+            states[place][0] if self._warm_start else self._random(thin[place] or (), place, member.step)
+            for place in low
+        ]
+        sums = yield AllReduce([values[p] for p in rest] + [m @ q for m, q in zip(matrices, before, strict=True)])
+        ps = self._orthogonal(sums[len(rest) :])
+        qs = yield AllReduce([tf.matmul(m, p, transpose_a=True) for m, p in zip(matrices, ps, strict=True)])
+
+        totals, sent, after = list(values), list(values), list(states)
+        for place, total in zip(rest, sums, strict=False):
+            totals[place] = total
+        for place, p, q, old in zip(low, ps, qs, before, strict=True):
+            mean = q / member.size
+            # Of this rank's matrix, what came through is the mean's part, not its own projection: with that as the
+            # residual its length would grow without bounds.
+            sent[place] = tf.reshape(tf.matmul(p, mean, transpose_b=True), values[place].shape)
+            totals[place] = sent[place] * member.size
+            if self._warm_start:  # a column of zeros would stay so for ever
+                after[place] = (tf.where(tf.reduce_any(tf.not_equal(mean, 0), 0), mean, old),)
+        return Reduced(totals, sent, after)
+
+    def _orthogonal(self, matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns orthonormal columns with the spans of the matrices' (Gram-Schmidt), equal shapes at once."""
+        results = list(matrices)
+        for shape in dict.fromkeys(tuple(matrix.shape) for matrix in matrices):
+            places = [place for place, matrix in enumerate(matrices) if tuple(matrix.shape) == shape]
+            rest = tf.stack([matrices[place] for place in places])
+            largest = tf.reduce_max(tf.abs(rest), [1, 2], keepdims=True)
+            rest = tf.math.divide_no_nan(rest, largest)
+            columns: list[tf.Tensor] = []
+            for number in range(shape[1]):
+                column, rest = rest[:, :, :1], rest[:, :, 1:]
+                column /= tf.norm(column, axis=1, keepdims=True) + self._epsilon
+                columns.append(column)
+                if number < shape[1] - 1:
+                    rest -= column @ tf.matmul(column, rest, transpose_a=True)
+            for place, result in zip(places, tf.unstack(tf.concat(columns, 2)), strict=True):
+                results[place] = result
+        return results

@@ -1,0 +1,168 @@
+"""Sums an optimizer's gradients over all replicas through a compressor, and keeps the compressor's state.
+
+A step in which any replica's gradient is not finite changes no state, and tells so: what is not a number in an error that is
+fed back would stay there.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils
+
+from tfdist.compression.base import NONE, Compressor, Layout
+from tfdist.compression.comm import group_of
+from tfdist.compression.exchange import together
+
+
+class Reduction(tf.Module):
+    """The sums of gradients over all replicas.
+
+    Args:
+        compressor: What compresses.
+        variables: Those of the optimizer, in its order; made in the strategy's scope.
+
+    Attributes:
+        states: State variables of each variable, by its number, as the compressor describes them.
+    """
+
+    def __init__(self, compressor: Compressor, variables: Sequence[keras.Variable]):
+        super().__init__(name="compression")
+        self._strategy = variables[0].value.distribute_strategy
+        self._group = group_of(self._strategy)
+        self._layout = Layout(compressor, [(v.path, tuple(v.shape)) for v in variables])
+        self.states = [
+            [self._state(slot, number, variable.path) for slot in slots]
+            for number, (slots, variable) in enumerate(zip(self._layout.slots, variables, strict=True))
+        ]
+
+    def _state(self, slot: Any, number: int, path: str) -> tf.Variable:
+        with self._strategy.scope(), tf.init_scope():
+            return tf.Variable(
+                slot.initial(slot.shape, number),
+                trainable=False,
+                name=f"{path}/{slot.name}",
+                synchronization=tf.VariableSynchronization.AUTO if slot.shared else tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA if slot.shared else tf.VariableAggregation.SUM,
+            )
+
+    def __call__(
+        self, grads: Sequence[Any], numbers: Sequence[int], step: tf.Tensor, scale: tf.Tensor | None = None
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Returns the gradients' sums, and whether all of them are finite. In cross-replica context.
+
+        Args:
+            grads: A value per replica for each gradient, dense or `tf.IndexedSlices`.
+            numbers: Which variable each is of.
+            step: How many updates there have been.
+            scale: By what the gradients are multiplied: errors that are fed back are kept without it. None means 1.
+        """
+        local = self._strategy.experimental_local_results
+        mine = [[local(grad)[place] for grad in grads] for place in range(len(self._group.ranks))]
+        if scale is not None:
+            mine = [_times(values, 1 / scale) for values in mine]
+        sparse = [place for place, grad in enumerate(mine[0]) if isinstance(grad, tf.IndexedSlices)]
+        other = [p for p, g in enumerate(mine[0]) if p not in sparse and g.dtype != tf.float32]
+        dense = [place for place in range(len(grads)) if place not in (*sparse, *other)]
+        owners = [numbers[place] for place in dense]
+
+        exchanges = []
+        for place, member in enumerate(self._group.members(tf.cast(step, tf.int64))):
+            values = mine[place]
+            states = [tuple(local(s)[place].read_value() for s in self.states[number]) for number in owners]
+            exchanges.append(
+                together(
+                    [
+                        self._layout.exchange([values[p] for p in dense], states, member, owners),
+                        NONE.exchange([_nothing(values), *(values[p] for p in other)], [()] * (1 + len(other)), member),
+                    ]
+                )
+            )
+        results = self._group.run(exchanges)
+        finite = tf.math.is_finite(results[0][1].totals[0] + _nothing(results[0][0].totals))
+
+        def keep() -> tf.Tensor:
+            for place, (compressed, _) in enumerate(results):
+                for number, states in zip(owners, compressed.states, strict=True):
+                    for variable, state in zip(self.states[number], states, strict=True):
+                        local(variable)[place].assign(state)
+            return tf.constant(True)
+
+        tf.cond(finite, keep, lambda: tf.constant(False))
+        reduced: list[list[Any]] = [[None] * len(grads) for _ in mine]
+        for place, (compressed, plain) in enumerate(results):
+            for p, total in zip((*dense, *other), (*compressed.totals, *plain.totals[1:]), strict=True):
+                reduced[place][p] = total
+        for p in sparse:
+            for place, total in enumerate(self._sum_rows([values[p] for values in mine], numbers[p])):
+                reduced[place][p] = total
+        if scale is not None:
+            # What is no number in a gradient may be one in what was sent, and whoever scales looks for it.
+            scale *= tf.where(finite, 1.0, float("nan"))
+            reduced = [_times(values, scale) for values in reduced]
+        return [distribute_utils.regroup(each) for each in zip(*reduced, strict=True)], finite
+
+    def seconds(self, repeats: int = 3) -> tuple[float, float]:
+        """Returns how long gradients take to be summed through the compressor, and how long without. A collective.
+
+        Args:
+            repeats: Of how many exchanges the median is taken.
+        """
+
+        def timed(layout: Layout) -> float:
+            @functools.partial(tf.function, autograph=False)
+            def exchange() -> list[tf.Tensor]:
+                members = self._group.members(tf.constant(2**40, tf.int64))  # when warming up is long over
+                values = [tf.random.stateless_normal(shape, [1, 2]) for shape in layout.shapes]
+                states = [tuple(tf.zeros(slot.shape) for slot in slots) for slots in layout.slots]
+                results = self._group.run([layout.exchange(values, states, member) for member in members])
+                return [tf.reduce_sum(total) for total in results[0].totals]
+
+            exchange()
+            found = []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                exchange()
+                found.append(time.perf_counter() - began)
+            return statistics.median(found)
+
+        return timed(self._layout), timed(Layout(NONE, [("", shape) for shape in self._layout.shapes]))
+
+    def _sum_rows(self, slices: Sequence[tf.IndexedSlices], number: int) -> list[tf.IndexedSlices]:
+        """Returns all ranks' rows, which stay rows, in as few bytes as the compressor makes of them."""
+        rows = self._layout.compressors[number].rows
+        width = slices[0].values.shape[1:].num_elements()
+        flat = [
+            tf.IndexedSlices(rows.pack(tf.reshape(s.values, [-1, width])), s.indices, s.dense_shape) for s in slices
+        ]
+        return [
+            tf.IndexedSlices(
+                tf.reshape(rows.unpack(s.values, width), [-1, *slices[0].values.shape[1:]]), s.indices, s.dense_shape
+            )
+            for s in self._group.gather_rows(flat)
+        ]
+
+
+def _nothing(values: Sequence[Any]) -> tf.Tensor:
+    """Returns 0 if all values are finite, else NaN."""
+    numbers = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
+    finite = [tf.reduce_all(tf.math.is_finite(each)) for each in numbers if each.dtype.is_floating]
+    return tf.where(tf.reduce_all(finite), 0.0, float("nan"))
+
+
+def _times(values: Sequence[Any], factor: tf.Tensor) -> list[Any]:
+    def times(value: tf.Tensor) -> tf.Tensor:
+        return value * tf.cast(factor, value.dtype)
+
+    return [
+        tf.IndexedSlices(times(value.values), value.indices, value.dense_shape)
+        if isinstance(value, tf.IndexedSlices)
+        else times(value)
+        for value in values
+    ]

@@ -1,0 +1,89 @@
+"""What training steps send over the network: as planned, and as the interfaces have counted it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.compression.base import NONE, Compressor
+
+_COUNTERS = pathlib.Path("/proc/net/dev")
+_LOOPBACK = "lo"
+_SENT = 8  # the column
+
+
+class WireBytes(keras.callbacks.Callback):
+    """Measures what a rank sends for a training step, by the counters of this host's network interfaces (Linux).
+
+    They count all programs of the host, so a busy network shows here. Of several ranks on this host each is given the
+    same part.
+
+    Args:
+        cluster: The cluster.
+        task: This process's task.
+        read: Returns the bytes sent by each interface.
+    """
+
+    def __init__(self, cluster: ClusterSpec, task: TaskSpec, read: Callable[[], dict[str, int]] | None = None):
+        super().__init__()
+        self._read = read or sent_by_interface
+        hosts = [cluster.address(other).rsplit(":", 1)[0] for other in cluster.training_tasks()]
+        mine = cluster.address(task).rsplit(":", 1)[0]
+        self._here = hosts.count(mine)
+        self._local = self._here == len(hosts)
+        # Some of the peers' bytes pass the loopback, and some do not: no telling whose they are.
+        self._tells = len(hosts) > 1 and self._here in (1, len(hosts))
+        self._last: tuple[int, int] | None = None
+        self._bytes = self._steps = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._last = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        counted = self._read()
+        now = sum(sent for name, sent in counted.items() if (name == _LOOPBACK) == self._local)
+        if self._last is not None:
+            self._bytes += now - self._last[1]
+            self._steps += batch - self._last[0]
+        self._last = batch, now
+
+    @property
+    def per_step(self) -> int | None:
+        """Bytes sent by a rank for a step; None where that cannot be told."""
+        return round(self._bytes / self._steps / self._here) if self._tells and self._steps and self._bytes else None
+
+
+def sent_by_interface() -> dict[str, int]:
+    """Returns the bytes that each network interface has sent; nothing where the system does not tell."""
+    if not os.access(_COUNTERS, os.R_OK):
+        return {}
+    lines = (line.partition(":") for line in _COUNTERS.read_text().splitlines()[2:])
+    return {name.strip(): int(counts.split()[_SENT]) for name, _, counts in lines}
+
+
+def planned(model: keras.Model, compression: Compressor | None, replicas: int) -> int | None:
+    """Returns the bytes that each rank sends for the gradients of an update; None where only a step shows them.
+
+    Args:
+        model: The model; an embedding's gradient has as many rows as a batch has words.
+        compression: What compresses, or None.
+        replicas: The number of ranks.
+    """
+    variables = model.trainable_variables
+    if any(variable.dtype != "float32" for variable in variables) or any(map(_is_sparse, _layers(model))):
+        return None
+    shapes = {variable.path: tuple(variable.shape) for variable in variables}
+    return (compression or NONE).plan(shapes, replicas)
+
+
+def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    return model._flatten_layers()
+
+
+def _is_sparse(layer: keras.layers.Layer) -> bool:
+    return isinstance(layer, keras.layers.Embedding)
