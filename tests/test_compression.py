@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -39,6 +40,7 @@ ALL = {
 }
 FEEDBACK = ["int8_feedback", "powersgd_feedback", "topk_feedback", "topk_sampled", "warmup"]
 RANKS = [1, 2, 3]
+DENORMAL = 1e-70  # the squares of what may count as zero
 
 
 def normal(rng, shape):
@@ -69,7 +71,7 @@ class Run:
         initial = [tuple(s.initial(s.shape, number) for s in slots) for number, slots in enumerate(self.layout.slots)]
         self.states = [initial for _ in range(ranks)]
         self.steps = 0
-        self._function = tf.function(self._exchange)
+        self._function = tf.function(self._exchange, autograph=False)
 
     def _exchange(self, values, states, step):
         members = self.group.members(step)
@@ -147,13 +149,14 @@ def test_what_leaves_out_contracts(name, kind):
     values, results = run.random_step(rng, INPUTS[kind])
     for number in BIG:
         value = np.asarray(values[0][number], np.float64)
-        left, size = ((value - results[0].totals[number]) ** 2).sum(), (value**2).sum()
-        assert left <= size * (1 + 1e-5)
+        total = np.asarray(results[0].totals[number], np.float64)
+        left, size = ((value - total) ** 2).sum(), (value**2).sum()
+        assert left <= size * (1 + 1e-5) + DENORMAL
         if name == "topk_feedback":
             k = int(np.ceil(0.05 * value.size))
-            assert left <= size * (1 - k / value.size) * (1 + 1e-5)
+            assert left <= size * (1 - k / value.size) * (1 + 1e-5) + DENORMAL
             largest = np.sort(np.abs(value).ravel())[-k:]
-            np.testing.assert_allclose(((results[0].totals[number].numpy()) ** 2).sum(), (largest**2).sum(), rtol=1e-5)
+            np.testing.assert_allclose((total**2).sum(), (largest**2).sum(), rtol=1e-5, atol=DENORMAL)
 
 
 def test_sampled_thresholds_find_about_as_many_and_never_more():
@@ -245,6 +248,12 @@ def test_the_plan_counts_bytes(ranks):
     assert NONE.plan(shapes, 1) == 0
 
 
+def test_the_kernels_of_a_real_network_become_fifty_times_smaller():
+    """Matrices are laid out as Keras' kernels are: with torch's layout it would be 1.1 times."""
+    kernels = [tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables if len(v.shape) > 1]
+    assert NONE.plan(kernels, 2) > 50 * PowerSGD(4).plan(kernels, 2)
+
+
 @pytest.mark.parametrize("rows", [BF16().rows, FP16().rows, Int8().rows, ErrorFeedback(Int8()).rows, NONE.rows])
 @pytest.mark.parametrize("width", [1, 5, 8])
 def test_rows_come_back(rows, width):
@@ -279,7 +288,7 @@ def test_arguments_reach_their_compressor():
     ("asked", "message"),
     [
         ("topkk", "unknown compression 'topkk'.*topk"),
-        (CompressionConfig("int8", block=6), "multiple of 4. Received: 6"),
+        (CompressionConfig("int8", block=6), "power of two, and at least 4. Received: 6"),
         (CompressionConfig("int8", transport="one"), "unknown compression.transport 'one'"),
         (CompressionConfig("topk", compress_ratio=0.0), "compress_ratio must be more than 0, and at most 1"),
         (CompressionConfig("powersgd", matrix_approximation_rank=0), "rank must be 1 or more"),

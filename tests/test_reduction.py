@@ -14,6 +14,7 @@ import tensorflow as tf
 import tfdist
 from tfdist import ConfigError
 from tfdist.compression import BF16, FP16, ErrorFeedback, Int8, NoCompression, PerVariable, PowerSGD, TopK, Warmup
+from tfdist.compression.base import Slot
 from tfdist.optimizer import reduction_of
 
 rng = np.random.default_rng(0)
@@ -35,7 +36,7 @@ def build(trainer, optimizer=None):
     keras.utils.set_random_seed(1)
     with trainer.scope():
         model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(30)])
-        optimizer = optimizer() if isinstance(optimizer, type) else optimizer
+        optimizer = optimizer() if callable(optimizer) else optimizer
         model.compile(optimizer or keras.optimizers.SGD(0.1), "mse")
     return model
 
@@ -45,6 +46,7 @@ def weights(model):
 
 
 def fitted(trainer, compression=None, optimizer=None, epochs=2, **how):
+    """Returns a model that has been trained for 2 steps an epoch."""
     trainer.compression = compression
     model = build(trainer, optimizer)
     trainer.fit(model, X, Y, batch_size=8, epochs=epochs, verbose=0, **how)
@@ -141,6 +143,88 @@ def test_the_report_says_where_nothing_is_gained(trainer, capsys):
     said = "did not make steps faster here" in capsys.readouterr().out
     assert said == (times["compressed"] >= times["plain"])
     assert trainer.compression_report(fitted(trainer)) == {"exchange_ms": None}
+
+
+class Counting(NoCompression):
+    """Counts exchanges."""
+
+    def slots(self, shape):
+        return (Slot("count", (), True),)
+
+    def of(self, name, shape):
+        return self
+
+    def exchange(self, values, states, member):
+        reduced = yield from super().exchange(values, states, member)
+        return reduced._replace(states=[(count + 1,) for (count,) in states])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_accumulation_encodes_once_for_several_steps(trainer, scaled):
+    def plain():
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+
+    model = fitted(trainer, Counting(), (lambda: keras.optimizers.LossScaleOptimizer(plain())) if scaled else plain, 4)
+    assert model.optimizer.iterations.numpy() == 2
+    assert [count.numpy() for (count,) in reduction_of(model.optimizer).states] == [2, 2]
+    expected = fitted(trainer, None, plain, 4)
+    for mine, other in zip(weights(model), weights(expected), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-6)
+
+
+def test_a_step_that_overflows_on_one_replica_is_not_added_up(trainer):
+    """Each replica adds up its own gradients; whether one of them overflows they decide together."""
+
+    def optimizer():
+        inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**10)
+
+    bad = np.concatenate([X[:8], X[:8], X[8:]])
+    bad[12] = 1e30  # of the second step, on one replica
+    found = {}
+    for name, (x, y) in {"bad": (bad, np.concatenate([Y[:8], Y])), "good": (X, Y)}.items():
+        model = build(trainer, optimizer)
+        trainer.fit(model, x, y, batch_size=8, shuffle=False, verbose=0)
+        found[name] = weights(model)
+        assert model.optimizer.iterations.numpy() == 1
+        assert model.optimizer.dynamic_scale.numpy() == (2.0**9 if name == "bad" else 2.0**10)
+    for mine, other in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
+
+
+class OwnStep(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(30)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("how", ["jit_compile", "own_step"])
+def test_it_compresses_with(trainer, how):
+    moved = {}
+    for compressor in (None, ErrorFeedback(Int8())):
+        keras.utils.set_random_seed(1)
+        trainer.compression = compressor
+        with trainer.scope():
+            model = OwnStep() if how == "own_step" else keras.Sequential([keras.Input((40,)), keras.layers.Dense(30)])
+            model.build((None, 40))
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=how == "jit_compile")
+        trainer.fit(model, X, Y, batch_size=8, epochs=2, verbose=0)
+        moved[compressor is None] = weights(model)
+    assert 0 < np.abs(moved[True][0] - moved[False][0]).max() < 1e-3
 
 
 def test_rules_reach_variables_by_their_paths(trainer):

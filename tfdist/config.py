@@ -210,7 +210,7 @@ class CompressionConfig:
 
     Attributes:
         name: One of `COMPRESSORS`.
-        block: Numbers that share a scale, of `int8`; a multiple of 4.
+        block: Numbers that share a scale, of `int8`; a power of two, at least 4.
         transport: Of `int8`: `"two_shot"`, or `"sum"`, which needs one round and is less exact the more replicas there are.
         matrix_approximation_rank: Columns of the two matrices of `powersgd`.
         start_powerSGD_iter: Updates without compression before `powersgd` begins.
@@ -254,8 +254,8 @@ class CompressionConfig:
             if field.name not in ("name", *takes) and getattr(self, field.name) != field.default:
                 takes_what = f"It takes: {', '.join(takes)}." if takes else "It takes no arguments."
                 yield f"compression {self.name!r} takes no {field.name!r}. {takes_what}"
-        if self.block < 4 or self.block % 4:
-            yield f"compression.block must be a multiple of 4. Received: {self.block}."
+        if self.block < 4 or self.block & (self.block - 1):
+            yield f"compression.block must be a power of two, and at least 4. Received: {self.block}."
         if self.transport not in ("two_shot", "sum"):
             yield unknown("compression.transport", self.transport, ("two_shot", "sum"))
         if self.selection not in ("sampled", "exact"):

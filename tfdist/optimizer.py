@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist import compression as compression_lib
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig
-from tfdist.reduction import Reduction
+from tfdist.reduction import Reduction, nothing_if_finite, on_values
 
 # The private names of Keras 3's optimizers that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_REDUCTION = "_all_reduce_sum_gradients"
@@ -160,6 +160,8 @@ class _Reduce:
             return
         if not self._update.reduces:
             grads = _all_reduce(tf.distribute.ReduceOp.SUM, grads)
+        elif self._update.scaled:
+            grads = _finite_on_all_or_none(grads)
         self._apply(grads, trainable_variables)
 
     def _compressed(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -203,7 +205,7 @@ class _Update:
 
     Args:
         optimizer: The optimizer that updates.
-        scaled: Whether a `LossScaleOptimizer` wraps it, which must see each step's reduced gradient.
+        scaled: Whether a `LossScaleOptimizer` wraps it.
         clips_last: Whether it clips the reduced gradient.
     """
 
@@ -245,7 +247,7 @@ class _Update:
     @property
     def reduces(self) -> bool:
         """Whether it reduces the gradients itself, once for several steps."""
-        return bool(self._optimizer.gradient_accumulation_steps) and not self.scaled
+        return bool(self._optimizer.gradient_accumulation_steps)
 
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
@@ -327,12 +329,7 @@ def _scale(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
     def times(value: tf.Tensor) -> tf.Tensor:
         return tf.math.multiply_no_nan(value, tf.cast(share, value.dtype))
 
-    def scale(grad: Any) -> Any:
-        if isinstance(grad, tf.IndexedSlices):
-            return tf.IndexedSlices(times(grad.values), grad.indices, grad.dense_shape)
-        return None if grad is None else times(grad)
-
-    return [scale(grad) for grad in grads]
+    return [None if grad is None else on_values(times, grad) for grad in grads]
 
 
 def _without_nan(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
@@ -342,6 +339,13 @@ def _without_nan(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
     present = [grad for grad in grads if grad is not None]
     values = iter(tf.cond(share > 0, lambda: present, lambda: _scale(present, share)))
     return [None if grad is None else next(values) for grad in grads]
+
+
+def _finite_on_all_or_none(grads: Sequence[Any]) -> list[Any]:
+    """Returns this replica's gradients, or NaN if any replica's is not finite: it sends a number for all of them."""
+    present = [grad for grad in grads if grad is not None]
+    (nothing,) = _all_reduce(tf.distribute.ReduceOp.SUM, [nothing_if_finite(present)])
+    return [None if grad is None else on_values(lambda value: value + tf.cast(nothing, value.dtype), grad) for grad in grads]
 
 
 def _all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Any]) -> list[Any]:

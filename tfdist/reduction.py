@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -80,12 +80,12 @@ class Reduction(tf.Module):
                 together(
                     [
                         self._layout.exchange([values[p] for p in dense], states, member, owners),
-                        NONE.exchange([_nothing(values), *(values[p] for p in other)], [()] * (1 + len(other)), member),
+                        NONE.exchange([nothing_if_finite(values), *(values[p] for p in other)], [()] * (1 + len(other)), member),
                     ]
                 )
             )
         results = self._group.run(exchanges)
-        finite = tf.math.is_finite(results[0][1].totals[0] + _nothing(results[0][0].totals))
+        finite = tf.math.is_finite(results[0][1].totals[0] + nothing_if_finite(results[0][0].totals))
 
         def keep() -> tf.Tensor:
             for place, (compressed, _) in enumerate(results):
@@ -149,20 +149,19 @@ class Reduction(tf.Module):
         ]
 
 
-def _nothing(values: Sequence[Any]) -> tf.Tensor:
-    """Returns 0 if all values are finite, else NaN."""
+def nothing_if_finite(values: Sequence[Any]) -> tf.Tensor:
+    """Returns 0 if all values are finite, else NaN: summed over ranks it tells all of them."""
     numbers = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     finite = [tf.reduce_all(tf.math.is_finite(each)) for each in numbers if each.dtype.is_floating]
     return tf.where(tf.reduce_all(finite), 0.0, float("nan"))
 
 
-def _times(values: Sequence[Any], factor: tf.Tensor) -> list[Any]:
-    def times(value: tf.Tensor) -> tf.Tensor:
-        return value * tf.cast(factor, value.dtype)
+def on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
+    """Returns what a function makes of a gradient's numbers, be they rows or all."""
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
+    return function(grad)
 
-    return [
-        tf.IndexedSlices(times(value.values), value.indices, value.dense_shape)
-        if isinstance(value, tf.IndexedSlices)
-        else times(value)
-        for value in values
-    ]
+
+def _times(grads: Sequence[Any], factor: tf.Tensor) -> list[Any]:
+    return [on_values(lambda value: value * tf.cast(factor, value.dtype), grad) for grad in grads]

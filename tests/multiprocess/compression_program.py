@@ -18,9 +18,9 @@ from tfdist import wire  # noqa: E402
 from tfdist.compression.base import Layout  # noqa: E402
 from tfdist.compression.comm import group_of  # noqa: E402
 from tfdist.optimizer import reduction_of  # noqa: E402
-from tfdist.tasks import digits  # noqa: E402
+from tfdist.tasks import digits, synthetic  # noqa: E402
 
-RANK = trainer.task.index
+RANK, SIZE = trainer.task.index, trainer.num_replicas
 STEPS = 300
 tf.config.experimental.enable_op_determinism()
 local = trainer.strategy.experimental_local_results
@@ -43,7 +43,7 @@ def exchanges(compressor):
 
     for step, kind in enumerate(("normal", "heavy_tails", "ties", "normal")):
         rng = np.random.default_rng(step)
-        values = [[cases.INPUTS[kind](rng, shape).astype(np.float32) for shape in cases.SHAPES] for _ in range(2)]
+        values = [[cases.INPUTS[kind](rng, shape).astype(np.float32) for shape in cases.SHAPES] for _ in range(SIZE)]
         results = exchange(
             [[tf.constant(v) for v in values[rank]] for rank in group.ranks], states, tf.constant(step, tf.int64)
         )
@@ -95,6 +95,7 @@ def train(compressor, optimizer=lambda: keras.optimizers.Adam(2e-3), steps=STEPS
         "weights": values(model.trainable_variables),
         "states": values(states),
         "loss": history.history["loss"][-1],
+        "val_accuracy": trainer.evaluate(model, *validation, batch_size=90, verbose=0, return_dict=True)["accuracy"],
         "iterations": int(getattr(model.optimizer, "inner_optimizer", model.optimizer).iterations.numpy()),
     }
 
@@ -103,6 +104,8 @@ def sgd():
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
+BYTES = {name: cases.ALL[name] for name in ("none", "bf16", "fp16", "int8", "int8_sum")}
+BYTES |= {"powersgd": cases.PowerSGD(4), "topk": cases.TopK()}
 results = {"exchanges": {name: exchanges(compressor) for name, compressor in cases.ALL.items()}}
 results["trained"] = {}
 for name in ("none", "bf16", "fp16", "int8", "int8_sum", "powersgd_feedback", "topk_sampled", "warmup"):
@@ -129,20 +132,18 @@ results["inf"] = {
     for name, optimizer in {"sgd": sgd, "loss_scale": ADAM["loss_scale"]}.items()
 }
 
-# Bytes, of a model with 10 MB of gradients.
-rng = np.random.default_rng(0)
-wide = (rng.standard_normal((512, 256), np.float32), rng.integers(0, 10, 512))
+# Bytes, of 42 MB of gradients, until 10 MB have been sent.
 results["bytes"] = {}
-for name in ("none", "bf16", "int8", "int8_sum"):
-    trainer.compression = cases.ALL[name]
+for name in BYTES if trainer.cluster else ():
+    compressor = trainer.compression = BYTES[name]
     keras.backend.clear_session()
     with trainer.scope():
-        model = keras.Sequential(
-            [keras.Input((256,)), keras.layers.Dense(2048), keras.layers.Dense(1024), keras.layers.Dense(10)]
-        )
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    if trainer.cluster:
-        sent = wire.WireBytes(trainer.cluster, trainer.task)
-        trainer.fit(model, *wide, batch_size=64, epochs=3, verbose=0, callbacks=[sent])
-        results["bytes"][name] = (wire.planned(model, trainer.compression, 2), sent.per_step)
+        model = synthetic.Synthetic(synthetic.Options()).build_model()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    planned = wire.planned(model, compressor, SIZE)
+    steps = 3 + 10**7 // planned
+    examples = np.ones((4 * SIZE * steps, 1024), np.float32), np.zeros(4 * SIZE * steps)
+    sent = wire.WireBytes(trainer.cluster, trainer.task)
+    trainer.fit(model, *examples, batch_size=4 * SIZE, verbose=0, callbacks=[sent])
+    results["bytes"][name] = planned, sent.per_step, (steps - 1) * planned
 harness.store(out, RANK, results)

@@ -15,6 +15,7 @@ from tests.multiprocess import harness
 
 pytestmark = pytest.mark.timeout(900)
 
+MULTI_WORKER, THREE = ("multi_worker_mirrored", 2), ("multi_worker_mirrored", 3)
 # A network of its own, where nothing else is sent.
 ISOLATED = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
@@ -24,20 +25,25 @@ def isolated():
     return subprocess.run([*ISOLATED, "true"], capture_output=True).returncode == 0
 
 
-@pytest.fixture(scope="module", params=[pytest.param("mirrored", marks=pytest.mark.slow), "multi_worker_mirrored"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("mirrored", 2), marks=pytest.mark.slow), MULTI_WORKER, pytest.param(THREE, marks=pytest.mark.slow)],
+    ids=lambda how: f"{how[0]}-{how[1]}",
+)
 def ranks(request, tmp_path_factory, isolated):
     """Returns each rank's results, and the folder."""
-    out = tmp_path_factory.mktemp(request.param)
-    if request.param == "mirrored":
-        return harness.run("compression_program", request.param, out), out
-    command = [sys.executable, "-m", "tests.multiprocess.compression_program", request.param, str(out)]
-    launch = [sys.executable, "-m", "tfdist.launch", "--workers=2", f"--log_dir={out / 'logs'}", "--", *command]
+    strategy, size = request.param
+    out = tmp_path_factory.mktemp(strategy)
+    if strategy == "mirrored":
+        return harness.run("compression_program", strategy, out), out
+    command = [sys.executable, "-m", "tests.multiprocess.compression_program", strategy, str(out)]
+    launch = [sys.executable, "-m", "tfdist.launch", f"--workers={size}", f"--log_dir={out / 'logs'}", "--", *command]
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
     done = subprocess.run(
         [*(ISOLATED if isolated else []), *launch], env=environ, capture_output=True, text=True, timeout=harness.TIMEOUT
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [harness.load(out, rank) for rank in range(2)], out
+    return [harness.load(out, rank) for rank in range(size)], out
 
 
 def replicas(found):
@@ -47,11 +53,12 @@ def replicas(found):
 
 @pytest.mark.parametrize("name", cases.ALL)
 def test_processes_do_what_the_simulation_does(ranks, name):
-    run = cases.Run(cases.ALL[name], 2)
+    size = sum(len(results["exchanges"][name][0]) for results in ranks[0])
+    run = cases.Run(cases.ALL[name], size)
     steps = zip(*(results["exchanges"][name] for results in ranks[0]), strict=True)
     for step, (kind, found) in enumerate(zip(("normal", "heavy_tails", "ties", "normal"), steps, strict=True)):
         rng = np.random.default_rng(step)
-        values = [[cases.INPUTS[kind](rng, shape).astype(np.float32) for shape in cases.SHAPES] for _ in range(2)]
+        values = [[cases.INPUTS[kind](rng, shape).astype(np.float32) for shape in cases.SHAPES] for _ in range(size)]
         expected = run.step(values)
         for mine, other in zip(replicas(found), expected, strict=True):
             for number, (a, b) in enumerate(
@@ -71,8 +78,9 @@ def test_after_many_steps_all_ranks_have_the_same_weights(ranks):
 
 
 def test_it_learns_as_well(ranks):
-    losses = {name: results["loss"] for name, results in ranks[0][0]["trained"].items()}
-    assert max(losses.values()) < 0.2, losses
+    trained = {name: (results["loss"], results["val_accuracy"]) for name, results in ranks[0][0]["trained"].items()}
+    least = trained["none"][1] - 0.02
+    assert all(loss < 0.2 and accuracy > least for loss, accuracy in trained.values()), trained
 
 
 @pytest.mark.parametrize("how", ["sgd", "loss_scale"])
@@ -101,19 +109,16 @@ print(type(model.optimizer).__module__, int(optimizer.iterations), len(optimizer
     assert module.startswith("keras.") and int(iterations) == (20 if name == "accumulation" else 80) and int(count) > 10
 
 
-def test_accumulation_encodes_once_for_several_steps(ranks):
-    assert ranks[0][0]["options"]["accumulation"]["iterations"] == 20
-
-
 def test_the_network_carries_what_was_planned(ranks, isolated):
     found = ranks[0][0]["bytes"]
     if not found:
         return  # in one process nothing is sent
     if not isolated:
         pytest.skip("no right to make a network")
-    for name, (planned, measured) in found.items():
+    for name, (planned, measured, total) in found.items():
         assert abs(measured / planned - 1) < 0.05, (name, planned, measured)
-    assert found["none"][0] > 10**7
+        assert total > 10**7
+    assert found["none"][0] > 4 * 10**7
 
 
 def test_the_report_measures_both(ranks):

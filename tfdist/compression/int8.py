@@ -33,7 +33,7 @@ class Int8(Compressor):
     are added in one int32: no second rounding, but levels of 1 / (127 // ranks) of the largest number.
 
     Args:
-        block: Numbers that share a scale, a multiple of 4.
+        block: Numbers that share a scale, a power of two, at least 4.
         transport: `"two_shot"` or `"sum"`.
     """
 

@@ -71,17 +71,18 @@ class PowerSGD(Compressor):
         ]
         sums = yield AllReduce([values[p] for p in rest] + [m @ q for m, q in zip(matrices, before, strict=True)])
         ps = self._orthogonal(sums[len(rest) :])
-        qs = yield AllReduce([tf.matmul(m, p, transpose_a=True) for m, p in zip(matrices, ps, strict=True)])
+        own = [tf.matmul(m, p, transpose_a=True) for m, p in zip(matrices, ps, strict=True)]
+        qs = yield AllReduce(own)
 
         totals, sent, after = list(values), list(values), list(states)
         for place, total in zip(rest, sums, strict=False):
             totals[place] = total
-        for place, p, q, old in zip(low, ps, qs, before, strict=True):
+        for place, p, q, mine, old in zip(low, ps, qs, own, before, strict=True):
             mean = q / member.size
-            # Of this rank's matrix, what came through is the mean's part, not its own projection: with that as the
-            # residual its length would grow without bounds.
-            sent[place] = tf.reshape(tf.matmul(p, mean, transpose_b=True), values[place].shape)
-            totals[place] = sent[place] * member.size
+            # The sum is the same if each rank counts the mean's part as its own, as torch does; but then in what it has left,
+            # the ranks' differences add up step by step, and its length grows without bounds.
+            sent[place] = tf.reshape(tf.matmul(p, mine, transpose_b=True), values[place].shape)
+            totals[place] = tf.reshape(tf.matmul(p, q, transpose_b=True), values[place].shape)
             if self._warm_start:  # a column of zeros would stay so for ever
                 after[place] = (tf.where(tf.reduce_any(tf.not_equal(mean, 0), 0), mean, old),)
         return Reduced(totals, sent, after)
