@@ -250,7 +250,9 @@ def test_the_plan_counts_bytes(ranks):
 
 def test_the_kernels_of_a_real_network_become_fifty_times_smaller():
     """Matrices are laid out as Keras' kernels are: with torch's layout it would be 1.1 times."""
-    kernels = [tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables if len(v.shape) > 1]
+    kernels = [
+        tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables if len(v.shape) > 1
+    ]
     assert NONE.plan(kernels, 2) > 50 * PowerSGD(4).plan(kernels, 2)
 
 

@@ -345,7 +345,9 @@ def _finite_on_all_or_none(grads: Sequence[Any]) -> list[Any]:
     """Returns this replica's gradients, or NaN if any replica's is not finite: it sends a number for all of them."""
     present = [grad for grad in grads if grad is not None]
     (nothing,) = _all_reduce(tf.distribute.ReduceOp.SUM, [nothing_if_finite(present)])
-    return [None if grad is None else on_values(lambda value: value + tf.cast(nothing, value.dtype), grad) for grad in grads]
+    return [
+        None if grad is None else on_values(lambda value: value + tf.cast(nothing, value.dtype), grad) for grad in grads
+    ]
 
 
 def _all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Any]) -> list[Any]:

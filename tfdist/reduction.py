@@ -80,7 +80,9 @@ class Reduction(tf.Module):
                 together(
                     [
                         self._layout.exchange([values[p] for p in dense], states, member, owners),
-                        NONE.exchange([nothing_if_finite(values), *(values[p] for p in other)], [()] * (1 + len(other)), member),
+                        NONE.exchange(
+                            [nothing_if_finite(values), *(values[p] for p in other)], [()] * (1 + len(other)), member
+                        ),
                     ]
                 )
             )

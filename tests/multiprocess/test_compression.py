@@ -27,7 +27,11 @@ def isolated():
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(("mirrored", 2), marks=pytest.mark.slow), MULTI_WORKER, pytest.param(THREE, marks=pytest.mark.slow)],
+    params=[
+        pytest.param(("mirrored", 2), marks=pytest.mark.slow),
+        MULTI_WORKER,
+        pytest.param(THREE, marks=pytest.mark.slow),
+    ],
     ids=lambda how: f"{how[0]}-{how[1]}",
 )
 def ranks(request, tmp_path_factory, isolated):

@@ -8,10 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compression.base import Compressor, Rows
-from tfdist.compression.exchange import AllGather, AllReduce, AllToAll, Exchange, Member, Reduced, flat, like
+from tfdist.compression.exchange import AllGather, AllReduce, AllToAll, Exchange, Member, Reduced
 
+_Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]
 _LANES = 4  # numbers of 8 bits in an int32
 _LEVELS = 127
+_PIECES = 32  # at most
 
 
 class _Rows(Rows):
@@ -46,45 +48,71 @@ class Int8(Compressor):
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
     ) -> Exchange:
-        numbers = flat(values)
-        count = numbers.shape.num_elements()
-        parts = member.size if self._transport == "two_shot" else 1
-        blocks = -(-count // (self._block * parts)) * parts
-        numbers = tf.reshape(tf.pad(numbers, [[0, blocks * self._block - count]]), [parts, -1, self._block])
         exchange = self._two_shot if self._transport == "two_shot" else self._sum
-        total, sent = yield from exchange(numbers, member)
-        totals, sents = (like(tf.reshape(each, [-1])[:count], values) for each in (total, sent))
-        return Reduced(totals, sents, list(states))
+        results = yield from exchange([self._blocks(value) for value in values], member)
+        totals, sent = (
+            [
+                tf.reshape(tf.reshape(b, [-1])[: v.shape.num_elements()], v.shape)
+                for b, v in zip(blocks, values, strict=True)
+            ]
+            for blocks in results
+        )
+        return Reduced(totals, sent, list(states))
 
-    def _two_shot(self, numbers: tf.Tensor, member: Member) -> Generator[Any, Any, tuple[tf.Tensor, tf.Tensor]]:
-        mine = _pack(numbers)
-        received = yield AllToAll(mine)
-        part = tf.reduce_sum(_unpack(received), 0)
-        rounded = _pack(part)
-        total = _unpack((yield AllGather(rounded)))
-        error = part - _unpack(rounded)
-        sent = _unpack(mine) - tf.one_hot(member.rank, member.size)[:, None, None] * error
-        return total, sent
+    def _blocks(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns `[blocks, block]`, the last one filled up with zeros."""
+        numbers = tf.reshape(value, [-1])
+        if rest := -numbers.shape[0] % self._block:
+            numbers = tf.pad(numbers, [[0, rest]])
+        return tf.reshape(numbers, [-1, self._block])
 
-    def _sum(self, numbers: tf.Tensor, member: Member) -> Generator[Any, Any, tuple[tf.Tensor, tf.Tensor]]:
+    def _two_shot(self, values: Sequence[tf.Tensor], member: Member) -> _Blocks:
+        packed = [_pack(blocks) for blocks in values]
+        counts = [blocks.shape[0] for blocks in values]
+        rest = -sum(counts) % member.size
+        rows = tf.reshape(tf.pad(tf.concat(packed, 0), [[0, rest], [0, 0]]), [member.size, -1, packed[0].shape[1]])
+        parts = [tf.reduce_sum(_unpack(piece), 0) for piece in _pieces((yield AllToAll(rows)))]
+        rounded = [_pack(part) for part in parts]
+        total = tf.reshape((yield AllGather(tf.concat(rounded, 0))), [-1, rounded[0].shape[1]])
+        error = tf.concat([part - _unpack(piece) for part, piece in zip(parts, rounded, strict=True)], 0)
+        errors = tf.reshape(tf.one_hot(member.rank, member.size)[:, None, None] * error, [-1, self._block])
+        return (
+            [_unpack(each) for each in tf.split(total, [*counts, rest])[:-1]],
+            [_unpack(p) - e for p, e in zip(packed, tf.split(errors, [*counts, rest])[:-1], strict=True)],
+        )
+
+    def _sum(self, values: Sequence[tf.Tensor], member: Member) -> _Blocks:
         # Each lane holds the sum of all ranks' levels, 0 to 254, so that none carries into the next.
         levels = _LEVELS // member.size
-        largest = (yield AllReduce([tf.reduce_max(tf.abs(numbers), -1, keepdims=True)], largest=True))[0]
-        scale = largest / levels
-        rounded = tf.round(numbers * _inverse(scale))
-        lanes = tf.bitcast(tf.reshape(tf.cast(rounded + levels, tf.uint8), [*numbers.shape[:-1], -1, _LANES]), tf.int32)
-        total = tf.bitcast((yield AllReduce([lanes]))[0], tf.uint8)
-        total = tf.cast(tf.reshape(total, numbers.shape), tf.float32) - levels * member.size
-        return total * scale, rounded * scale
+        largest = yield AllReduce([tf.reduce_max(tf.abs(blocks), -1, keepdims=True) for blocks in values], largest=True)
+        scales = [each / levels for each in largest]
+        rounded = [tf.round(blocks * _inverse(scale)) for blocks, scale in zip(values, scales, strict=True)]
+        lanes = yield AllReduce([_lanes(tf.cast(each + levels, tf.uint8)) for each in rounded])
+        totals = [tf.reshape(tf.bitcast(each, tf.uint8), [-1, self._block]) for each in lanes]
+        return (
+            [(tf.cast(t, tf.float32) - levels * member.size) * s for t, s in zip(totals, scales, strict=True)],
+            [each * scale for each, scale in zip(rounded, scales, strict=True)],
+        )
 
 
 def _pack(numbers: tf.Tensor) -> tf.Tensor:
     """Returns `[..., blocks, 1 + block / 4]` int32, scale and numbers, of `[..., blocks, block]` float32."""
     scale = tf.reduce_max(tf.abs(numbers), -1, keepdims=True) / _LEVELS
     rounded = tf.cast(tf.round(numbers * _inverse(scale)), tf.int8)
-    lanes = tf.concat([tf.shape(numbers)[:-1], [numbers.shape[-1] // _LANES, _LANES]], 0)
-    words = tf.bitcast(tf.reshape(rounded, lanes), tf.int32)
-    return tf.concat([tf.bitcast(scale, tf.int32), words], -1)
+    return tf.concat([tf.bitcast(scale, tf.int32), _lanes(rounded)], -1)
+
+
+def _pieces(rows: tf.Tensor) -> list[tf.Tensor]:
+    """Returns `[size, rows, words]` cut along the rows: the memory of temporaries of more than some MB costs more than they."""
+    count, least = rows.shape[1], 4096
+    each = max(least, -(-count // _PIECES))
+    return tf.split(rows, [min(each, count - first) for first in range(0, count, each)], 1)
+
+
+def _lanes(rounded: tf.Tensor) -> tf.Tensor:
+    """Returns `[..., block / 4]` int32 of `[..., block]` numbers of 8 bits."""
+    lanes = tf.concat([tf.shape(rounded)[:-1], [rounded.shape[-1] // _LANES, _LANES]], 0)
+    return tf.bitcast(tf.reshape(rounded, lanes), tf.int32)
 
 
 def _unpack(packed: tf.Tensor) -> tf.Tensor:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.compression.base import Compressor
-from tfdist.compression.exchange import AllGather, Exchange, Member, Reduced, flat, like
+from tfdist.compression.exchange import AllGather, Exchange, Member, Reduced
 
-_NOWHERE = 2**30  # past the end
 _SMALLEST = 2.0**-126  # what is less is zero to TensorFlow
 
 
@@ -38,36 +37,42 @@ class TopK(Compressor):
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
     ) -> Exchange:
-        chosen, offset = [], 0
-        for value in values:
-            numbers = tf.reshape(value, [-1])
-            chosen.append(self._choose(numbers, member.step) + offset)
-            offset += numbers.shape.num_elements()
-        places, numbers = tf.concat(chosen, 0), flat(values)
-        largest = tf.gather(tf.pad(numbers, [[0, 1]]), tf.minimum(places, offset))
-        gathered = yield AllGather(tf.stack([places, tf.bitcast(largest, tf.int32)]))
-        total = tf.zeros(offset + 1)
-        for rank in range(member.size):  # one after another: the same sums on all ranks
-            total = _add(total, gathered[rank, 0], tf.bitcast(gathered[rank, 1], tf.float32))
-        sent = _add(tf.zeros(offset + 1), places, largest)
-        return Reduced(like(total[:-1], values), like(sent[:-1], values), list(states))
+        numbers = [tf.reshape(value, [-1]) for value in values]
+        places, found = zip(*(self._choose(each, member.step) for each in numbers), strict=True)
+        largest = [
+            tf.where(tf.range(p.shape[0]) < f, tf.gather(n, p), 0)
+            for n, p, f in zip(numbers, places, found, strict=True)
+        ]
+        message = tf.stack([tf.concat(places, 0), tf.bitcast(tf.concat(largest, 0), tf.int32)])
+        gathered = yield AllGather(message)
+        sizes = [each.shape[0] for each in places]
+        all_places = tf.split(gathered[:, 0], sizes, 1)
+        all_numbers = tf.split(tf.bitcast(gathered[:, 1], tf.float32), sizes, 1)
+        return Reduced(
+            [_scatter(p, n, value) for p, n, value in zip(all_places, all_numbers, values, strict=True)],
+            [_scatter(p, n, value) for p, n, value in zip(places, largest, values, strict=True)],
+            list(states),
+        )
 
-    def _choose(self, numbers: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """Returns `[k]` int32 places."""
-        count = numbers.shape.num_elements()
+    def _choose(self, numbers: tf.Tensor, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns `[k]` int32 places, and how many of them count."""
+        count = numbers.shape[0]
         k = math.ceil(self._ratio * count)
         sizes = tf.abs(numbers)
         if not self._sampled or count <= self._samples:
-            return tf.math.top_k(sizes, k, sorted=False).indices
+            return tf.math.top_k(sizes, k, sorted=False).indices, tf.constant(k)
         stride = count // self._samples
         sample = sizes[tf.cast(step % stride, tf.int32) :: stride]
         threshold = tf.math.top_k(sample, math.ceil(self._ratio * self._samples)).values[-1]
         places = tf.cast(tf.where(sizes >= tf.maximum(threshold, _SMALLEST))[:, 0], tf.int32)
-        # Of too many, others are left out at each step; of too few, the rest of the message is past the end.
+        # Of too many, others are left out at each step.
         first = step * k % tf.maximum(tf.size(places, tf.int64), 1)
         places = tf.roll(places, -first, 0)[:k]
-        return tf.ensure_shape(tf.pad(places, [[0, k - tf.size(places)]], constant_values=_NOWHERE), [k])
+        found = tf.size(places)
+        return tf.ensure_shape(tf.pad(places, [[0, k - found]]), [k]), found
 
 
-def _add(total: tf.Tensor, places: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-    return tf.tensor_scatter_nd_add(total, tf.minimum(places, total.shape[0] - 1)[:, tf.newaxis], numbers)
+def _scatter(places: tf.Tensor, numbers: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Returns the numbers at their places; those of one place are added up, one rank's after another's."""
+    flat = tf.scatter_nd(tf.reshape(places, [-1, 1]), tf.reshape(numbers, [-1]), [like.shape.num_elements()])
+    return tf.reshape(flat, like.shape)

@@ -1,14 +1,16 @@
 """What compressors cost and save, without a shaped link: `python -m tools.bench.compression`.
 
 Codec: nanoseconds per number on all cores, of one rank's part of an exchange with nobody else: rounding, packing, unpacking,
-error feedback. Exchange: the sum of all gradients of a model over a local cluster, a core for each worker, and its ratio to
-one all-reduce of float32 by TensorFlow in the same round. Medians (least to most).
+error feedback; beside it "pass", which reads all numbers and writes as many. Exchange: the sum of all gradients of a model over
+a local cluster, a core for each worker, and its ratio to one all-reduce of float32 by TensorFlow in the same round. Medians
+(least to most).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -95,7 +97,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     names = args.compressors.split(",")
-    print(codec(names, args.rounds), flush=True)
+    for model in args.models.split(","):
+        print(codec(model, names, args.rounds), flush=True)
     for workers in map(int, args.workers.split(",")):
         for model, found in exchanges(workers, args.models, args.compressors, args.rounds).items():
             print(f"{model}, {workers} workers:")
@@ -107,26 +110,28 @@ def main() -> int:
     return 0
 
 
-def codec(names: Sequence[str], rounds: int) -> str:
-    """Returns the table of codecs: on three matrices of 10.5 million numbers together."""
+def codec(model: str, names: Sequence[str], rounds: int) -> str:
+    """Returns the table of codecs, for gradients of a model's shapes."""
     import tensorflow as tf
 
     from tfdist.compression.base import Layout
     from tfdist.compression.comm import Counter
 
-    shapes = [(1024, 2048), (2048, 2048), (2048, 2048)]
-    numbers = sum(p * q for p, q in shapes)
-    lines = ["codec, ns per number:"]
-    for name in names:
-        run = exchanger(Counter(2), Layout(COMPRESSORS[name](), [("", shape) for shape in shapes]))
-        run(tf.constant(0, tf.int64))
-        seconds = []
-        for step in range(rounds):
+    shapes = SHAPES[model]()
+    numbers = sum(math.prod(shape) for shape in shapes)
+    values = [tf.random.normal(shape) for shape in shapes]
+    runs = {"pass": tf.function(lambda _: [value + 1 for value in values], autograph=False)}
+    runs |= {
+        name: exchanger(Counter(2), Layout(COMPRESSORS[name](), [("", shape) for shape in shapes])) for name in names
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for step in range(rounds + 1):
+        for name, run in runs.items():  # in turn, so that what disturbs disturbs all
             began = time.perf_counter()
-            run(tf.constant(step + 1, tf.int64))
-            seconds.append((time.perf_counter() - began) / numbers * 1e9)
-        lines.append(f"  {name:12s} {_spread(seconds, '.2f')}")
-    return "\n".join(lines)
+            run(tf.constant(step, tf.int64))
+            seconds[name].append((time.perf_counter() - began) / numbers * 1e9)
+    lines = [f"  {name:12s} {_spread(found[1:], '.2f')}" for name, found in seconds.items()]  # the first one compiles
+    return "\n".join([f"{model}, codec, ns per number:", *lines])
 
 
 def exchanges(workers: int, models: str, names: str, rounds: int) -> dict[str, dict[str, list[float]]]:
