@@ -224,9 +224,12 @@ def test_it_may_be_interrupted_again_and_again(trainer, tmp_path):
     check_equal(trainer, tmp_path, [Interrupt(step=4), Interrupt(step=1), Interrupt(step=4), Interrupt(step=7)])
 
 
-FED_BACK = PerVariable({"kernel": ErrorFeedback(TopK(0.1))})
+FED_BACK = {
+    "compression": PerVariable({"kernel": ErrorFeedback(TopK(0.1))}),
+    "optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+}
 OPTIONS = {
-    "compression": {"compression": FED_BACK},
+    "compression": FED_BACK,
     "compression_accumulated": {
         "compression": PerVariable({"kernel": ErrorFeedback(PowerSGD(1, min_compression_rate=0.1))}),
         "optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
@@ -278,8 +281,8 @@ def _without_rates(trainer, saved, interrupt=None, **how):
 
 
 def test_each_replica_gets_its_own_errors_back(trainer, tmp_path, monkeypatch):
-    expected, _ = life(trainer, None, compression=FED_BACK)
-    life(trainer, backup(tmp_path), Interrupt(step=8), compression=FED_BACK)
+    expected, _ = life(trainer, None, **FED_BACK)
+    life(trainer, backup(tmp_path), Interrupt(step=8), **FED_BACK)
     read_part = Storage.read_part
 
     def swapped(self, step, part):
@@ -289,7 +292,7 @@ def test_each_replica_gets_its_own_errors_back(trainer, tmp_path, monkeypatch):
         return found | {name: found[name[:-1] + ("1" if name[-1] == "0" else "0")] for name in residuals}
 
     monkeypatch.setattr(Storage, "read_part", swapped)
-    assert differences(life(trainer, backup(tmp_path), compression=FED_BACK)[0], expected) != []
+    assert differences(life(trainer, backup(tmp_path), **FED_BACK)[0], expected) != []
 
 
 def test_a_training_that_has_been_stopped_stays_so(trainer, tmp_path):

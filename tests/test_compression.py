@@ -69,9 +69,13 @@ class Run:
         self.group = LocalGroup(ranks)
         self.layout = Layout(compressor, [(str(number), shape) for number, shape in enumerate(shapes)])
         initial = [tuple(s.initial(s.shape, number) for s in slots) for number, slots in enumerate(self.layout.slots)]
-        self.states = [initial for _ in range(ranks)]
-        self.steps = 0
+        self._initial = [initial for _ in range(ranks)]
         self._function = tf.function(self._exchange, autograph=False)
+        self.start()
+
+    def start(self):
+        """Begins anew."""
+        self.states, self.steps = self._initial, 0
 
     def _exchange(self, values, states, step):
         members = self.group.members(step)
@@ -94,69 +98,75 @@ def exact(values):
     return [np.sum([np.asarray(mine[number], np.float64) for mine in values], 0) for number in range(len(values[0]))]
 
 
-@pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ALL)
-def test_all_ranks_have_the_same_finite_sums(name, ranks, kind):
-    run, rng = Run(ALL[name], ranks), np.random.default_rng(0)
-    for _ in range(3):
-        values, results = run.random_step(rng, INPUTS[kind])
-        for number, expected in enumerate(exact(values)):
-            for result in results:
-                assert np.array_equal(result.totals[number], results[0].totals[number])
-            total = results[0].totals[number].numpy()
-            assert total.shape == expected.shape and np.isfinite(total).all()
-            if number not in BIG:
-                np.testing.assert_allclose(total, expected, rtol=0, atol=1e-6 * max(1e-30, np.abs(expected).max()))
+def test_all_ranks_have_the_same_finite_sums(name, ranks):
+    run = Run(ALL[name], ranks)
+    for kind, make in INPUTS.items():
+        run.start()
+        rng = np.random.default_rng(0)
+        for _ in range(3):
+            values, results = run.random_step(rng, make)
+            for number, expected in enumerate(exact(values)):
+                for result in results:
+                    np.testing.assert_array_equal(result.totals[number], results[0].totals[number], kind)
+                total = results[0].totals[number].numpy()
+                assert total.shape == expected.shape and np.isfinite(total).all(), kind
+                if number not in BIG:
+                    bound = 1e-6 * max(1e-30, np.abs(expected).max())
+                    np.testing.assert_allclose(total, expected, rtol=0, atol=bound, err_msg=kind)
 
 
-@pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", FEEDBACK)
-def test_nothing_is_lost_with_error_feedback(name, ranks, kind):
-    run, rng = Run(ALL[name], ranks), np.random.default_rng(1)
-    gradients = [np.zeros(shape) for shape in SHAPES]
-    totals = [np.zeros(shape) for shape in SHAPES]
-    for _ in range(10):
-        values, results = run.random_step(rng, INPUTS[kind])
-        for number in range(len(SHAPES)):
-            gradients[number] += exact(values)[number]
-            totals[number] += results[0].totals[number].numpy()
-            residual = sum(state[number][0].numpy() for state in run.states) if run.layout.slots[number] else 0
-            largest = np.abs(gradients[number]).max()
-            np.testing.assert_allclose(
-                totals[number] + residual, gradients[number], rtol=0, atol=max(2e-5 * largest, 1e-37)
-            )
+def test_nothing_is_lost_with_error_feedback(name, ranks):
+    run = Run(ALL[name], ranks)
+    for kind, make in INPUTS.items():
+        run.start()
+        rng = np.random.default_rng(1)
+        gradients = [np.zeros(shape) for shape in SHAPES]
+        totals = [np.zeros(shape) for shape in SHAPES]
+        for _ in range(10):
+            values, results = run.random_step(rng, make)
+            for number in range(len(SHAPES)):
+                gradients[number] += exact(values)[number]
+                totals[number] += results[0].totals[number].numpy()
+                residual = sum(state[number][0].numpy() for state in run.states) if run.layout.slots[number] else 0
+                bound = max(2e-5 * np.abs(gradients[number]).max(), 1e-37)
+                np.testing.assert_allclose(
+                    totals[number] + residual, gradients[number], rtol=0, atol=bound, err_msg=kind
+                )
 
 
-@pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("name", ["bf16", "fp16", "int8", "int8_sum"])
-def test_what_rounds_stays_within_half_a_level(name, kind):
+def test_what_rounds_stays_within_half_a_level(name):
     levels = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.5 / 127, "int8_sum": 0.5 / (127 // 3)}[name]
-    run, rng = Run(ALL[name], 3), np.random.default_rng(2)
-    values, results = run.random_step(rng, INPUTS[kind])
-    # Each rank's rounding and those of sums; float16 of less than 6e-5 has fewer digits.
-    largest = sum(max(np.abs(mine[number]).max() for number in BIG) for mine in values)
-    for number in BIG:
-        error = np.abs(results[0].totals[number] - exact(values)[number]).max()
-        assert error <= 3 * levels * largest + (3 * 2.0**-24 if name == "fp16" else 1e-36)
+    run = Run(ALL[name], 3)
+    for kind, make in INPUTS.items():
+        values, results = run.random_step(np.random.default_rng(2), make)
+        # Each rank's rounding and those of sums; float16 of less than 6e-5 has fewer digits.
+        largest = sum(max(np.abs(mine[number]).max() for number in BIG) for mine in values)
+        for number in BIG:
+            error = np.abs(results[0].totals[number] - exact(values)[number]).max()
+            assert error <= 3 * levels * largest + (3 * 2.0**-24 if name == "fp16" else 1e-36), kind
 
 
-@pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("name", ["topk", "topk_feedback", "topk_sampled", "powersgd", "powersgd_cold"])
-def test_what_leaves_out_contracts(name, kind):
-    run, rng = Run(ALL[name], 1), np.random.default_rng(3)
-    values, results = run.random_step(rng, INPUTS[kind])
-    for number in BIG:
-        value = np.asarray(values[0][number], np.float64)
-        total = np.asarray(results[0].totals[number], np.float64)
-        left, size = ((value - total) ** 2).sum(), (value**2).sum()
-        assert left <= size * (1 + 1e-5) + DENORMAL
-        if name == "topk_feedback":
-            k = int(np.ceil(0.05 * value.size))
-            assert left <= size * (1 - k / value.size) * (1 + 1e-5) + DENORMAL
-            largest = np.sort(np.abs(value).ravel())[-k:]
-            np.testing.assert_allclose((total**2).sum(), (largest**2).sum(), rtol=1e-5, atol=DENORMAL)
+def test_what_leaves_out_contracts(name):
+    run = Run(ALL[name], 1)
+    for kind, make in INPUTS.items():
+        run.start()
+        values, results = run.random_step(np.random.default_rng(3), make)
+        for number in BIG:
+            value = np.asarray(values[0][number], np.float64)
+            total = np.asarray(results[0].totals[number], np.float64)
+            left, size = ((value - total) ** 2).sum(), (value**2).sum()
+            assert left <= size * (1 + 1e-5) + DENORMAL, kind
+            if name == "topk_feedback":
+                k = int(np.ceil(0.05 * value.size))
+                assert left <= size * (1 - k / value.size) * (1 + 1e-5) + DENORMAL, kind
+                largest = np.sort(np.abs(value).ravel())[-k:]
+                np.testing.assert_allclose((total**2).sum(), (largest**2).sum(), rtol=1e-5, atol=DENORMAL)
 
 
 def test_sampled_thresholds_find_about_as_many_and_never_more():

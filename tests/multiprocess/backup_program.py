@@ -15,7 +15,9 @@ import sys
 
 import tfdist
 from tests.multiprocess import harness
-from tfdist import config, progress
+from tfdist import progress
+from tfdist.compression import PerVariable, create
+from tfdist.config import CompressionConfig
 from tfdist.storage import Storage
 
 name, out, options = (
@@ -26,7 +28,8 @@ name, out, options = (
 if "TF_CONFIG" in os.environ:
     task = json.loads(os.environ["TF_CONFIG"])["task"]
     pathlib.Path(out, f"pid-{task['type']}:{task['index']}").write_text(str(os.getpid()))
-compression = config.CompressionConfig(**options["compression"]) if "compression" in options else None
+rules = {pattern: create(CompressionConfig(**how)) for pattern, how in options.get("compression", {}).items()}
+compression = PerVariable(rules) if rules else None
 devices = {"devices": 2} if name in ("mirrored", "central_storage") else {}
 trainer = tfdist.Trainer(name, compression=compression, **devices)
 
