@@ -25,6 +25,7 @@ from tfdist import (
     scheduler,
     step,
     training_state,
+    update,
     worker_step,
 )
 from tfdist.compression import comm
@@ -69,13 +70,13 @@ def test_statistics_are_told_from_slots_and_metrics(strategy):
 def test_optimizers_reduce_gradients_where_expected():
     moved = "seam gradient reduction has moved"
     assert optimizer.KERAS_REDUCTION in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
-    assert optimizer.KERAS_UPDATE in inspect.getsource(keras.optimizers.Optimizer.apply), moved
+    assert update.KERAS_UPDATE in inspect.getsource(keras.optimizers.Optimizer.apply), moved
     assert "self.apply(" in inspect.getsource(keras.optimizers.Optimizer.apply_gradients), moved
 
 
 def test_optimizers_update_by_the_steps_that_are_repeated_outside_of_the_replicas():
-    """`_Update` repeats this function but for its conditions: all that it does must be known."""
-    source = inspect.getsource(getattr(keras.optimizers.Optimizer, optimizer.KERAS_UPDATE))
+    """`Update` repeats this function but for its conditions: all that it does must be known."""
+    source = inspect.getsource(getattr(keras.optimizers.Optimizer, update.KERAS_UPDATE))
     calls = re.findall(r"self\.(_\w+)", source)
     assert set(calls) == {
         "_iterations",
@@ -86,9 +87,9 @@ def test_optimizers_update_by_the_steps_that_are_repeated_outside_of_the_replica
         "_backend_reset_gradient_accumulators",
         "_backend_increment_gradient_accumulators",
         "_trainable_variables",
-        optimizer.KERAS_ACCUMULATORS,
-        optimizer.KERAS_MOVE_AVERAGES,
-        optimizer.KERAS_OVERWRITE,
+        update.KERAS_ACCUMULATORS,
+        update.KERAS_MOVE_AVERAGES,
+        update.KERAS_OVERWRITE,
     }, "seam gradient reduction: Keras updates in another way now"
 
 
@@ -104,8 +105,8 @@ def test_accumulators_are_told_from_slots(strategy):
         adam = keras.optimizers.Adam(gradient_accumulation_steps=2)
         adam.build(model.trainable_variables)
     moved = "seam variable creation: the accumulators' name has moved"
-    assert len(getattr(adam, optimizer.KERAS_ACCUMULATORS)) == 2
-    for variable in getattr(adam, optimizer.KERAS_ACCUMULATORS):
+    assert len(getattr(adam, update.KERAS_ACCUMULATORS)) == 2
+    for variable in getattr(adam, update.KERAS_ACCUMULATORS):
         assert cures.KERAS_ACCUMULATOR_VARIABLE in variable.name, moved
         assert isinstance(variable.value, values.SyncOnReadVariable), moved
 
@@ -197,9 +198,9 @@ def test_a_stateless_scope_keeps_what_a_step_assigns():
 
 def test_optimizers_update_one_variable_after_the_other():
     moved = "worker_step: updates are no longer placed on their servers"
-    update = inspect.getsource(keras.optimizers.Optimizer._distributed_tf_update_step)
-    assert f"self.{worker_step.KERAS_UPDATE_STEP}(grad, var, learning_rate)" in update, moved
-    apply = inspect.getsource(getattr(keras.optimizers.Optimizer, optimizer.KERAS_UPDATE))
+    source = inspect.getsource(keras.optimizers.Optimizer._distributed_tf_update_step)
+    assert f"self.{worker_step.KERAS_UPDATE_STEP}(grad, var, learning_rate)" in source, moved
+    apply = inspect.getsource(getattr(keras.optimizers.Optimizer, update.KERAS_UPDATE))
     assert f"self.{worker_step.KERAS_WEIGHT_DECAY}(trainable_variables)" in apply, moved
 
 

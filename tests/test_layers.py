@@ -57,7 +57,9 @@ FLOORS = {
     "tfdist.compression.topk": True,
     "tfdist.compression": False,
     "tfdist.wire": True,
+    "tfdist.gradients": True,
     "tfdist.reduction": True,
+    "tfdist.update": True,
     "tfdist.optimizer": True,
     "tfdist.step": True,
     "tfdist.scheduler": True,
@@ -79,6 +81,7 @@ FLOORS = {
     "tfdist.tasks.digits": False,
     "tfdist.tasks.synthetic": False,
     "tfdist.arguments": True,
+    "tfdist.gains": True,
     "tfdist.trainer": True,
     "tfdist.train": False,
 }

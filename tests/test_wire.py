@@ -57,5 +57,7 @@ def test_a_plan_is_of_all_variables_unless_a_gradient_has_rows():
     assert wire.planned(dense, None, 2) == 4 * (10 * 200 + 200 + 200 * 3 + 3)
     blocks = -(-2000 // 512) * 2
     assert wire.planned(dense, Int8(), 2) == blocks * 260 + 4 * (200 + 200 * 3 + 3)
+    dense.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=4)))
+    assert wire.planned(dense, None, 2) == 10 * 200 + 200 + 200 * 3 + 3
     words = keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(50, 8), keras.layers.Dense(3)])
     assert wire.planned(words, None, 2) is None

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
+from tfdist import gradients
 from tfdist.compression.base import NONE, Compressor, Layout
 from tfdist.compression.comm import group_of
 from tfdist.compression.exchange import together
@@ -29,6 +30,7 @@ class Reduction(tf.Module):
         variables: Those of the optimizer, in its order; made in the strategy's scope.
 
     Attributes:
+        compressor: The compressor.
         states: State variables of each variable, by its number, as the compressor describes them.
     """
 
@@ -36,6 +38,7 @@ class Reduction(tf.Module):
         super().__init__(name="compression")
         self._strategy = variables[0].value.distribute_strategy
         self._group = group_of(self._strategy)
+        self.compressor = compressor
         self._layout = Layout(compressor, [(v.path, tuple(v.shape)) for v in variables])
         self.states = [
             [self._state(slot, number, variable.path) for slot in slots]
@@ -66,7 +69,7 @@ class Reduction(tf.Module):
         local = self._strategy.experimental_local_results
         mine = [[local(grad)[place] for grad in grads] for place in range(len(self._group.ranks))]
         if scale is not None:
-            mine = [_times(values, 1 / scale) for values in mine]
+            mine = [gradients.times(values, 1 / scale) for values in mine]
         sparse = [place for place, grad in enumerate(mine[0]) if isinstance(grad, tf.IndexedSlices)]
         other = [p for p, g in enumerate(mine[0]) if p not in sparse and g.dtype != tf.float32]
         dense = [place for place in range(len(grads)) if place not in (*sparse, *other)]
@@ -81,13 +84,15 @@ class Reduction(tf.Module):
                     [
                         self._layout.exchange([values[p] for p in dense], states, member, owners),
                         NONE.exchange(
-                            [nothing_if_finite(values), *(values[p] for p in other)], [()] * (1 + len(other)), member
+                            [gradients.nothing_if_finite(values), *(values[p] for p in other)],
+                            [()] * (1 + len(other)),
+                            member,
                         ),
                     ]
                 )
             )
         results = self._group.run(exchanges)
-        finite = tf.math.is_finite(results[0][1].totals[0] + nothing_if_finite(results[0][0].totals))
+        finite = tf.math.is_finite(results[0][1].totals[0] + gradients.nothing_if_finite(results[0][0].totals))
 
         def keep() -> tf.Tensor:
             for place, (compressed, _) in enumerate(results):
@@ -107,7 +112,7 @@ class Reduction(tf.Module):
         if scale is not None:
             # What is no number in a gradient may be one in what was sent, and whoever scales looks for it.
             scale *= tf.where(finite, 1.0, float("nan"))
-            reduced = [_times(values, scale) for values in reduced]
+            reduced = [gradients.times(values, scale) for values in reduced]
         return [distribute_utils.regroup(each) for each in zip(*reduced, strict=True)], finite
 
     def seconds(self, repeats: int = 3) -> tuple[float, float]:
@@ -149,21 +154,3 @@ class Reduction(tf.Module):
             )
             for s in self._group.gather_rows(flat)
         ]
-
-
-def nothing_if_finite(values: Sequence[Any]) -> tf.Tensor:
-    """Returns 0 if all values are finite, else NaN: summed over ranks it tells all of them."""
-    numbers = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
-    finite = [tf.reduce_all(tf.math.is_finite(each)) for each in numbers if each.dtype.is_floating]
-    return tf.where(tf.reduce_all(finite), 0.0, float("nan"))
-
-
-def on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
-    """Returns what a function makes of a gradient's numbers, be they rows or all."""
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
-    return function(grad)
-
-
-def _times(grads: Sequence[Any], factor: tf.Tensor) -> list[Any]:
-    return [on_values(lambda value: value * tf.cast(factor, value.dtype), grad) for grad in grads]

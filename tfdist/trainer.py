@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from tfdist import arguments, differences, lockstep, notice, refusals, step
+from tfdist import arguments, differences, gains, lockstep, notice, refusals, step
 from tfdist import compression as compression_lib
 from tfdist import data as data_lib
 from tfdist.backup import BackupAndRestore
@@ -22,7 +22,6 @@ from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
 from tfdist.coordinator import Coordinator
 from tfdist.errors import ClusterError, ConfigError
-from tfdist.optimizer import reduction_of
 from tfdist.parameter_servers import ParameterServerStrategy, bytes_per_server
 from tfdist.strategies import create_strategy
 
@@ -147,19 +146,10 @@ class Trainer:
             `exchange_ms`: milliseconds that the sum of all gradients takes, `compressed` and `plain`, each measured some
             times now; None without a compressor. Where the first is not less, it says so.
         """
-        reductions = [each for optimizer in refusals.optimizers(model) if (each := reduction_of(optimizer))]
-        if not reductions:
-            return {"exchange_ms": None}
-        seconds = [reduction.seconds() for reduction in reductions]
-        compressed, plain = (round(sum(each) * 1000, 3) for each in zip(*seconds, strict=True))
-        if compressed >= plain and self.is_chief:
-            name = self.compression.name if self.compression else "compression"
-            print(
-                f"tfdist: {name} did not make steps faster here: the sum of the gradients takes "
-                f"{compressed:.1f} ms with it, and {plain:.1f} ms without",
-                flush=True,
-            )
-        return {"exchange_ms": {"compressed": compressed, "plain": plain}}
+        times = gains.exchange_ms(model)
+        if times and times["compressed"] >= times["plain"] and self.is_chief:
+            print(gains.NONE_GAINED.format(**times), flush=True)
+        return {"exchange_ms": times}
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the context in which the model must be built (or loaded) and compiled."""
@@ -223,20 +213,9 @@ class Trainer:
                 verbose=self._shown(given),
                 **given,
             )
-        self._say_if_not_begun(model)
+        if self.is_chief and (sentence := gains.not_begun(model)):
+            print(sentence, flush=True)
         return model.history
-
-    def _say_if_not_begun(self, model: keras.Model) -> None:
-        if not (self.compression and self.compression.begins and self.is_chief and self.num_replicas > 1):
-            return
-        optimizers = [getattr(each, "inner_optimizer", each) for each in refusals.optimizers(model)]
-        updates = max(int(keras.ops.convert_to_numpy(each.iterations)) for each in optimizers)
-        if updates <= self.compression.begins:
-            print(
-                f"tfdist: nothing was compressed: {self.compression.name} begins after {self.compression.begins} updates, and "
-                f"this training has made {updates}; lower start_powerSGD_iter or warmup_steps",
-                flush=True,
-            )
 
     def evaluate(self, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         """Evaluates `model`, as Keras' `evaluate`; every example counts once, whatever the number of replicas.

@@ -67,7 +67,9 @@ def sent_by_interface() -> dict[str, int]:
 
 
 def planned(model: keras.Model, compression: Compressor | None, replicas: int) -> int | None:
-    """Returns the bytes that each rank sends for the gradients of an update; None where only a step shows them.
+    """Returns the bytes that each rank sends for the gradients of a step; None where only a step shows them.
+
+    Where gradients are accumulated, an update's bytes are divided among its steps.
 
     Args:
         model: The model; an embedding's gradient has as many rows as a batch has words.
@@ -78,7 +80,9 @@ def planned(model: keras.Model, compression: Compressor | None, replicas: int) -
     if any(variable.dtype != "float32" for variable in variables) or any(map(_is_sparse, _layers(model))):
         return None
     shapes = {variable.path: tuple(variable.shape) for variable in variables}
-    return (compression or NONE).plan(shapes, replicas)
+    optimizer = getattr(model, "optimizer", None)
+    steps = getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1
+    return round((compression or NONE).plan(shapes, replicas) / steps)
 
 
 def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:

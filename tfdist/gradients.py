@@ -1,0 +1,62 @@
+"""Lists of gradients: dense ones, rows of embeddings, and None where a variable has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
+    """Returns what a function makes of a gradient's numbers, be they rows or all."""
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
+    return None if grad is None else function(grad)
+
+
+def times(grads: Sequence[Any], factor: tf.Tensor | float) -> list[Any]:
+    """Returns the gradients times a factor."""
+    return [on_values(lambda value: value * tf.cast(factor, value.dtype), grad) for grad in grads]
+
+
+def share_of(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
+    """Returns the gradients times `share`; 0 makes 0 of NaN, too."""
+    return [on_values(lambda value: tf.math.multiply_no_nan(value, tf.cast(share, value.dtype)), g) for g in grads]
+
+
+def without_nan(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
+    """Returns the gradients, or zeros where this replica has no examples: the mean over none is NaN."""
+    if isinstance(share, float):
+        return list(grads)
+    present = [grad for grad in grads if grad is not None]
+    values = iter(tf.cond(share > 0, lambda: present, lambda: share_of(present, share)))
+    return [None if grad is None else next(values) for grad in grads]
+
+
+def nothing_if_finite(grads: Sequence[Any]) -> tf.Tensor:
+    """Returns 0 if all are finite, else NaN: summed over ranks it tells all of them."""
+    numbers = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]
+    finite = [tf.reduce_all(tf.math.is_finite(each)) for each in numbers if each.dtype.is_floating]
+    return tf.where(tf.reduce_all(finite), 0.0, float("nan"))
+
+
+def finite_on_all_or_none(grads: Sequence[Any]) -> list[Any]:
+    """Returns this replica's gradients, or NaN if any replica's is not finite: it sends a number for all of them."""
+    (nothing,) = all_reduce(tf.distribute.ReduceOp.SUM, [nothing_if_finite(grads)])
+    return [
+        None if grad is None else on_values(lambda value: value + tf.cast(nothing, value.dtype), grad) for grad in grads
+    ]
+
+
+def all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Any]) -> list[Any]:
+    """Returns the gradients reduced over all replicas, in one call for each type of number."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        return list(grads)
+    reduced = list(grads)
+    for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
+        places = [place for place, g in enumerate(grads) if g is not None and g.dtype == dtype]
+        for place, value in zip(places, context.all_reduce(op, [grads[place] for place in places]), strict=True):
+            reduced[place] = value
+    return reduced

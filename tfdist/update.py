@@ -1,0 +1,144 @@
+"""What an optimizer does with reduced gradients: the update itself, accumulation, and moving averages.
+
+What Keras does under a condition is done outside of the replicas here, where variables of all of them can be assigned.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import gradients
+from tfdist.reduction import Reduction
+
+# The private names of Keras 3's optimizers that this file leans on; tests/test_keras_seams.py watches them.
+KERAS_UPDATE = "_backend_apply_gradients"
+KERAS_CLIP = "_clip_gradients"
+KERAS_ACCUMULATORS = "_accumulated_gradients"
+KERAS_MOVE_AVERAGES = "_update_model_variables_moving_average"
+KERAS_OVERWRITE = "_overwrite_model_variables_with_average_value"
+
+
+class Update:
+    """`_backend_apply_gradients`: what Keras does under a condition is done outside of the replicas.
+
+    Args:
+        optimizer: The optimizer that updates.
+        scaled: Whether a `LossScaleOptimizer` wraps it.
+        clips_last: Whether it clips the reduced gradient.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_last: bool):
+        self._optimizer = optimizer
+        self._keras_update = getattr(optimizer, KERAS_UPDATE)
+        self.scaled = scaled
+        self.reduction: Reduction | None = None
+        self._clip: Callable[[Any], Any] | None = None
+        if not clips_last and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
+            self._clip = getattr(optimizer, KERAS_CLIP)
+            setattr(optimizer, KERAS_CLIP, list)  # it has been done by then
+
+    def clip_first(self, grads: Sequence[Any], scale: Any = 1.0) -> Sequence[Any]:
+        """Returns this replica's gradients, which are multiplied by `scale`, clipped if it is not done later."""
+        if self._clip is None:
+            return grads
+        present = [grad for grad in grads if grad is not None]
+        clipped = iter(gradients.times(self._clip(gradients.times(present, 1 / scale)), scale))
+        return [None if grad is None else next(clipped) for grad in grads]
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """Those that the optimizer was built with."""
+        return self._optimizer._trainable_variables
+
+    def reduce(self, grads: Sequence[Any], variables: Sequence[Any], scale: Any = None) -> tuple[list[Any], tf.Tensor]:
+        """Returns the sums of values per replica, and whether all are finite. In cross-replica context.
+
+        Args:
+            grads: A value per replica for each gradient.
+            variables: Of each.
+            scale: By what the gradients are multiplied, or None.
+        """
+        numbers = [self._optimizer._get_variable_index(variable) for variable in variables]
+        assert self.reduction is not None  # noqa: S101 (for the type checker: who calls this has looked)
+        return self.reduction(grads, numbers, self._optimizer.iterations, scale)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it reduces the gradients itself, once for several steps."""
+        return bool(self._optimizer.gradient_accumulation_steps)
+
+    def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        optimizer = self._optimizer
+        context = tf.distribute.get_replica_context()
+        if context and (optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
+            context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))
+        else:
+            self._keras_update(grads, variables)
+
+    def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        optimizer = self._optimizer
+        # `_iterations` counts steps, and the property `iterations` updates.
+        step = tf.convert_to_tensor(optimizer._iterations.value) + 1
+        update = tf.convert_to_tensor(optimizer.iterations) + 1
+
+        def each(function: Callable[..., None]) -> None:
+            strategy.extended.call_for_each_replica(function, args=(grads, variables))
+
+        if steps := optimizer.gradient_accumulation_steps:
+            tf.cond(step % steps == 0, lambda: self._end(strategy, grads, variables), lambda: each(self._add))
+        else:
+            each(self._step)
+        if optimizer.use_ema:
+            trained = optimizer._trainable_variables
+            strategy.extended.call_for_each_replica(getattr(optimizer, KERAS_MOVE_AVERAGES), args=(trained,))
+            if frequency := optimizer.ema_overwrite_frequency:
+                overwrite = getattr(optimizer, KERAS_OVERWRITE)
+                tf.cond(update % frequency == 0, lambda: overwrite(trained), lambda: None)
+
+    def _step(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        optimizer = self._optimizer
+        grads = optimizer._clip_gradients(grads)
+        optimizer._apply_weight_decay(variables)
+        optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
+
+    def _add(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        for accumulator, total in self._totals(grads, variables):
+            accumulator.assign(total)
+
+    def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Updates with what the steps have added up, which is encoded once."""
+        call = strategy.extended.call_for_each_replica
+        if not self.reduction:
+            call(self._update, args=(grads, variables))
+            return
+        shares = call(self._shares, args=(grads, variables))
+        totals, finite = self.reduce(shares, variables)
+        tf.cond(finite, lambda: call(self._step, args=(totals, variables)), lambda: None)
+
+    def _update(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        shares = self._shares(grads, variables)
+        self._step(gradients.all_reduce(tf.distribute.ReduceOp.SUM, shares), variables)
+
+    def _shares(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
+        """Returns what this replica adds to the mean over steps and replicas, and begins to add up anew."""
+        strategy = tf.distribute.get_strategy()
+        steps = self._optimizer.gradient_accumulation_steps
+        accumulators, totals = zip(*self._totals(grads, variables), strict=True)
+        shares = self.clip_first([total / (steps * strategy.num_replicas_in_sync) for total in totals])
+        for accumulator in accumulators:
+            accumulator.assign(tf.zeros_like(accumulator))
+        return list(shares)
+
+    def _totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
+        # A replica's gradient is its share of a sum, while accumulators are statistics, which average over the replicas:
+        # so the mean of the accumulators is what one process would have.
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        for grad, variable in zip(grads, variables, strict=True):
+            index = self._optimizer._get_variable_index(variable)
+            accumulator = getattr(self._optimizer, KERAS_ACCUMULATORS)[index].value
+            yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas
