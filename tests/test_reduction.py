@@ -233,8 +233,20 @@ def test_rules_reach_variables_by_their_paths(trainer):
     assert len(kernel) == 1 and bias == []
 
 
-def test_other_strategies_refuse(tmp_path):
-    program = "import tfdist; tfdist.Trainer('central_storage', devices=2, compression='int8')"
+OTHERS = {
+    "trainer": "tfdist.Trainer('central_storage', devices=2, compression='int8')",
+    "optimizer": """
+import keras
+strategy = tfdist.create_strategy('central_storage', devices=2)
+with strategy.scope():
+    tfdist.distribute_optimizer(keras.optimizers.SGD(), 'int8')
+""",
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_other_strategies_refuse(how):
+    program = f"import tfdist; {OTHERS[how]}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "compression is not possible under CentralStorageStrategy" in done.stderr
 

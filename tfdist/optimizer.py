@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist import compression as compression_lib
 from tfdist import gradients
+from tfdist.compression import comm
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig
 from tfdist.reduction import Reduction
@@ -55,7 +56,7 @@ def distribute_optimizer(
         `optimizer`.
 
     Raises:
-        ConfigError: There is no such compressor, or an argument of its is out of range.
+        ConfigError: There is no such compressor, an argument of its is out of range, or the strategy has no compression.
     """
     if getattr(optimizer, _MARK, False):
         return optimizer
@@ -67,6 +68,8 @@ def distribute_optimizer(
     setattr(optimizer, _MARK, True)
     update = Update(leaf, scaled, clip_after_reduce)
     if compressor is not None:
+        if tf.distribute.has_strategy():
+            comm.check_strategy(tf.distribute.get_strategy())
         _warn_of_adaptive(leaf, compressor)
         leaf.build = _Build(leaf, compressor, update)
     setattr(leaf, KERAS_REDUCTION, list)

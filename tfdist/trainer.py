@@ -18,6 +18,7 @@ from tfdist import compression as compression_lib
 from tfdist import data as data_lib
 from tfdist.backup import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
+from tfdist.compression import comm
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
 from tfdist.coordinator import Coordinator
@@ -25,11 +26,6 @@ from tfdist.errors import ClusterError, ConfigError
 from tfdist.parameter_servers import ParameterServerStrategy, bytes_per_server
 from tfdist.strategies import create_strategy
 
-_COMPRESSING = (
-    tf.distribute.MultiWorkerMirroredStrategy,
-    tf.distribute.MirroredStrategy,
-    tf.distribute.OneDeviceStrategy,
-)
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 
@@ -95,10 +91,8 @@ class Trainer:
         if self._backup:
             self._backup.adopt_seed()
         self.strategy = strategy
-        if self.compression and not isinstance(strategy, _COMPRESSING):
-            raise ConfigError(
-                f"compression is not possible under {type(strategy).__name__} (yet); use multi_worker_mirrored or mirrored."
-            )
+        if self.compression:
+            comm.check_strategy(strategy)
         multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         self._coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
         found = cluster or from_environment()

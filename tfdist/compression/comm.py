@@ -15,11 +15,17 @@ import tensorflow as tf
 from tensorflow.python.ops import collective_ops
 
 from tfdist.compression.exchange import AllGather, AllReduce, Choice, Member, flat, like
+from tfdist.errors import ConfigError
 
 # The private names of TensorFlow that this file leans on; tests/test_keras_seams.py watches them.
 TF_CROSS_DEVICE_OPS = "_cross_device_ops"
 TF_LAUNCHERS = "_launchers"
 
+_STRATEGIES = (
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.MirroredStrategy,
+    tf.distribute.OneDeviceStrategy,
+)
 Result = TypeVar("Result")
 
 
@@ -197,8 +203,25 @@ class Counter(LocalGroup):
         return list(tensors)
 
 
+def check_strategy(strategy: tf.distribute.Strategy) -> None:
+    """Refuses strategies whose gradients are not summed here.
+
+    Raises:
+        ConfigError: The strategy is another one.
+    """
+    if not isinstance(strategy, _STRATEGIES):
+        raise ConfigError(
+            f"compression is not possible under {type(strategy).__name__} (yet); use multi_worker_mirrored or mirrored."
+        )
+
+
 def group_of(strategy: tf.distribute.Strategy) -> Group:
-    """Returns the group of a strategy's replicas."""
+    """Returns the group of a strategy's replicas.
+
+    Raises:
+        ConfigError: As `check_strategy`.
+    """
+    check_strategy(strategy)
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return CollectiveGroup(strategy)
     return LocalGroup(strategy.num_replicas_in_sync)
