@@ -129,7 +129,7 @@ def test_topk_warns_of_adam_and_names_others(trainer):
 
 def test_a_run_that_ends_before_compression_begins_says_so(trainer, capsys):
     fitted(trainer, Warmup(Int8(), 4))
-    assert "nothing was compressed: Warmup(Int8, 4) begins after 4 updates, and this training has made 4" in (
+    assert "nothing was compressed: Warmup(Int8(), steps=4) begins after 4 updates, and this training has made 4" in (
         capsys.readouterr().out
     )
     fitted(trainer, Warmup(Int8(), 3))
@@ -172,24 +172,143 @@ def test_accumulation_encodes_once_for_several_steps(trainer, scaled):
         np.testing.assert_allclose(mine, other, rtol=1e-6)
 
 
-def test_a_step_that_overflows_on_one_replica_is_not_added_up(trainer):
+class Stepper:
+    """Gives each replica gradients of its own."""
+
+    def __init__(self, trainer, optimizer, compression, shape=(40, 30), clip_after_reduce=False):
+        self.strategy = trainer.strategy
+        keras.utils.set_random_seed(1)
+        with trainer.scope():
+            self.weight = keras.Variable(np.zeros(shape, np.float32), name="weight")
+            self.optimizer = tfdist.distribute_optimizer(optimizer(), compression, clip_after_reduce)
+            self.optimizer.build([self.weight])
+        self.step = tf.function(self._step, autograph=False)
+
+    def _step(self, grads):
+        self.strategy.run(lambda grad: self.optimizer.apply([grad], [self.weight]), args=(grads,))
+
+    def __call__(self, *grads, rows=None):
+        """Returns the weights, and all state."""
+
+        def mine(context):
+            grad = tf.constant(grads[context.replica_id_in_sync_group], tf.float32)
+            return grad if rows is None else tf.IndexedSlices(grad, tf.constant(rows), tf.constant(self.weight.shape))
+
+        self.step(self.strategy.experimental_distribute_values_from_function(mine))
+        reduction = reduction_of(self.optimizer)
+        held = [s for states in reduction.states for s in states] if reduction else []
+        held += [v.value for v in getattr(self.optimizer, "_accumulated_gradients", [])]
+        local = self.strategy.experimental_local_results
+        return self.weight.numpy(), [component.numpy() for state in held for component in local(state)]
+
+
+ONES, BAD = np.linspace(0.5, 1, 1200).reshape(40, 30), np.full((40, 30), 0.5)
+BAD[3, 4] = np.inf
+LARGE = np.full((40, 30), 3e38)
+
+
+def sgd(**how):
+    return lambda: keras.optimizers.SGD(0.1, **how)
+
+
+def scaled(optimizer):
+    return lambda: keras.optimizers.LossScaleOptimizer(optimizer(), initial_scale=4.0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "grads"),
+    [
+        (sgd(), (ONES, BAD)),
+        (sgd(), (LARGE, LARGE)),
+        (scaled(sgd()), (ONES, BAD)),
+        (scaled(sgd()), (LARGE, LARGE)),
+        (scaled(sgd(clipvalue=0.2)), (ONES, BAD)),
+    ],
+    ids=["inf", "sum", "scaled_inf", "scaled_sum", "clipped_inf"],
+)
+@pytest.mark.parametrize("compression", [ErrorFeedback(Int8()), ErrorFeedback(PowerSGD(1))], ids=["int8", "powersgd"])
+def test_what_is_not_finite_changes_nothing(trainer, optimizer, grads, compression):
+    step = Stepper(trainer, optimizer, compression)
+    before = step(ONES, 2 * ONES)
+    assert np.abs(before[0]).max() > 0 and np.abs(before[1][0]).max() > 0
+    for mine, other in zip(tf.nest.flatten(step(*grads)), tf.nest.flatten(before), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert reduction_of(step.optimizer).left_out.numpy() == 1
+    assert np.isfinite(step(ONES, ONES)[0]).all()
+
+
+@pytest.mark.parametrize("optimizer", [sgd(gradient_accumulation_steps=2), scaled(sgd(gradient_accumulation_steps=2))])
+def test_what_is_not_finite_is_not_added_up(trainer, optimizer):
     """Each replica adds up its own gradients; whether one of them overflows they decide together."""
+    step = Stepper(trainer, optimizer, ErrorFeedback(Int8()))
+    expected = Stepper(trainer, optimizer, ErrorFeedback(Int8()))
+    step(ONES, 2 * ONES)
+    expected(ONES, 2 * ONES)
+    if "LossScale" in type(step.optimizer).__name__:
+        step(ONES, BAD)  # is left out, and the sum goes on
+        assert step.optimizer.dynamic_scale.numpy() == 2
+        expected.optimizer.dynamic_scale.assign(2.0)
+    else:
+        weights, (*errors, _, _) = step(ONES, BAD)  # makes the update of both steps one that is left out
+        assert not weights.any() and not np.any(errors)
+        step(ONES, 2 * ONES)
+    step(ONES, ONES)
+    expected(ONES, ONES)
+    np.testing.assert_allclose(step.weight.numpy(), expected.weight.numpy(), rtol=1e-6)
+    assert step.weight.numpy().any()
 
-    def optimizer():
-        inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**10)
 
-    bad = np.concatenate([X[:8], X[:8], X[8:]])
-    bad[12] = 1e30  # of the second step, on one replica
-    found = {}
-    for name, (x, y) in {"bad": (bad, np.concatenate([Y[:8], Y])), "good": (X, Y)}.items():
-        model = build(trainer, optimizer)
-        trainer.fit(model, x, y, batch_size=8, shuffle=False, verbose=0)
-        found[name] = weights(model)
-        assert model.optimizer.iterations.numpy() == 1
-        assert model.optimizer.dynamic_scale.numpy() == (2.0**9 if name == "bad" else 2.0**10)
-    for mine, other in zip(*found.values(), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-5)
+def test_rows_that_are_not_finite_change_nothing(trainer):
+    step = Stepper(trainer, sgd(), FP16())
+    before = step(ONES[:2], ONES[:2], rows=[3, 4])[0].copy()
+    np.testing.assert_array_equal(step(ONES[:2], 1e6 * ONES[:2], rows=[3, 4])[0], before)
+    assert before[3:5].any() and reduction_of(step.optimizer).left_out.numpy() == 1
+
+
+def test_updates_that_are_left_out_are_told(trainer, capsys):
+    trainer.compression = FP16()
+    model = build(trainer)
+    trainer.fit(model, X, 1e9 * Y, batch_size=8, verbose=0)
+    assert "tfdist: 2 updates were left out, because a gradient was not finite, or too large for FP16()" in (
+        capsys.readouterr().out
+    )
+    assert model.optimizer.iterations.numpy() == 0
+
+
+def test_another_compressor_comes_too_late(trainer):
+    model = fitted(trainer, Int8())
+    trainer.compression = Int8()
+    trainer.fit(model, X, Y, batch_size=8, verbose=0)
+    trainer.compression = BF16()
+    with pytest.raises(ConfigError, match=r"BF16\(\) comes too late: this SGD already has Int8\(\)"):
+        trainer.fit(model, X, Y, batch_size=8, verbose=0)
+
+
+def test_a_loss_scale_around_it_keeps_the_compressor(trainer):
+    with trainer.scope():
+        inner = tfdist.distribute_optimizer(keras.optimizers.SGD(0.1), "int8")
+        outer = tfdist.distribute_optimizer(keras.optimizers.LossScaleOptimizer(inner))
+        outer.build([keras.Variable(np.zeros((40, 30)))])
+    assert reduction_of(outer).compressor == Int8()
+
+
+def test_an_optimizer_that_compresses_is_built_first(trainer):
+    with trainer.scope():
+        optimizer = tfdist.distribute_optimizer(keras.optimizers.SGD(0.1), "int8")
+        weight = keras.Variable(np.zeros((40, 30)))
+    with pytest.raises(ConfigError, match="must be built first"):
+        tf.function(lambda: trainer.strategy.run(lambda: optimizer.apply([tf.ones((40, 30))], [weight])))()
+
+
+def test_without_gradients_there_is_nothing_to_send(trainer):
+    trainer.compression = Int8()
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(30, trainable=False)])
+        model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="trainable weights"):
+        trainer.fit(model, X, Y, batch_size=8, verbose=0)
+    trainer.evaluate(model, X, Y, verbose=0)
+    assert reduction_of(model.optimizer) is None
 
 
 class OwnStep(keras.Model):

@@ -54,6 +54,7 @@ COMPRESSORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("compress_ratio", "selection", "samples", "use_error_feedback", "warmup_steps"),
     ),
 }
+_CHOICES = {"transport": ("two_shot", "sum"), "selection": ("sampled", "exact")}
 _EVERY_OPTIMIZER = (
     "weight_decay",
     "clipnorm",
@@ -254,19 +255,32 @@ class CompressionConfig:
             if field.name not in ("name", *takes) and getattr(self, field.name) != field.default:
                 takes_what = f"It takes: {', '.join(takes)}." if takes else "It takes no arguments."
                 yield f"compression {self.name!r} takes no {field.name!r}. {takes_what}"
-        if self.block < 4 or self.block & (self.block - 1):
-            yield f"compression.block must be a power of two, and at least 4. Received: {self.block}."
-        if self.transport not in ("two_shot", "sum"):
-            yield unknown("compression.transport", self.transport, ("two_shot", "sum"))
-        if self.selection not in ("sampled", "exact"):
-            yield unknown("compression.selection", self.selection, ("sampled", "exact"))
-        if not 0 < self.compress_ratio <= 1:
-            yield f"compression.compress_ratio must be more than 0, and at most 1. Received: {self.compress_ratio}."
-        least = {"matrix_approximation_rank": 1, "samples": 1, "start_powerSGD_iter": 0, "warmup_steps": 0}
-        least |= {"min_compression_rate": 0, "orthogonalization_epsilon": 0, "random_seed": 0}
-        for name, value in least.items():
-            if not value <= getattr(self, name) < float("inf"):
-                yield f"compression.{name} must be {value} or more, and finite. Received: {getattr(self, name)}."
+        given = {name: value for name, value in vars(self).items() if name != "name"}
+        yield from (f"compression.{fault}" for fault in argument_faults(given))
+
+
+def argument_faults(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with compressors' arguments, by name; those of other names are not looked at."""
+    fields: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(CompressionConfig) if field.name != "name"
+    }
+    fields["steps"] = 0
+    least = {"matrix_approximation_rank": 1, "samples": 1}
+    for name in fields.keys() & given.keys():
+        value, kind = given[name], type(fields[name])
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            yield f"{name} must be of type {kind.__name__}. Received: {value!r}."
+        elif name == "block":
+            if value < 4 or value & (value - 1):
+                yield f"block must be a power of two, and at least 4. Received: {value}."
+        elif name == "compress_ratio":
+            if not 0 < value <= 1:
+                yield f"compress_ratio must be more than 0, and at most 1. Received: {value}."
+        elif name in _CHOICES:
+            if value not in _CHOICES[name]:
+                yield f"{name} must be one of: {', '.join(_CHOICES[name])}. Received: {value!r}."
+        elif not least.get(name, 0) <= value < float("inf"):
+            yield f"{name} must be {least.get(name, 0)} or more, and finite. Received: {value}."
 
 
 @dataclasses.dataclass

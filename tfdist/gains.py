@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import keras
 
 from tfdist import refusals
@@ -25,14 +27,23 @@ def exchange_ms(model: keras.Model) -> dict[str, float] | None:
     return {"compressed": round(sum(compressed) * 1000, 3), "plain": round(sum(plain) * 1000, 3)}
 
 
-def not_begun(model: keras.Model) -> str | None:
-    """Returns a sentence if a compressor that leaves the first updates as they are has not begun yet."""
+def faults(model: keras.Model) -> Iterator[str]:
+    """Yields sentences about compressors that have not begun yet, and about updates that were left out."""
     for optimizer in refusals.optimizers(model):
-        reduction = reduction_of(optimizer)
-        updates = int(optimizer.iterations.numpy())
-        if reduction and updates <= reduction.compressor.begins > 0:
-            return (
-                f"tfdist: nothing was compressed: {reduction.compressor.name} begins after {reduction.compressor.begins} "
-                f"updates, and this training has made {updates}; lower start_powerSGD_iter or warmup_steps"
+        if not (reduction := reduction_of(optimizer)):
+            continue
+        compressor, updates, left_out = (
+            reduction.compressor,
+            int(optimizer.iterations.numpy()),
+            int(reduction.left_out.numpy()),
+        )
+        if updates <= compressor.begins > 0:
+            yield (
+                f"tfdist: nothing was compressed: {compressor.name} begins after {compressor.begins} updates, and this "
+                f"training has made {updates}; lower start_powerSGD_iter or warmup_steps"
             )
-    return None
+        if left_out and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which means to
+            yield (
+                f"tfdist: {left_out} updates were left out, because a gradient was not finite, or too large for "
+                f"{compressor.name}; fp16 ends at 65504"
+            )

@@ -20,6 +20,11 @@ def times(grads: Sequence[Any], factor: tf.Tensor | float) -> list[Any]:
     return [on_values(lambda value: value * tf.cast(factor, value.dtype), grad) for grad in grads]
 
 
+def plus(grads: Sequence[Any], number: tf.Tensor) -> list[Any]:
+    """Returns the gradients with a number added to each of theirs."""
+    return [on_values(lambda value: value + tf.cast(number, value.dtype), grad) for grad in grads]
+
+
 def share_of(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
     """Returns the gradients times `share`; 0 makes 0 of NaN, too."""
     return [on_values(lambda value: tf.math.multiply_no_nan(value, tf.cast(share, value.dtype)), g) for g in grads]
@@ -44,9 +49,7 @@ def nothing_if_finite(grads: Sequence[Any]) -> tf.Tensor:
 def finite_on_all_or_none(grads: Sequence[Any]) -> list[Any]:
     """Returns this replica's gradients, or NaN if any replica's is not finite: it sends a number for all of them."""
     (nothing,) = all_reduce(tf.distribute.ReduceOp.SUM, [nothing_if_finite(grads)])
-    return [
-        None if grad is None else on_values(lambda value: value + tf.cast(nothing, value.dtype), grad) for grad in grads
-    ]
+    return plus(grads, nothing)
 
 
 def all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Any]) -> list[Any]:

@@ -22,6 +22,7 @@ from tfdist import gradients
 from tfdist.compression import comm
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig
+from tfdist.errors import ConfigError
 from tfdist.reduction import Reduction
 from tfdist.update import KERAS_CLIP, KERAS_UPDATE, Update
 
@@ -29,6 +30,7 @@ from tfdist.update import KERAS_CLIP, KERAS_UPDATE, Update
 KERAS_REDUCTION = "_all_reduce_sum_gradients"
 
 _MARK = "_tfdist_distributed"
+_COMPRESSOR = "_tfdist_compressor"
 _STATE = "_tfdist_compression"
 _replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
 
@@ -58,19 +60,28 @@ def distribute_optimizer(
     Raises:
         ConfigError: There is no such compressor, an argument of its is out of range, or the strategy has no compression.
     """
-    if getattr(optimizer, _MARK, False):
-        return optimizer
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     leaf = optimizer.inner_optimizer if scaled else optimizer
-    compressor = compression_lib.create(compression)
+    compressor, before = compression_lib.create(compression), getattr(leaf, _COMPRESSOR, None)
+    if getattr(leaf, _MARK, False) or getattr(optimizer, _MARK, False):
+        if compressor not in (None, before):
+            raise ConfigError(
+                f"compression {compressor.name} comes too late: this {type(leaf).__name__} already has "
+                f"{before.name if before else 'none'}; compile the model with a new optimizer."
+            )
+        compressor = before  # as when Keras has put a LossScaleOptimizer around it
+    if getattr(optimizer, _MARK, False):
+        return optimizer
     for name in ("apply", "build", "scale_loss", KERAS_REDUCTION, KERAS_UPDATE, KERAS_CLIP, _MARK):
         vars(leaf).pop(name, None)  # it was used without its LossScaleOptimizer before, or with another one
     setattr(optimizer, _MARK, True)
+    setattr(leaf, _COMPRESSOR, compressor)
     update = Update(leaf, scaled, clip_after_reduce)
     if compressor is not None:
         if tf.distribute.has_strategy():
             comm.check_strategy(tf.distribute.get_strategy())
         _warn_of_adaptive(leaf, compressor)
+        update.compressor = compressor
         leaf.build = _Build(leaf, compressor, update)
     setattr(leaf, KERAS_REDUCTION, list)
     setattr(leaf, KERAS_UPDATE, update)
@@ -155,13 +166,18 @@ class _Reduce:
             return
         if not self._update.reduces:
             grads = self._update.clip_first(grads, self._optimizer.dynamic_scale if self._update.scaled else 1.0)
+        if self._update.compressor and not self._optimizer.built:
+            raise ConfigError(
+                "An optimizer that compresses must be built first: optimizer.build(model.trainable_variables)."
+            )
         context = tf.distribute.get_replica_context()
         if context and self._update.reduction and not self._update.reduces:
             variables = self._update.variables if trainable_variables is None else trainable_variables
             present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
-            mine, variables = zip(*present, strict=True)
-            context.merge_call(functools.partial(self._compressed, variables=variables), args=(list(mine),))
-            return
+            if present:
+                mine, variables = zip(*present, strict=True)
+                context.merge_call(functools.partial(self._compressed, variables=variables), args=(list(mine),))
+                return
         if not self._update.reduces:
             grads = gradients.all_reduce(tf.distribute.ReduceOp.SUM, grads)
         elif self._update.scaled:
@@ -198,7 +214,8 @@ class _Build:
         self._make(variables)
 
     def _make(self, variables: Sequence[Any]) -> None:
-        if getattr(variables[0].value, "distribute_strategy", None) is None:
-            return  # one replica, which has nobody to send to
+        strategy = variables and getattr(variables[0].value, "distribute_strategy", None)
+        if not strategy or strategy.num_replicas_in_sync == 1:
+            return  # it has nobody to send to
         self._update.reduction = reduction = Reduction(self._compression, variables)
         setattr(self._optimizer, _STATE, reduction)  # where a backup looks

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
 from tfdist import gradients
-from tfdist.compression.base import NONE, Compressor, Layout
+from tfdist.compression.base import NONE, Compressor, Layout, Rows, Slot
 from tfdist.compression.comm import group_of
 from tfdist.compression.exchange import together
 
@@ -32,6 +32,7 @@ class Reduction(tf.Module):
     Attributes:
         compressor: The compressor.
         states: State variables of each variable, by its number, as the compressor describes them.
+        left_out: How many updates this process has left out, as a gradient was not finite.
     """
 
     def __init__(self, compressor: Compressor, variables: Sequence[keras.Variable]):
@@ -40,12 +41,13 @@ class Reduction(tf.Module):
         self._group = group_of(self._strategy)
         self.compressor = compressor
         self._layout = Layout(compressor, [(v.path, tuple(v.shape)) for v in variables])
+        self.left_out = self._state(Slot("left_out", (), True), 0, "compression")
         self.states = [
             [self._state(slot, number, variable.path) for slot in slots]
             for number, (slots, variable) in enumerate(zip(self._layout.slots, variables, strict=True))
         ]
 
-    def _state(self, slot: Any, number: int, path: str) -> tf.Variable:
+    def _state(self, slot: Slot, number: int, path: str) -> tf.Variable:
         with self._strategy.scope(), tf.init_scope():
             return tf.Variable(
                 slot.initial(slot.shape, number),
@@ -68,51 +70,57 @@ class Reduction(tf.Module):
         """
         local = self._strategy.experimental_local_results
         mine = [[local(grad)[place] for grad in grads] for place in range(len(self._group.ranks))]
-        if scale is not None:
-            mine = [gradients.times(values, 1 / scale) for values in mine]
+        compressed = [place for place, grad in enumerate(mine[0]) if grad.dtype == tf.float32]
+        if scale is not None:  # others stay as they are: of 16 bits without it they might be nothing
+            mine = [_times(values, compressed, 1 / scale) for values in mine]
         sparse = [place for place, grad in enumerate(mine[0]) if isinstance(grad, tf.IndexedSlices)]
-        other = [p for p, g in enumerate(mine[0]) if p not in sparse and g.dtype != tf.float32]
-        dense = [place for place in range(len(grads)) if place not in (*sparse, *other)]
+        dense = [place for place in compressed if place not in sparse]
+        other = [place for place in range(len(grads)) if place not in (*dense, *sparse)]
         owners = [numbers[place] for place in dense]
 
-        exchanges = []
-        for place, member in enumerate(self._group.members(tf.cast(step, tf.int64))):
-            values = mine[place]
-            states = [tuple(local(s)[place].read_value() for s in self.states[number]) for number in owners]
+        members = self._group.members(tf.cast(step, tf.int64))
+        exchanges: list[Any] = []
+        for values, member in zip(mine, members, strict=True):
+            states = [tuple(local(s)[len(exchanges)].read_value() for s in self.states[number]) for number in owners]
+            as_they_are = [gradients.nothing_if_finite(values), *(values[p] for p in other)]
             exchanges.append(
                 together(
                     [
                         self._layout.exchange([values[p] for p in dense], states, member, owners),
-                        NONE.exchange(
-                            [gradients.nothing_if_finite(values), *(values[p] for p in other)],
-                            [()] * (1 + len(other)),
-                            member,
-                        ),
+                        NONE.exchange(as_they_are, [()] * len(as_they_are), member),
                     ]
                 )
             )
         results = self._group.run(exchanges)
-        finite = tf.math.is_finite(results[0][1].totals[0] + gradients.nothing_if_finite(results[0][0].totals))
+        reduced: list[list[Any]] = [[None] * len(grads) for _ in mine]
+        for place, (packed, plain) in enumerate(results):
+            for p, total in zip((*dense, *other), (*packed.totals, *plain.totals[1:]), strict=True):
+                reduced[place][p] = total
+        for p in sparse:
+            rows = self._layout.compressors[numbers[p]].rows if p in compressed else NONE.rows
+            for place, total in enumerate(self._sum_rows([values[p] for values in mine], rows, members[0].step)):
+                reduced[place][p] = total
+        if scale is not None:
+            reduced = [_times(values, compressed, scale) for values in reduced]
+        # What has been sent is finite everywhere, and so is what has come of it, which is the same everywhere.
+        finite = tf.math.is_finite(results[0][1].totals[0] + gradients.nothing_if_finite(reduced[0]))
 
         def keep() -> tf.Tensor:
-            for place, (compressed, _) in enumerate(results):
-                for number, states in zip(owners, compressed.states, strict=True):
+            for place, (packed, _) in enumerate(results):
+                for number, states in zip(owners, packed.states, strict=True):
                     for variable, state in zip(self.states[number], states, strict=True):
                         local(variable)[place].assign(state)
             return tf.constant(True)
 
-        tf.cond(finite, keep, lambda: tf.constant(False))
-        reduced: list[list[Any]] = [[None] * len(grads) for _ in mine]
-        for place, (compressed, plain) in enumerate(results):
-            for p, total in zip((*dense, *other), (*compressed.totals, *plain.totals[1:]), strict=True):
-                reduced[place][p] = total
-        for p in sparse:
-            for place, total in enumerate(self._sum_rows([values[p] for values in mine], numbers[p])):
-                reduced[place][p] = total
+        def leave_out() -> tf.Tensor:
+            for place in range(len(mine)):
+                local(self.left_out)[place].assign_add(1)
+            return tf.constant(False)
+
+        tf.cond(finite, keep, leave_out)
         if scale is not None:
             # What is no number in a gradient may be one in what was sent, and whoever scales looks for it.
-            scale *= tf.where(finite, 1.0, float("nan"))
-            reduced = [gradients.times(values, scale) for values in reduced]
+            reduced = [gradients.times(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
         return [distribute_utils.regroup(each) for each in zip(*reduced, strict=True)], finite
 
     def seconds(self, repeats: int = 3) -> tuple[float, float]:
@@ -124,33 +132,36 @@ class Reduction(tf.Module):
 
         def timed(layout: Layout) -> float:
             @functools.partial(tf.function, autograph=False)
-            def exchange() -> list[tf.Tensor]:
+            def exchange() -> tf.Tensor:
                 members = self._group.members(tf.constant(2**40, tf.int64))  # when warming up is long over
                 values = [tf.random.stateless_normal(shape, [1, 2]) for shape in layout.shapes]
                 states = [tuple(tf.zeros(slot.shape) for slot in slots) for slots in layout.slots]
                 results = self._group.run([layout.exchange(values, states, member) for member in members])
-                return [tf.reduce_sum(total) for total in results[0].totals]
+                return tf.add_n([tf.reduce_sum(total) for total in results[0].totals])
 
             exchange()
             found = []
             for _ in range(repeats):
                 began = time.perf_counter()
-                exchange()
+                exchange().numpy()  # which waits for it
                 found.append(time.perf_counter() - began)
             return statistics.median(found)
 
         return timed(self._layout), timed(Layout(NONE, [("", shape) for shape in self._layout.shapes]))
 
-    def _sum_rows(self, slices: Sequence[tf.IndexedSlices], number: int) -> list[tf.IndexedSlices]:
+    def _sum_rows(self, slices: Sequence[tf.IndexedSlices], rows: Rows, step: tf.Tensor) -> list[tf.IndexedSlices]:
         """Returns all ranks' rows, which stay rows, in as few bytes as the compressor makes of them."""
-        rows = self._layout.compressors[number].rows
-        width = slices[0].values.shape[1:].num_elements()
+        shape = slices[0].values.shape[1:]
+        width = shape.num_elements()
         flat = [
             tf.IndexedSlices(rows.pack(tf.reshape(s.values, [-1, width])), s.indices, s.dense_shape) for s in slices
         ]
         return [
-            tf.IndexedSlices(
-                tf.reshape(rows.unpack(s.values, width), [-1, *slices[0].values.shape[1:]]), s.indices, s.dense_shape
-            )
-            for s in self._group.gather_rows(flat)
+            tf.IndexedSlices(tf.reshape(rows.unpack(s.values, width), [-1, *shape]), s.indices, s.dense_shape)
+            for s in self._group.gather_rows(flat, step)
         ]
+
+
+def _times(values: Sequence[Any], places: Sequence[int], factor: tf.Tensor) -> list[Any]:
+    """Returns the values, those at the places multiplied."""
+    return [gradients.times([value], factor)[0] if p in places else value for p, value in enumerate(values)]

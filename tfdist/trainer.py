@@ -207,7 +207,7 @@ class Trainer:
                 verbose=self._shown(given),
                 **given,
             )
-        if self.is_chief and (sentence := gains.not_begun(model)):
+        for sentence in gains.faults(model) if self.is_chief else ():
             print(sentence, flush=True)
         return model.history
 

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import gradients
+from tfdist.compression.base import Compressor
 from tfdist.reduction import Reduction
 
 # The private names of Keras 3's optimizers that this file leans on; tests/test_keras_seams.py watches them.
@@ -36,7 +37,8 @@ class Update:
         self._optimizer = optimizer
         self._keras_update = getattr(optimizer, KERAS_UPDATE)
         self.scaled = scaled
-        self.reduction: Reduction | None = None
+        self.compressor: Compressor | None = None
+        self.reduction: Reduction | None = None  # once it is built
         self._clip: Callable[[Any], Any] | None = None
         if not clips_last and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
             self._clip = getattr(optimizer, KERAS_CLIP)
@@ -47,8 +49,11 @@ class Update:
         if self._clip is None:
             return grads
         present = [grad for grad in grads if grad is not None]
-        clipped = iter(gradients.times(self._clip(gradients.times(present, 1 / scale)), scale))
-        return [None if grad is None else next(clipped) for grad in grads]
+        clipped = gradients.times(self._clip(gradients.times(present, 1 / scale)), scale)
+        if self.scaled:  # who scales must see an inf, even if clipping makes a number of it
+            clipped = gradients.plus(clipped, gradients.nothing_if_finite(present))
+        rest = iter(clipped)
+        return [None if grad is None else next(rest) for grad in grads]
 
     @property
     def variables(self) -> Sequence[Any]:

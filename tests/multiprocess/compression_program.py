@@ -122,6 +122,25 @@ for name, optimizer in ADAM.items():
     model, results["options"][name] = train(cases.ALL["int8_feedback"], optimizer, steps=80)
     trainer.save(model, os.path.join(out, f"{name}.keras"))
 
+# Rows, of which the last batch has fewer, in executions of several steps.
+words = np.random.default_rng(1).integers(0, 300, (22, 5))
+results["rows"] = {}
+for name in ("none", "bf16", "int8"):
+    trainer.compression = cases.ALL[name]
+    keras.utils.set_random_seed(3)
+    with trainer.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                keras.layers.Embedding(300, 7),
+                keras.layers.Flatten(),
+                keras.layers.Dense(10),
+            ]
+        )
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=3)
+    trainer.fit(model, words, np.arange(22) % 10, batch_size=4, epochs=2, verbose=0)
+    results["rows"][name] = values(model.trainable_variables)
+
 results["report"] = trainer.compression_report(model)
 
 # One rank's gradient is not finite, at the last step of three.

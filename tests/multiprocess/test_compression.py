@@ -87,6 +87,17 @@ def test_it_learns_as_well(ranks):
     assert all(loss < 0.2 and accuracy > least for loss, accuracy in trained.values()), trained
 
 
+def test_rows_of_embeddings_are_the_same_everywhere(ranks):
+    found = ranks[0][0]["rows"]
+    for name, variables in found.items():
+        for number, components in enumerate(variables):
+            for results in ranks[0]:
+                for component in results["rows"][name][number]:
+                    np.testing.assert_array_equal(component, components[0], err_msg=name)
+            np.testing.assert_allclose(components[0], found["none"][number][0], atol=1e-3)
+    assert not np.array_equal(found["int8"][0][0], found["none"][0][0])
+
+
 @pytest.mark.parametrize("how", ["sgd", "loss_scale"])
 def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(ranks, how):
     for results in ranks[0]:

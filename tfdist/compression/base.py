@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import tensorflow as tf
 
 from tfdist.compression.comm import Counter
 from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced, together
+from tfdist.config import argument_faults
+from tfdist.errors import ConfigError
 
 _LEAST = 1024  # numbers of a variable that is worth it
 
@@ -43,18 +46,34 @@ class Rows:
         return packed
 
 
+@dataclasses.dataclass(frozen=True)
 class Compressor(abc.ABC):
-    """Sums values over all ranks with fewer bytes.
+    """Sums values over all ranks with fewer bytes. Two of one kind with the same arguments are equal."""
 
-    Attributes:
-        rows: How rows travel.
-        begins: How many updates it leaves uncompressed at first.
-        suits_adaptive: Whether optimizers do well with it that divide by what gradients have been, as Adam.
-    """
+    def __post_init__(self) -> None:
+        """Refuses arguments out of range.
 
-    rows = Rows()
-    begins = 0
-    suits_adaptive = True
+        Raises:
+            ConfigError: With every fault.
+        """
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if faults := [f"{type(self).__name__}: {fault}" for fault in argument_faults(given)]:
+            raise ConfigError(faults)
+
+    @property
+    def rows(self) -> Rows:
+        """How rows travel."""
+        return Rows()
+
+    @property
+    def begins(self) -> int:
+        """How many updates it leaves uncompressed at first."""
+        return 0
+
+    @property
+    def suits_adaptive(self) -> bool:
+        """Whether optimizers do well with it that divide by what gradients have been, as Adam."""
+        return True
 
     def of(self, name: str, shape: tuple[int, ...]) -> Compressor:
         """Returns what compresses the gradient of a variable: this one, or for vectors and small ones nothing."""
@@ -98,8 +117,15 @@ class Compressor(abc.ABC):
 
     @property
     def name(self) -> str:
-        """Its name and arguments, for people."""
-        return type(self).__name__
+        """Its name, and the arguments that are not the defaults, for people."""
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                required = field.default is dataclasses.MISSING
+                text = value.name if isinstance(value, Compressor) else repr(value)
+                shown.append(text if required else f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class NoCompression(Compressor):
@@ -113,6 +139,41 @@ class NoCompression(Compressor):
 
 
 NONE = NoCompression()
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper(Compressor):
+    """A compressor around another one, and like it but for what it changes."""
+
+    compressor: Compressor
+
+    def __post_init__(self) -> None:
+        """As any compressor's; a wrapper needs one that sees values, not names."""
+        super().__post_init__()
+        if not isinstance(self.compressor, Compressor) or type(self.compressor).of is not Compressor.of:
+            inner = self.compressor.name if isinstance(self.compressor, Compressor) else repr(self.compressor)
+            raise ConfigError(
+                f"{type(self).__name__} goes around a compressor, and inside of PerVariable. Received: {inner}."
+            )
+
+    @property
+    def rows(self) -> Rows:
+        """How rows travel."""
+        return self.compressor.rows
+
+    @property
+    def begins(self) -> int:
+        """How many updates it leaves uncompressed at first."""
+        return self.compressor.begins
+
+    @property
+    def suits_adaptive(self) -> bool:
+        """Whether optimizers do well with it that divide by what gradients have been, as Adam."""
+        return self.compressor.suits_adaptive
+
+    def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+        """Returns the state that a value of this shape has."""
+        return self.compressor.slots(shape)
 
 
 class Layout:

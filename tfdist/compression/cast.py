@@ -29,7 +29,7 @@ class _Cast(Compressor):
     dtype: tf.DType
 
     @property
-    def rows(self) -> Rows:  # type: ignore[override]
+    def rows(self) -> Rows:
         return _Rows(self.dtype)
 
     def exchange(

@@ -21,6 +21,7 @@ from tfdist.errors import ConfigError
 TF_CROSS_DEVICE_OPS = "_cross_device_ops"
 TF_LAUNCHERS = "_launchers"
 
+_KEYS, _KEPT_APART = 2**20, 1000  # more keys than a step has collectives; more steps than an execution has
 _STRATEGIES = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
@@ -73,8 +74,8 @@ class Group(abc.ABC):
         return move([request.tensor for request in asked])
 
     @abc.abstractmethod
-    def gather_rows(self, slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
-        """Returns the rows of all ranks, for each of this process's; how many each has may differ."""
+    def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
+        """Returns the rows of all ranks, for each of this process's; how many each has may differ, and from step to step."""
 
     @abc.abstractmethod
     def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]: ...
@@ -103,7 +104,7 @@ class LocalGroup(Group):
     def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [tf.stack([tensor[rank] for tensor in tensors]) for rank in self.ranks]
 
-    def gather_rows(self, slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
+    def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         rows = tf.concat([each.values for each in slices], 0)
         places = tf.concat([each.indices for each in slices], 0)
         return [tf.IndexedSlices(rows, places, slices[0].dense_shape)] * self.size
@@ -149,19 +150,38 @@ class CollectiveGroup(Group):
             for tensor, launcher in zip(tensors, self._launchers, strict=True)
         ]
 
-    def gather_rows(self, slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
-        return [
-            launcher.all_reduce_indexed_slices(each) for each, launcher in zip(slices, self._launchers, strict=True)
-        ]
+    def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
+        # Of one execution TensorFlow takes collectives with equal keys for the same one, with the same shape. Its own gathering
+        # of rows fails where two steps of an execution have different numbers of them.
+        number = (tf.cast(step % _KEPT_APART, tf.int32) + 1) * _KEYS
+        results = []
+        for each, launcher in zip(slices, self._launchers, strict=True):
 
-    def _launch(self, collective: Any, launcher: Any, tensor: tf.Tensor, **how: Any) -> tf.Tensor:
+            def gather(tensor: tf.Tensor, key: Any = 0, launcher: Any = launcher) -> tf.Tensor:
+                return self._launch(collective_ops.all_gather_v2, launcher, tensor, key)
+
+            counts = gather(tf.shape(each.indices))
+            most = tf.reduce_max(counts)
+            rest = most - tf.shape(each.indices)[0]
+            rows = gather(tf.pad(each.values, [[0, rest], [0, 0]]), number)
+            places = gather(tf.pad(each.indices, [[0, rest]]), number)
+            present = tf.reshape(tf.sequence_mask(counts, most), [-1])
+            rows = tf.ensure_shape(rows, [None, each.values.shape[1]])
+            places = tf.ensure_shape(places, [None])
+            present = tf.ensure_shape(present, [None])
+            results.append(
+                tf.IndexedSlices(tf.boolean_mask(rows, present), tf.boolean_mask(places, present), each.dense_shape)
+            )
+        return results
+
+    def _launch(self, collective: Any, launcher: Any, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
         options = launcher._options
         with tf.device(launcher._device):
             return collective(
                 tensor,
                 launcher._group_size,
                 launcher._group_key,
-                launcher._next_instance_key(),
+                launcher._next_instance_key() + key,
                 communication_hint=options.implementation.value,
                 timeout=options.timeout_seconds or 0,
                 ordering_token=launcher._get_ordering_token(),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.base import Compressor, Slot
+from tfdist.compression.base import Slot, Wrapper
 from tfdist.compression.exchange import Exchange, Member
 
 
-class ErrorFeedback(Compressor):
+@dataclasses.dataclass(frozen=True)
+class ErrorFeedback(Wrapper):
     """Adds to each gradient what of the ones before did not come through (Seide et al. 2014; Karimireddy et al.,
     arXiv:1901.09847).
 
@@ -18,24 +20,18 @@ class ErrorFeedback(Compressor):
 
     Args:
         compressor: What compresses.
+
+    Raises:
+        ConfigError: It is no compressor, or one that chooses by name.
     """
 
-    def __init__(self, compressor: Compressor):
-        self._compressor = compressor
-        self.rows, self.begins = compressor.rows, compressor.begins
-        self.suits_adaptive = compressor.suits_adaptive
-
-    @property
-    def name(self) -> str:
-        return f"{type(self).__name__}({self._compressor.name})"
-
     def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
-        return (Slot("residual", shape), *self._compressor.slots(shape))
+        return (Slot("residual", shape), *self.compressor.slots(shape))
 
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
     ) -> Exchange:
         whole = [value + residual for value, (residual, *_) in zip(values, states, strict=True)]
-        reduced = yield from self._compressor.exchange(whole, [state[1:] for state in states], member)
+        reduced = yield from self.compressor.exchange(whole, [state[1:] for state in states], member)
         left = [value - sent for value, sent in zip(whole, reduced.sent, strict=True)]
         return reduced._replace(states=[(rest, *state) for rest, state in zip(left, reduced.states, strict=True)])

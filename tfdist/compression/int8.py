@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.compression.base import Compressor, Rows
 from tfdist.compression.exchange import AllGather, AllReduce, AllToAll, Exchange, Member, Reduced
+from tfdist.errors import ConfigError
 
 _Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]
 _LANES = 4  # numbers of 8 bits in an int32
@@ -26,6 +28,7 @@ class _Rows(Rows):
         return _unpack(packed)[:, :width]
 
 
+@dataclasses.dataclass(frozen=True)
 class Int8(Compressor):
     """Rounds to 8 bits, block by block: q = round(x / s), s = max|x| / 127 (Dettmers, arXiv:2110.02861).
 
@@ -39,16 +42,17 @@ class Int8(Compressor):
         transport: `"two_shot"` or `"sum"`.
     """
 
-    rows = _Rows()
+    block: int = 256
+    transport: str = "two_shot"
 
-    def __init__(self, block: int = 256, transport: str = "two_shot"):
-        self._block = block
-        self._transport = transport
+    @property
+    def rows(self) -> Rows:
+        return _Rows()
 
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
     ) -> Exchange:
-        exchange = self._two_shot if self._transport == "two_shot" else self._sum
+        exchange = self._two_shot if self.transport == "two_shot" else self._sum
         results = yield from exchange([self._blocks(value) for value in values], member)
         totals, sent = (
             [
@@ -62,9 +66,9 @@ class Int8(Compressor):
     def _blocks(self, value: tf.Tensor) -> tf.Tensor:
         """Returns `[blocks, block]`, the last one filled up with zeros."""
         numbers = tf.reshape(value, [-1])
-        if rest := -numbers.shape[0] % self._block:
+        if rest := -numbers.shape[0] % self.block:
             numbers = tf.pad(numbers, [[0, rest]])
-        return tf.reshape(numbers, [-1, self._block])
+        return tf.reshape(numbers, [-1, self.block])
 
     def _two_shot(self, values: Sequence[tf.Tensor], member: Member) -> _Blocks:
         packed = [_pack(blocks) for blocks in values]
@@ -75,7 +79,7 @@ class Int8(Compressor):
         rounded = [_pack(part) for part in parts]
         total = tf.reshape((yield AllGather(tf.concat(rounded, 0))), [-1, rounded[0].shape[1]])
         error = tf.concat([part - _unpack(piece) for part, piece in zip(parts, rounded, strict=True)], 0)
-        errors = tf.reshape(tf.one_hot(member.rank, member.size)[:, None, None] * error, [-1, self._block])
+        errors = tf.reshape(tf.one_hot(member.rank, member.size)[:, None, None] * error, [-1, self.block])
         return (
             [_unpack(each) for each in tf.split(total, [*counts, rest])[:-1]],
             [_unpack(p) - e for p, e in zip(packed, tf.split(errors, [*counts, rest])[:-1], strict=True)],
@@ -84,11 +88,15 @@ class Int8(Compressor):
     def _sum(self, values: Sequence[tf.Tensor], member: Member) -> _Blocks:
         # Each lane holds the sum of all ranks' levels, 0 to 254, so that none carries into the next.
         levels = _LEVELS // member.size
+        if not levels:
+            raise ConfigError(
+                f"Int8(transport='sum') is for {_LEVELS} ranks at most. Received: {member.size}; use 'two_shot'."
+            )
         largest = yield AllReduce([tf.reduce_max(tf.abs(blocks), -1, keepdims=True) for blocks in values], largest=True)
         scales = [each / levels for each in largest]
         rounded = [tf.round(blocks * _inverse(scale)) for blocks, scale in zip(values, scales, strict=True)]
         lanes = yield AllReduce([_lanes(tf.cast(each + levels, tf.uint8)) for each in rounded])
-        totals = [tf.reshape(tf.bitcast(each, tf.uint8), [-1, self._block]) for each in lanes]
+        totals = [tf.reshape(tf.bitcast(each, tf.uint8), [-1, self.block]) for each in lanes]
         return (
             [(tf.cast(t, tf.float32) - levels * member.size) * s for t, s in zip(totals, scales, strict=True)],
             [each * scale for each, scale in zip(rounded, scales, strict=True)],

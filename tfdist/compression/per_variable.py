@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +13,7 @@ from tfdist.compression.exchange import Exchange, Member
 from tfdist.errors import ConfigError
 
 
+@dataclasses.dataclass(frozen=True)
 class PerVariable(Compressor):
     """Chooses by a variable's name; of the rules that fit, the first one counts. Outside of all other wrappers.
 
@@ -19,25 +21,49 @@ class PerVariable(Compressor):
         rules: Regular expressions, which are searched in a variable's path as `"dense/kernel"`, to compressors; None means no
             compression. What a rule names is compressed even if it is small.
         default: For all other variables; None means no compression.
+
+    Raises:
+        ConfigError: A rule is no regular expression, or has no compressor.
     """
 
-    def __init__(self, rules: Mapping[str, Compressor | None], default: Compressor | None = None):
-        self._rules = [(re.compile(pattern), compressor or NONE) for pattern, compressor in rules.items()]
-        self._default = default or NONE
-        compressors = [self._default, *(compressor for _, compressor in self._rules)]
-        self.begins = min((c.begins for c in compressors if c is not NONE), default=0)
-        self.suits_adaptive = all(c.suits_adaptive for c in compressors)
+    rules: Mapping[str, Compressor | None]
+    default: Compressor | None = None
+
+    def __post_init__(self) -> None:
+        faults = []
+        for pattern, compressor in [*self.rules.items(), ("default", self.default)]:
+            if not (compressor is None or isinstance(compressor, Compressor)):
+                faults.append(f"PerVariable: {pattern!r} must have a compressor or None. Received: {compressor!r}.")
+            try:
+                re.compile(pattern)
+            except re.error as e:
+                faults.append(f"PerVariable: {pattern!r} is no regular expression: {e}.")
+        if faults:
+            raise ConfigError(faults)
+
+    def _all(self) -> list[Compressor]:
+        return [compressor for compressor in (self.default, *self.rules.values()) if compressor not in (None, NONE)]
+
+    @property
+    def begins(self) -> int:
+        return min((compressor.begins for compressor in self._all()), default=0)
+
+    @property
+    def suits_adaptive(self) -> bool:
+        return all(compressor.suits_adaptive for compressor in self._all())
 
     @property
     def name(self) -> str:
-        rules = {pattern.pattern: compressor.name for pattern, compressor in self._rules}
-        return f"{type(self).__name__}({rules}, {self._default.name})"
+        rules = {pattern: (compressor or NONE).name for pattern, compressor in self.rules.items()}
+        return f"PerVariable({rules}, {(self.default or NONE).name})"
 
     def of(self, name: str, shape: tuple[int, ...]) -> Compressor:
-        named = (compressor for pattern, compressor in self._rules if pattern.search(name))
-        return next(named, None) or self._default.of(name, shape)
+        for pattern, compressor in self.rules.items():
+            if re.search(pattern, name):
+                return compressor or NONE
+        return (self.default or NONE).of(name, shape)
 
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
     ) -> Exchange:
-        raise ConfigError("PerVariable goes outside of ErrorFeedback and Warmup: give it these as its compressors.")
+        raise NotImplementedError("Layout asks `of` which compressor's exchange a variable has.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,10 @@ import tensorflow as tf
 from tfdist.compression.base import Compressor, Slot
 from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced
 
+_NOTHING = 1e-5  # of a column's length: float32 has no more digits
 
+
+@dataclasses.dataclass(frozen=True)
 class PowerSGD(Compressor):
     """Sums a gradient M [p, q] as P [p, r] Q [q, r]^T, by one power iteration a step (Vogels et al., arXiv:1905.13727).
 
@@ -28,23 +32,15 @@ class PowerSGD(Compressor):
         random_seed: Of the first Q.
     """
 
-    def __init__(
-        self,
-        matrix_approximation_rank: int = 4,
-        min_compression_rate: float = 2.0,
-        warm_start: bool = True,
-        orthogonalization_epsilon: float = 1e-8,
-        random_seed: int = 0,
-    ):
-        self._rank = matrix_approximation_rank
-        self._min_rate = min_compression_rate
-        self._warm_start = warm_start
-        self._epsilon = orthogonalization_epsilon
-        self._seed = random_seed
+    matrix_approximation_rank: int = 4
+    min_compression_rate: float = 2.0
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 1e-8
+    random_seed: int = 0
 
     def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
         thin = self._thin(shape)
-        return (Slot("q", thin, True, self._random),) if thin and self._warm_start else ()
+        return (Slot("q", thin, True, self._random),) if thin and self.warm_start else ()
 
     def _thin(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Returns the shape of Q, or None where it does not pay."""
@@ -52,11 +48,11 @@ class PowerSGD(Compressor):
             return None
         q = int(shape[-1])
         p = math.prod(shape) // q
-        r = min(self._rank, p, q)
-        return (q, r) if (p + q) * r * self._min_rate <= p * q else None
+        r = min(self.matrix_approximation_rank, p, q)
+        return (q, r) if (p + q) * r * self.min_compression_rate <= p * q else None
 
     def _random(self, shape: tuple[int, ...], number: int, step: Any = 0) -> tf.Tensor:
-        return tf.random.stateless_normal(shape, [self._seed + number, step])
+        return tf.random.stateless_normal(shape, [self.random_seed + number, step])
 
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
@@ -66,7 +62,7 @@ class PowerSGD(Compressor):
         rest = [place for place, shape in enumerate(thin) if not shape]
         matrices = [tf.reshape(values[place], [-1, values[place].shape[-1]]) for place in low]
         before = [
-            states[place][0] if self._warm_start else self._random(thin[place] or (), place, member.step)
+            states[place][0] if self.warm_start else self._random(thin[place] or (), place, member.step)
             for place in low
         ]
         sums = yield AllReduce([values[p] for p in rest] + [m @ q for m, q in zip(matrices, before, strict=True)])
@@ -83,25 +79,29 @@ class PowerSGD(Compressor):
             # the ranks' differences add up step by step, and its length grows without bounds.
             sent[place] = tf.reshape(tf.matmul(p, mine, transpose_b=True), values[place].shape)
             totals[place] = tf.reshape(tf.matmul(p, q, transpose_b=True), values[place].shape)
-            if self._warm_start:  # a column of zeros would stay so for ever
+            if self.warm_start:  # a column of zeros would stay so for ever
                 after[place] = (tf.where(tf.reduce_any(tf.not_equal(mean, 0), 0), mean, old),)
         return Reduced(totals, sent, after)
 
     def _orthogonal(self, matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns orthonormal columns with the spans of the matrices' (Gram-Schmidt), equal shapes at once."""
+        """Returns orthonormal columns with the spans of the matrices' (Gram-Schmidt), equal shapes at once.
+
+        A column of which nothing but rounding errors is left becomes zeros. Each is projected twice, as once leaves some of the
+        others in it.
+        """
         results = list(matrices)
         for shape in dict.fromkeys(tuple(matrix.shape) for matrix in matrices):
             places = [place for place, matrix in enumerate(matrices) if tuple(matrix.shape) == shape]
-            rest = tf.stack([matrices[place] for place in places])
-            largest = tf.reduce_max(tf.abs(rest), [1, 2], keepdims=True)
-            rest = tf.math.divide_no_nan(rest, largest)
-            columns: list[tf.Tensor] = []
+            given = tf.stack([matrices[place] for place in places])
+            given = tf.math.divide_no_nan(given, tf.reduce_max(tf.abs(given), [1, 2], keepdims=True))
+            done = given[:, :, :0]
             for number in range(shape[1]):
-                column, rest = rest[:, :, :1], rest[:, :, 1:]
-                column /= tf.norm(column, axis=1, keepdims=True) + self._epsilon
-                columns.append(column)
-                if number < shape[1] - 1:
-                    rest -= column @ tf.matmul(column, rest, transpose_a=True)
-            for place, result in zip(places, tf.unstack(tf.concat(columns, 2)), strict=True):
+                whole = column = given[:, :, number : number + 1]
+                for _ in range(2 if number else 0):
+                    column -= done @ tf.matmul(done, column, transpose_a=True)
+                length, before = (tf.norm(each, axis=1, keepdims=True) for each in (column, whole))
+                column = tf.where(length <= _NOTHING * before, 0.0, column / (length + self.orthogonalization_epsilon))
+                done = tf.concat([done, column], 2)
+            for place, result in zip(places, tf.unstack(done), strict=True):
                 results[place] = result
         return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from tfdist.compression.exchange import AllGather, Exchange, Member, Reduced
 _SMALLEST = 2.0**-126  # what is less is zero to TensorFlow
 
 
+@dataclasses.dataclass(frozen=True)
 class TopK(Compressor):
     """Sends of each gradient the numbers that are largest by magnitude, with their places (Aji and Heafield,
     arXiv:1704.05021; Stich et al., arXiv:1809.07599).
@@ -27,12 +29,13 @@ class TopK(Compressor):
         samples: How many numbers `"sampled"` looks at in each gradient.
     """
 
-    suits_adaptive = False  # their second moments become those of rare, large numbers
+    compress_ratio: float = 0.01
+    selection: str = "sampled"
+    samples: int = 4096
 
-    def __init__(self, compress_ratio: float = 0.01, selection: str = "sampled", samples: int = 4096):
-        self._ratio = compress_ratio
-        self._sampled = selection == "sampled"
-        self._samples = samples
+    @property
+    def suits_adaptive(self) -> bool:
+        return False  # their second moments become those of rare, large numbers
 
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
@@ -50,20 +53,23 @@ class TopK(Compressor):
         all_numbers = tf.split(tf.bitcast(gathered[:, 1], tf.float32), sizes, 1)
         return Reduced(
             [_scatter(p, n, value) for p, n, value in zip(all_places, all_numbers, values, strict=True)],
-            [_scatter(p, n, value) for p, n, value in zip(places, largest, values, strict=True)],
+            [
+                _scatter(p[tf.newaxis], n[tf.newaxis], value)
+                for p, n, value in zip(places, largest, values, strict=True)
+            ],
             list(states),
         )
 
     def _choose(self, numbers: tf.Tensor, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns `[k]` int32 places, and how many of them count."""
         count = numbers.shape[0]
-        k = math.ceil(self._ratio * count)
+        k = math.ceil(self.compress_ratio * count)
         sizes = tf.abs(numbers)
-        if not self._sampled or count <= self._samples:
+        if self.selection == "exact" or count <= self.samples:
             return tf.math.top_k(sizes, k, sorted=False).indices, tf.constant(k)
-        stride = count // self._samples
+        stride = count // self.samples
         sample = sizes[tf.cast(step % stride, tf.int32) :: stride]
-        threshold = tf.math.top_k(sample, math.ceil(self._ratio * self._samples)).values[-1]
+        threshold = tf.math.top_k(sample, math.ceil(self.compress_ratio * self.samples)).values[-1]
         places = tf.cast(tf.where(sizes >= tf.maximum(threshold, _SMALLEST))[:, 0], tf.int32)
         # Of too many, others are left out at each step.
         first = step * k % tf.maximum(tf.size(places, tf.int64), 1)
@@ -73,6 +79,8 @@ class TopK(Compressor):
 
 
 def _scatter(places: tf.Tensor, numbers: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Returns the numbers at their places; those of one place are added up, one rank's after another's."""
-    flat = tf.scatter_nd(tf.reshape(places, [-1, 1]), tf.reshape(numbers, [-1]), [like.shape.num_elements()])
-    return tf.reshape(flat, like.shape)
+    """Returns the numbers, of one rank after another, added up at their places, in the same order on all ranks."""
+    total = tf.scatter_nd(places[0][:, tf.newaxis], numbers[0], [like.shape.num_elements()])
+    for rank in range(1, places.shape[0]):
+        total = tf.tensor_scatter_nd_add(total, places[rank][:, tf.newaxis], numbers[rank])
+    return tf.reshape(total, like.shape)

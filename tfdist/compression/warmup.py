@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.base import NONE, Compressor, Slot
+from tfdist.compression.base import NONE, Wrapper
 from tfdist.compression.exchange import Choice, Exchange, Member
 
 
-class Warmup(Compressor):
+@dataclasses.dataclass(frozen=True)
+class Warmup(Wrapper):
     """Compresses from some step on.
 
     Args:
         compressor: What compresses then.
         steps: The number of updates without compression.
+
+    Raises:
+        ConfigError: It is no compressor, or one that chooses by name; or the number is negative.
     """
 
-    def __init__(self, compressor: Compressor, steps: int):
-        self._compressor = compressor
-        self.rows, self.suits_adaptive = compressor.rows, compressor.suits_adaptive
-        self.begins = steps
+    steps: int = 0
 
     @property
-    def name(self) -> str:
-        return f"{type(self).__name__}({self._compressor.name}, {self.begins})"
-
-    def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
-        return self._compressor.slots(shape)
+    def begins(self) -> int:
+        return self.steps
 
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
     ) -> Exchange:
         return (
             yield Choice(
-                member.step < self.begins,
+                member.step < self.steps,
                 lambda: NONE.exchange(values, states, member),
-                lambda: self._compressor.exchange(values, states, member),
+                lambda: self.compressor.exchange(values, states, member),
             )
         )
