@@ -16,14 +16,15 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils
 
 from tfdist import compression as compression_lib
 from tfdist import gradients
-from tfdist.compression import comm
-from tfdist.compression.base import Compressor
+from tfdist.compression.base import NONE, Compressor
+from tfdist.compression.comm import check_strategy, group_of
 from tfdist.config import CompressionConfig
 from tfdist.errors import ConfigError
-from tfdist.reduction import Reduction
+from tfdist.reduction import Reduction, sum_rows
 from tfdist.update import KERAS_CLIP, KERAS_UPDATE, Update
 
 # The private names of Keras 3's optimizers that this file leans on; tests/test_keras_seams.py watches them.
@@ -79,7 +80,7 @@ def distribute_optimizer(
     update = Update(leaf, scaled, clip_after_reduce)
     if compressor is not None:
         if tf.distribute.has_strategy():
-            comm.check_strategy(tf.distribute.get_strategy())
+            check_strategy(tf.distribute.get_strategy())
         _warn_of_adaptive(leaf, compressor)
         update.compressor = compressor
         leaf.build = _Build(leaf, compressor, update)
@@ -179,10 +180,31 @@ class _Reduce:
                 context.merge_call(functools.partial(self._compressed, variables=variables), args=(list(mine),))
                 return
         if not self._update.reduces:
-            grads = gradients.all_reduce(tf.distribute.ReduceOp.SUM, grads)
+            rows = self._rows(context, grads)
+            rest = [None if place in rows else grad for place, grad in enumerate(grads)]
+            rest = gradients.all_reduce(tf.distribute.ReduceOp.SUM, rest)
+            grads = [rows.get(place, grad) for place, grad in enumerate(rest)]
         elif self._update.scaled:
             grads = gradients.finite_on_all_or_none(grads)
         self._apply(grads, trainable_variables)
+
+    def _rows(self, context: tf.distribute.ReplicaContext | None, grads: Sequence[Any]) -> dict[int, Any]:
+        """Returns all ranks' rows of the gradients that are rows, by place, where TensorFlow's own way to sum them fails.
+
+        Two steps of an execution with different numbers of rows: between processes it takes their messages for the same one.
+        """
+        places = [place for place, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
+        if not places or not (context and isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy)):
+            return {}
+
+        def gather(strategy: tf.distribute.Strategy, slices: Sequence[Any]) -> list[Any]:
+            with tf.init_scope():
+                group = group_of(strategy)
+            step = tf.cast(self._optimizer.iterations, tf.int64)
+            local = strategy.experimental_local_results
+            return [distribute_utils.regroup(sum_rows(group, local(each), NONE.rows, step)) for each in slices]
+
+        return dict(zip(places, context.merge_call(gather, args=([grads[p] for p in places],)), strict=True))
 
     def _compressed(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         """Sums through the compressor, and skips the step where a gradient is not finite."""

@@ -18,7 +18,7 @@ from tensorflow.python.distribute import distribute_utils
 
 from tfdist import gradients
 from tfdist.compression.base import NONE, Compressor, Layout, Rows, Slot
-from tfdist.compression.comm import group_of
+from tfdist.compression.comm import Group, group_of
 from tfdist.compression.exchange import together
 
 
@@ -98,7 +98,7 @@ class Reduction(tf.Module):
                 reduced[place][p] = total
         for p in sparse:
             rows = self._layout.compressors[numbers[p]].rows if p in compressed else NONE.rows
-            for place, total in enumerate(self._sum_rows([values[p] for values in mine], rows, members[0].step)):
+            for place, total in enumerate(sum_rows(self._group, [values[p] for values in mine], rows, members[0].step)):
                 reduced[place][p] = total
         if scale is not None:
             reduced = [_times(values, compressed, scale) for values in reduced]
@@ -149,17 +149,23 @@ class Reduction(tf.Module):
 
         return timed(self._layout), timed(Layout(NONE, [("", shape) for shape in self._layout.shapes]))
 
-    def _sum_rows(self, slices: Sequence[tf.IndexedSlices], rows: Rows, step: tf.Tensor) -> list[tf.IndexedSlices]:
-        """Returns all ranks' rows, which stay rows, in as few bytes as the compressor makes of them."""
-        shape = slices[0].values.shape[1:]
-        width = shape.num_elements()
-        flat = [
-            tf.IndexedSlices(rows.pack(tf.reshape(s.values, [-1, width])), s.indices, s.dense_shape) for s in slices
-        ]
-        return [
-            tf.IndexedSlices(tf.reshape(rows.unpack(s.values, width), [-1, *shape]), s.indices, s.dense_shape)
-            for s in self._group.gather_rows(flat, step)
-        ]
+
+def sum_rows(group: Group, slices: Sequence[tf.IndexedSlices], rows: Rows, step: tf.Tensor) -> list[tf.IndexedSlices]:
+    """Returns all ranks' rows of a gradient, which stay rows, for each of this process's ranks.
+
+    Args:
+        group: All ranks.
+        slices: The rows of each of this process's.
+        rows: How they travel.
+        step: How many updates there have been.
+    """
+    shape = slices[0].values.shape[1:]
+    width = shape.num_elements()
+    flat = [tf.IndexedSlices(rows.pack(tf.reshape(s.values, [-1, width])), s.indices, s.dense_shape) for s in slices]
+    return [
+        tf.IndexedSlices(tf.reshape(rows.unpack(s.values, width), [-1, *shape]), s.indices, s.dense_shape)
+        for s in group.gather_rows(flat, step)
+    ]
 
 
 def _times(values: Sequence[Any], places: Sequence[int], factor: tf.Tensor) -> list[Any]:

@@ -140,7 +140,9 @@ class CollectiveGroup(Group):
 
     def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [
-            self._launch(collective_ops.all_gather_v2, launcher, tensor[tf.newaxis])
+            tf.ensure_shape(
+                self._launch(collective_ops.all_gather_v2, launcher, tensor[tf.newaxis]), [self.size, *tensor.shape]
+            )
             for tensor, launcher in zip(tensors, self._launchers, strict=True)
         ]
 
