@@ -47,6 +47,8 @@ def distribute_optimizer(
     - `gradient_accumulation_steps` adds up on each replica and reduces once per update.
     - `ema_overwrite_frequency` works: its condition stands outside of the replicas.
 
+    These three are for the Trainer and for loops of your own: a bare `model.fit` refuses them.
+
     Args:
         optimizer: Created in the strategy's scope. Distributing it again changes nothing.
         compression: What sums gradients with fewer bytes: a name, a `CompressionConfig` or a compressor (see

@@ -75,6 +75,7 @@ def test_processes_do_what_the_simulation_does(ranks, name):
 
 def test_after_many_steps_all_ranks_have_the_same_weights(ranks):
     for name, first in ranks[0][0]["trained"].items():
+        assert len(first["weights"]) == 6
         for results in ranks[0]:
             for components, expected in zip(results["trained"][name]["weights"], first["weights"], strict=True):
                 for component in components:
@@ -82,9 +83,8 @@ def test_after_many_steps_all_ranks_have_the_same_weights(ranks):
 
 
 def test_it_learns_as_well(ranks):
-    trained = {name: (results["loss"], results["val_accuracy"]) for name, results in ranks[0][0]["trained"].items()}
-    least = trained["none"][1] - 0.02
-    assert all(loss < 0.2 and accuracy > least for loss, accuracy in trained.values()), trained
+    accuracy = {name: results["accuracy"] for name, results in ranks[0][0]["trained"].items()}
+    assert accuracy["none"] > 0.9 and min(accuracy.values()) > accuracy["none"] - 0.02, accuracy
 
 
 def test_rows_of_embeddings_are_the_same_everywhere(ranks):
