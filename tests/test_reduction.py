@@ -78,6 +78,24 @@ def test_a_bare_fit_compresses_with_a_wrapped_optimizer(trainer):
     assert 0 < difference < 1e-3
 
 
+BARE = {
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**7),
+    "moving_average": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=3),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_bare_fit_trains_what_it_cannot_alone(trainer, name):
+    with trainer.scope():
+        optimizer = tfdist.distribute_optimizer(BARE[name](), NoCompression())
+    model = build(trainer, optimizer)
+    model.fit(X, Y, batch_size=8, epochs=4, shuffle=False, verbose=0)
+    expected = fitted(trainer, None, BARE[name], 4, shuffle=False)
+    for mine, other in zip(weights(model), weights(expected), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-6)
+
+
 @pytest.mark.parametrize("clip", [{"clipnorm": 0.01}, {"global_clipnorm": 0.01}, {"clipvalue": 0.001}])
 def test_clipping_comes_first_unless_asked_otherwise(trainer, clip):
     moved = {}

@@ -25,12 +25,12 @@ from tfdist.compression.comm import check_strategy, group_of
 from tfdist.config import CompressionConfig
 from tfdist.errors import ConfigError
 from tfdist.reduction import Reduction, sum_rows
+from tfdist.refusals import DISTRIBUTED
 from tfdist.update import KERAS_CLIP, KERAS_UPDATE, Update
 
 # The private names of Keras 3's optimizers that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_REDUCTION = "_all_reduce_sum_gradients"
 
-_MARK = "_tfdist_distributed"
 _COMPRESSOR = "_tfdist_compressor"
 _STATE = "_tfdist_compression"
 _replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
@@ -46,8 +46,6 @@ def distribute_optimizer(
     - `LossScaleOptimizer` looks for inf and NaN in the reduced gradient, so that all replicas skip a step or none.
     - `gradient_accumulation_steps` adds up on each replica and reduces once per update.
     - `ema_overwrite_frequency` works: its condition stands outside of the replicas.
-
-    These three are for the Trainer and for loops of your own: a bare `model.fit` refuses them.
 
     Args:
         optimizer: Created in the strategy's scope. Distributing it again changes nothing.
@@ -66,18 +64,18 @@ def distribute_optimizer(
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     leaf = optimizer.inner_optimizer if scaled else optimizer
     compressor, before = compression_lib.create(compression), getattr(leaf, _COMPRESSOR, None)
-    if getattr(leaf, _MARK, False) or getattr(optimizer, _MARK, False):
+    if getattr(leaf, DISTRIBUTED, False) or getattr(optimizer, DISTRIBUTED, False):
         if compressor not in (None, before):
             raise ConfigError(
                 f"compression {compressor.name} comes too late: this {type(leaf).__name__} already has "
                 f"{before.name if before else 'none'}; compile the model with a new optimizer."
             )
         compressor = before  # as when Keras has put a LossScaleOptimizer around it
-    if getattr(optimizer, _MARK, False):
+    if getattr(optimizer, DISTRIBUTED, False):
         return optimizer
-    for name in ("apply", "build", "scale_loss", KERAS_REDUCTION, KERAS_UPDATE, KERAS_CLIP, _MARK):
+    for name in ("apply", "build", "scale_loss", KERAS_REDUCTION, KERAS_UPDATE, KERAS_CLIP, DISTRIBUTED):
         vars(leaf).pop(name, None)  # it was used without its LossScaleOptimizer before, or with another one
-    setattr(optimizer, _MARK, True)
+    setattr(optimizer, DISTRIBUTED, True)
     setattr(leaf, _COMPRESSOR, compressor)
     update = Update(leaf, scaled, clip_after_reduce)
     if compressor is not None:

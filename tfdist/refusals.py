@@ -16,6 +16,7 @@ KERAS_STRATEGY = "_distribution_strategy"
 KERAS_ADAPTER = "data_adapter"
 KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoaderAdapter", "GrainDatasetAdapter")
 
+DISTRIBUTED = "_tfdist_distributed"  # an attribute of optimizers that reduce first (optimizer.py)
 _CENTRAL = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
 _OUTSIDE = "A {} was created outside of this trainer's scope (it has {}): create it in `with trainer.scope():`."
 _TRAINER = "use tfdist.Trainer(...).fit, evaluate and predict instead of the model's own."
@@ -42,7 +43,7 @@ def _bare_faults(model: keras.Model, trains: bool) -> Iterator[str]:
     if model.steps_per_execution > 1:
         yield f"steps_per_execution={model.steps_per_execution} fails in Keras 3 with several replicas: {_TRAINER}"
     optimizer = model.optimizer
-    if not trains or not isinstance(optimizer, keras.optimizers.Optimizer):
+    if not trains or not isinstance(optimizer, keras.optimizers.Optimizer) or getattr(optimizer, DISTRIBUTED, False):
         return
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         yield f"mixed_float16 (a LossScaleOptimizer) looks for inf on one replica alone: {_TRAINER}"
