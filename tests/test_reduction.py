@@ -222,6 +222,7 @@ class Stepper:
 
 ONES, BAD = np.linspace(0.5, 1, 1200).reshape(40, 30), np.full((40, 30), 0.5)
 BAD[3, 4] = np.inf
+NAN = np.where(np.isinf(BAD), np.nan, ONES)
 LARGE = np.full((40, 30), 3e38)
 
 
@@ -253,6 +254,16 @@ def test_what_is_not_finite_changes_nothing(trainer, optimizer, grads, compressi
         np.testing.assert_array_equal(mine, other)
     assert reduction_of(step.optimizer).left_out.numpy() == 1
     assert np.isfinite(step(ONES, ONES)[0]).all()
+
+
+@pytest.mark.parametrize("optimizer", [sgd(), scaled(sgd())], ids=["sgd", "scaled"])
+def test_what_is_no_number_is_seen_though_it_is_not_sent(trainer, optimizer):
+    """Top-k leaves it out, so that the sum is finite: it would stay in what is left for the next step."""
+    step = Stepper(trainer, optimizer, ErrorFeedback(TopK(0.1, samples=100)))
+    before = step(ONES, 2 * ONES)
+    for mine, other in zip(tf.nest.flatten(step(ONES, NAN)), tf.nest.flatten(before), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert reduction_of(step.optimizer).left_out.numpy() == 1
 
 
 @pytest.mark.parametrize("optimizer", [sgd(gradient_accumulation_steps=2), scaled(sgd(gradient_accumulation_steps=2))])
