@@ -2,23 +2,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-parity test-rest lint slow system-deps clean
+.PHONY: demo test test-fit test-rest lint slow system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/python -m tfdist.train --config=configs/digits_multi_worker.py --workdir=runs/demo
 
 # In two processes that take about as long: much of the time tests wait for others to start.
 test: lint
-	$(MAKE) --jobs=2 --output-sync=target test-parity test-rest
+	$(MAKE) --jobs=2 --output-sync=target test-fit test-rest
 
 # The first three share fixtures.
-PARITY := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py) tests/test_train.py tests/test_examples.py
+FIT := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py parameter_server.py) \
+	tests/test_train.py tests/test_examples.py
 
-test-parity: .venv/.installed
-	$(BIN)/python -m pytest $(PARITY)
+test-fit: .venv/.installed
+	$(BIN)/python -m pytest $(FIT)
 
 test-rest: .venv/.installed
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(PARITY))
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIT))
 
 slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow

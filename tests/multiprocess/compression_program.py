@@ -156,7 +156,7 @@ ADAM = {
 }
 results["options"] = {}
 for name, optimizer in ADAM.items():
-    model, results["options"][name] = train(cases.ALL["int8_feedback"], optimizer, steps=80)
+    model, results["options"][name] = train(cases.ALL["int8_feedback"], optimizer, steps=40)
     trainer.save(model, os.path.join(out, f"{name}.keras"))
 
 # Rows, of which the last batch has fewer, in executions of several steps.

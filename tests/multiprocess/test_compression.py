@@ -121,7 +121,7 @@ print(type(model.optimizer).__module__, int(optimizer.iterations), len(optimizer
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     module, iterations, count = done.stdout.split()
-    assert module.startswith("keras.") and int(iterations) == (20 if name == "accumulation" else 80) and int(count) > 10
+    assert module.startswith("keras.") and int(iterations) == (10 if name == "accumulation" else 40) and int(count) > 10
 
 
 def test_the_network_carries_what_was_planned(ranks, isolated):
