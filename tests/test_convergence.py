@@ -12,7 +12,7 @@ from tfdist import compression
 from tfdist.config import CompressionConfig
 from tfdist.tasks import digits
 
-SEEDS = range(5)
+SEEDS, MORE = range(5), range(5, 20)
 EPOCHS = 12
 COMPRESSORS = {
     "bf16": CompressionConfig("bf16"),
@@ -23,7 +23,7 @@ COMPRESSORS = {
     "topk": CompressionConfig("topk", compress_ratio=0.1),
     "topk_exact": CompressionConfig("topk", compress_ratio=0.1, selection="exact"),
 }
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,20 @@ def accuracy(mirrored):
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_accuracy_is_that_of_uncompressed_training(accuracy, name):
+    """One of eight compressors that change nothing is more than two standard errors away over five seeds; fifteen
+    fresh ones tell it from one that does."""
     optimizer = "sgd" if name.startswith("topk") else "adam"
-    points = [100 * (accuracy(name, optimizer, seed) - accuracy(None, optimizer, seed)) for seed in SEEDS]
+
+    def differences(seeds):
+        return [100 * (accuracy(name, optimizer, seed) - accuracy(None, optimizer, seed)) for seed in seeds]
+
+    points = differences(SEEDS)
+    assert np.mean(points) > -0.5, points
+    assert is_nothing(points) or is_nothing(more := differences(MORE)), (points, more)
+
+
+def is_nothing(points):
+    """Whether the mean of differences, in percentage points, is within two standard errors of zero."""
     error = np.std(points, ddof=1) / np.sqrt(len(points))
-    assert np.mean(points) > -0.5 and abs(np.mean(points)) <= 2 * error + 1e-9, points
+    print(f"{np.mean(points):.2f} points, standard error {error:.2f}, of {len(points)} seeds")
+    return abs(np.mean(points)) <= 2 * error + 1e-9

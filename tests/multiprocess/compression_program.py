@@ -1,5 +1,6 @@
 """What compressors do between real processes. Arguments: strategy, output folder."""
 
+import itertools
 import os
 import re
 import sys
@@ -105,9 +106,12 @@ def train_all(compressors):
                 found = layer(found)
             outputs[name] = found
         model = keras.Model(model_input, outputs)
+        first, *others = compressors
+        for kind, name in itertools.product(("_conv", "_hidden", ""), others):  # all begin alike
+            model.get_layer(name + kind).set_weights(model.get_layer(first + kind).get_weights())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(
-            keras.optimizers.SGD(0.05, momentum=0.9),
+            keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.05, STEPS), momentum=0.9),
             dict.fromkeys(compressors, loss),
             metrics=dict.fromkeys(compressors, "accuracy"),
         )

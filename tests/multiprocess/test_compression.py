@@ -55,8 +55,13 @@ def replicas(found):
     return [each for rank in found for each in rank]
 
 
+DIGITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
 @pytest.mark.parametrize("name", cases.ALL)
 def test_processes_do_what_the_simulation_does(ranks, name):
+    """To the bit where whole numbers are sent. A sum of more than two others depends on the order of the ranks, which
+    TensorFlow chooses: by the last of their digits."""
     size = sum(len(results["exchanges"][name][0]) for results in ranks[0])
     run = cases.Run(cases.ALL[name], size)
     steps = zip(*(results["exchanges"][name] for results in ranks[0]), strict=True)
@@ -65,11 +70,12 @@ def test_processes_do_what_the_simulation_does(ranks, name):
         values = [[cases.INPUTS[kind](rng, shape).astype(np.float32) for shape in cases.SHAPES] for _ in range(size)]
         expected = run.step(values)
         for mine, other in zip(replicas(found), expected, strict=True):
-            for number, (a, b) in enumerate(
-                zip(tf.nest.flatten(mine), tf.nest.flatten((other.totals, other.states)), strict=True)
-            ):
-                np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(1, np.abs(b).max()), err_msg=str(number))
-                if "int8" in name or "topk" in name:
+            both = zip(tf.nest.flatten(mine), tf.nest.flatten((other.totals, other.states)), strict=True)
+            for number, (a, b) in enumerate(both):
+                compressed = number in cases.BIG or number >= len(cases.SHAPES)
+                last = size * DIGITS[name] if compressed and size > 2 and name in DIGITS else 1e-6
+                np.testing.assert_allclose(a, b, rtol=0, atol=last * max(1, np.abs(b).max()), err_msg=str(number))
+                if ("int8" in name or "topk" in name) and (compressed or size == 2):
                     np.testing.assert_array_equal(a, b)
 
 

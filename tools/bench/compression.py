@@ -67,6 +67,7 @@ def exchanger(group: Any, layout: Any) -> Callable[[Any], Any]:
     """Returns a function of a step's number that exchanges gradients and keeps the state, for this process's ranks."""
     import tensorflow as tf
 
+    tf.get_logger().setLevel("ERROR")  # a function for each compressor is no retracing
     shapes = layout.shapes
     values = [tf.random.normal(shape) for shape in shapes]
     states = [
@@ -91,7 +92,9 @@ def exchanger(group: Any, layout: Any) -> Callable[[Any], Any]:
 def main() -> int:
     """Runs the measurements and prints the tables; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", default="2,4")
+    parser.add_argument(
+        "--workers", default="2,4", help="how many workers to exchange between; empty means codec alone"
+    )
     parser.add_argument("--models", default=",".join(SHAPES))
     parser.add_argument("--compressors", default=",".join(COMPRESSORS))
     parser.add_argument("--rounds", type=int, default=7)
@@ -99,7 +102,7 @@ def main() -> int:
     names = args.compressors.split(",")
     for model in args.models.split(","):
         print(codec(model, names, args.rounds), flush=True)
-    for workers in map(int, args.workers.split(",")):
+    for workers in map(int, filter(None, args.workers.split(","))):
         for model, found in exchanges(workers, args.models, args.compressors, args.rounds).items():
             print(f"{model}, {workers} workers:")
             for name, seconds in found.items():
