@@ -294,8 +294,10 @@ print("life", LIFE, flush=True)
 if LIFE == 2:
     sys.exit(0)
 tell(412, 400)
-if TASK["index"] == 0: sleep_for_ever()
-await_file("logs/worker-0.log")
+if TASK["index"] == 0:
+    pathlib.Path(f"there-{{LIFE}}").write_text("all is said")
+    sleep_for_ever()
+await_file(f"there-{{LIFE}}")
 tell(412 + LIFE)
 if LIFE == 0:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -262,7 +262,9 @@ def test_one_command_trains_with_parameter_servers(parameter_servers):
     assert not left_over(str(workdir))
 
 
-@pytest.mark.parametrize(("task", "workers", "ps"), [("worker:1", 2, 1), ("ps:1", 1, 2)])
+@pytest.mark.parametrize(
+    ("task", "workers", "ps"), [("worker:1", 2, 1), pytest.param("ps:1", 1, 2, marks=pytest.mark.slow)]
+)
 def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, workers, ps):
     options = [
         f"--config.cluster.workers={workers}",

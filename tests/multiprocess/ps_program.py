@@ -126,7 +126,7 @@ def evaluate_and_predict():
     trainer.save(model, OUT / "dense.keras")
     plain = keras.models.load_model(OUT / "dense.keras")
     results = {}
-    for size in (1, 9, 10, 11, 19, 20, 21, 39, 40, 41):
+    for size in (1, 10, 11, 19, 20, 41):
         x, y = X[:size], Y[:size]
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
 
@@ -139,7 +139,7 @@ def evaluate_and_predict():
             "expected_predictions": plain.predict(x, batch_size=10, verbose=0),
         }
         kinds = {"function": ((sharded,), {})}
-        if size in (1, 10, 19, 21, 40):  # in turn: Keras makes such a dataset of arrays
+        if size in (1, 11, 20):  # in turn: Keras makes such a dataset of arrays
             kinds["arrays"] = ((x, y), {"batch_size": 10})
         else:
             kinds["dataset"] = ((dataset,), {})

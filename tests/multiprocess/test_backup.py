@@ -132,7 +132,7 @@ def check_files(out: pathlib.Path, ranks: int) -> None:
 
 # Chosen so that each moment comes up: see `test_the_schedules_know_every_moment`.
 SEEDS = range(100, 120)
-DEFAULT = [("multi_worker_mirrored", 0), ("mirrored", 2)]
+DEFAULT = [("mirrored", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "seed"), DEFAULT)
@@ -149,7 +149,7 @@ def test_so_it_does_on_any_schedule(strategy, seed, tmp_path, uninterrupted):
 
 def test_the_schedules_know_every_moment():
     moments = {kill[1] for strategy, seed in DEFAULT for kill in schedule(strategy, seed)}
-    assert {"step", "manifest"} <= moments and moments & {"part", "torn", "written"}
+    assert {"step", "manifest"} <= moments
     every = {kill[1] for strategy in WORKERS for seed in SEEDS for kill in schedule(strategy, seed)}
     assert every == {"step", "test", "part", "torn", "written", "manifest"}
 
@@ -175,7 +175,7 @@ def test_errors_that_are_fed_back_are_the_same_after_a_kill(tmp_path):
     how = {"compression": COMPRESSION}
     code, text, expected = run("multi_worker_mirrored", tmp_path / "whole", save_freq=0, **how)
     assert code == 0, text
-    kills = [[1, "step", 12], [0, "step", 9]]
+    kills = [[1, "part", 2], [0, "step", 9]]
     code, text, results = run("multi_worker_mirrored", tmp_path / "killed", save_freq=SAVE_FREQ, kills=kills, **how)
     assert code == 0, text
     assert results[0]["restarts"] == 2
@@ -185,6 +185,7 @@ def test_errors_that_are_fed_back_are_the_same_after_a_kill(tmp_path):
     np.testing.assert_array_equal(*q)
 
 
+@pytest.mark.slow
 def test_four_ranks_share_a_folder(tmp_path):
     code, text, _ = run("multi_worker_mirrored", tmp_path, workers=4, save_freq=3, epochs=1)
     assert code == 0, text
@@ -202,6 +203,7 @@ def test_parameter_servers_count_each_step_once_whichever_process_is_killed(tmp_
     check_files(tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_sigterm_to_a_server_alone_has_the_chief_save(tmp_path):
     kills = [["ps:1", "step", 17]]
     options = {"save_freq": 10**6, "epochs": 40, "kills": kills, "signal": 15}

@@ -127,7 +127,7 @@ def test_bytes_per_server_are_those_of_the_variables(program):
     assert sum(results["train_digits"]["report"]["bytes_per_server"].values()) == expected
 
 
-SIZES = (1, 9, 10, 11, 19, 20, 21, 39, 40, 41)
+SIZES = (1, 10, 11, 19, 20, 41)
 
 
 @pytest.mark.parametrize("kind", ["function", "arrays or dataset"])
@@ -299,7 +299,9 @@ def test_each_step_has_masks_of_its_own_and_the_same_again(parity):
     [
         ("servers", 1, 2, "tfdist.errors.ClusterError: ps:1 is lost"),
         ("workers", 2, 1, "tfdist.errors.ClusterError: No worker has worked for"),
-        ("error", 1, 1, "Received a label value of 9 which is outside the valid range"),
+        pytest.param(
+            "error", 1, 1, "Received a label value of 9 which is outside the valid range", marks=pytest.mark.slow
+        ),
         ("interrupt", 1, 1, "KeyboardInterrupt"),
     ],
 )
@@ -322,6 +324,7 @@ def test_all_workers_update_the_moving_statistics(results):
     assert 0.5 < results["statistics"] < 9.5
 
 
+@pytest.mark.slow
 def test_the_same_command_serves_or_trains_under_tf_config(tmp_path):
     options = ["--config.epochs=1", "--config.steps_per_epoch=4", f"--workdir={tmp_path / 'run'}"]
     command = [sys.executable, "-m", "tfdist.train", "--config=configs/digits_parameter_server.py", *options]
