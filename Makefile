@@ -29,9 +29,14 @@ lint: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# What tests need from the operating system. Nothing yet.
+# What tests need from the operating system, by Debian's names; without, those that need it are skipped.
+SYSTEM := iproute2 munge openmpi-bin slurm-wlm
+
 system-deps:
-	@echo "No system packages are needed."
+	@if dpkg -s $(SYSTEM) >/dev/null 2>&1; then echo "System packages are there: $(SYSTEM)."; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SYSTEM); \
+	else echo "Install these as root, or their tests are skipped: $(SYSTEM)."; fi
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

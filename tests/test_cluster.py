@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 
@@ -10,12 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist import cluster
-from tfdist.cluster import ClusterSpec, TaskSpec, from_environment, from_tf_config
+from tfdist import cluster, resolvers
+from tfdist.cluster import ClusterSpec, TaskSpec, from_tf_config
+from tfdist.cluster.__main__ import main
 from tfdist.errors import ConfigError
 
 WORKERS = {"worker": ["h0:1", "h1:2"]}
 TASK = {"type": "worker", "index": 0}
+
+
+def from_environment(environ):
+    """The cluster and task of an environment, or None."""
+    found = resolvers.find(environ)
+    return found and (found.cluster, found.task)
 
 
 def tf_config(jobs, task=TASK):
@@ -209,7 +217,7 @@ def test_a_local_cluster_has_a_chief_on_top_with_parameter_servers_only():
 
 
 def run(capsys, *arguments):
-    code = cluster.main(["cluster", *arguments])
+    code = main(["cluster", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -217,24 +225,26 @@ def run(capsys, *arguments):
 def test_show_prints_a_table_with_chief_and_this_process(capsys, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", tf_config(WORKERS, {"type": "worker", "index": 1}))
     code, out, _ = run(capsys, "show")
-    rows = [line.split(None, 2) for line in out.splitlines()[2:]]
-    assert code == 0
+    rows = [line.split(None, 2) for line in out.splitlines()[3:]]
+    assert code == 0 and out.startswith("from tf_config\n  TF_CONFIG={")
     assert rows == [["worker:0", "h0:1", "chief"], ["worker:1", "h1:2", "this process"]]
 
 
 def test_show_env_evaluates_to_the_same_tf_config(capsys, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", tf_config(WORKERS))
-    before = from_environment()
+    before = resolvers.find_cluster()
     name, _, value = shlex.split(run(capsys, "show", "--format=env")[1])[0].partition("=")
     monkeypatch.setenv(name, value)
-    assert from_environment() == before is not None
+    assert resolvers.find_cluster() == before is not None
 
 
 def test_show_json_has_cluster_task_and_chief(capsys, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", tf_config({**WORKERS, "evaluator": ["e:1"]}, {"type": "evaluator", "index": 0}))
     shown = json.loads(run(capsys, "show", "--format=json")[1])
     assert shown == {
-        "source": "TF_CONFIG",
+        "source": "tf_config",
+        "variables": {"TF_CONFIG": os.environ["TF_CONFIG"]},
+        "environ": {},
         "cluster": WORKERS,
         "task": {"type": "evaluator", "index": 0},
         "chief": "worker:0",

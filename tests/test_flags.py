@@ -207,7 +207,7 @@ def test_a_flag_file_is_read(write, tmp_path):
 def test_the_workers_of_the_environment_count(write):
     arguments = [write(), "--config.strategy.name=multi_worker_mirrored", "--config.cluster.workers=3"]
     assert faults(*arguments) == ("global_batch_size 32 is not divisible by 3 replicas; use 30 or 33.",)
-    assert flags.parse(["train", *arguments], "", workers=2)[0].cluster.workers == 3
+    assert flags.parse(["train", *arguments], "", lambda cluster: 2)[0].cluster.workers == 3
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config"], ["--config="], ["--config", "--config.epochs=3"]])

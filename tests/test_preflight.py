@@ -44,7 +44,7 @@ def test_ipv6_addresses_lose_their_brackets(monkeypatch):
 def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
     answers = iter(["connection refused", "no answer", "", "no answer", ""])
-    monkeypatch.setattr(preflight, "unreachable", lambda address: next(answers))
+    monkeypatch.setattr(preflight, "unreachable", lambda address, expected: next(answers))
     times = iter(range(0, 1000, 6))
     preflight.wait_for(spec, spec.tasks()[1:], clock=lambda: next(times), sleep=lambda seconds: None)
     assert next(answers, None) is None, "those that are there are asked no more"
@@ -53,7 +53,7 @@ def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
 
 def test_a_wait_has_a_limit(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
-    monkeypatch.setattr(preflight, "unreachable", lambda address: "no answer" if address == "h:2" else "")
+    monkeypatch.setattr(preflight, "unreachable", lambda address, expected: "no answer" if address == "h:2" else "")
     times = iter(range(0, 1000, 6))
     with pytest.raises(ClusterError, match=r"Waited 60 s for worker:1 at h:2 \(no answer\)\. Is it started"):
         preflight.wait_for(spec, spec.tasks()[1:], 60, clock=lambda: next(times), sleep=lambda seconds: None)

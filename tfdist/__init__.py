@@ -22,6 +22,7 @@ _HOMES = {
     "Trainer": "trainer",
     "create_strategy": "strategies",
     "distribute_optimizer": "optimizer",
+    "find_cluster": "resolvers",
 }
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Trainer",
     "create_strategy",
     "distribute_optimizer",
+    "find_cluster",
 ]
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from tfdist.config import CompressionConfig, StrategyConfig, TrainConfig
     from tfdist.errors import BackupError, ClusterError, ConfigError
     from tfdist.optimizer import distribute_optimizer
+    from tfdist.resolvers import find_cluster
     from tfdist.strategies import create_strategy
     from tfdist.task import Task
     from tfdist.trainer import Trainer

@@ -133,15 +133,28 @@ class StrategyConfig:
 
 @dataclasses.dataclass
 class ClusterConfig:
-    """The cluster to start on this machine, where the environment describes none.
+    """The cluster: what the environment or `hosts` describe, or else one that is started on this machine.
 
     Attributes:
-        workers: Training tasks, one process each.
-        ps: Parameter servers, one process each; a chief comes on top.
+        workers: Training tasks to start on this machine, one process each, where there is no cluster.
+        ps: Parameter servers: so many more processes, and a chief on top; or so many of the ranks that a scheduler has started.
+        source: Who is asked for the cluster: one of `tfdist.resolvers.RESOLVERS`, `"auto"` for all in turn, or `"none"`.
+        hosts: Or the training tasks' addresses, as `host1:2222,host2:2222`; likewise `ps_hosts`, the parameter servers', or
+            `hostfile`, a file with a line `host slots=2` for each host.
+        task: Which of them this process is, as `worker:1`; empty means the one that is on this host.
     """
 
     workers: int = 1
     ps: int = 0
+    source: str = "auto"
+    hosts: str = ""
+    ps_hosts: str = ""
+    hostfile: str = ""
+    task: str = ""
+
+    def asked(self) -> dict[str, Any]:
+        """Returns the arguments of `resolvers.find`."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "workers"}
 
 
 @dataclasses.dataclass
@@ -336,6 +349,7 @@ class TrainConfig:
         precision: `"float32"`, `"mixed_bfloat16"` or `"mixed_float16"`, which compute in 16 bits and keep weights in 32.
         jit_compile: Compile each replica's computation with XLA.
         steps_per_execution: Steps to run for each call of Python; callbacks see every so many steps.
+        start_timeout: How long a task waits for the others, in seconds.
         grace_seconds: How long a task has to end after a signal before it is killed, and to save before that.
         backup: When and where to back the training up.
         max_restarts: Restarts that failures of tasks may cost, where this command starts them.
@@ -357,6 +371,7 @@ class TrainConfig:
     precision: str = "float32"
     jit_compile: bool = False
     steps_per_execution: int = 1
+    start_timeout: float = 300.0
     grace_seconds: float = 25.0
     backup: BackupConfig = dataclasses.field(default_factory=BackupConfig)
     max_restarts: int = 0
@@ -386,7 +401,7 @@ def backup_arguments(config: TrainConfig, workdir: str | os.PathLike[str]) -> di
     """Returns the arguments of the `BackupAndRestore` that `config` asks for."""
     backup = dataclasses.asdict(config.backup)
     # What may be another in the run that goes on.
-    free = ("backup", "cluster", "epochs", "grace_seconds", "max_restarts")
+    free = ("backup", "cluster", "epochs", "grace_seconds", "max_restarts", "start_timeout")
     fixed = {name: value for name, value in to_dict(config).items() if name not in free}
     return {
         "backup_dir": backup.pop("dir") or os.path.join(workdir, "backup"),

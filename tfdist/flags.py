@@ -14,29 +14,31 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
-from tfdist import check
+from tfdist import check, host_list
 from tfdist import config as config_lib
-from tfdist.config import TrainConfig
+from tfdist.config import ClusterConfig, TrainConfig
 from tfdist.errors import ConfigError, collected, did_you_mean, short, shown
 
 _CONFIG_HELP = "Python file whose get_config() returns a tfdist.TrainConfig."
 
 
 def parse(
-    argv: Sequence[str], description: str | None, workers: int | None = None
+    argv: Sequence[str],
+    description: str | None,
+    workers: Callable[[ClusterConfig], int | None] = lambda cluster: None,
 ) -> tuple[TrainConfig, pathlib.Path] | None:
     """Returns the checked configuration and the work directory; None where `--help` was asked for and given.
 
     Args:
         argv: The program's name and its arguments.
         description: What `--help` begins with.
-        workers: As for `check.check`.
+        workers: Returns what `check.check` is told of the cluster that the configuration asks for.
 
     Raises:
         ConfigError: With every fault of the command line and the configuration.
@@ -44,6 +46,8 @@ def parse(
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "Where results go. Default: runs/NAME_OF_THE_CONFIG_FILE.", flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    for name, text in host_list.FLAGS.items():
+        flags.DEFINE_string(name, None, f"{text} Short for --config.cluster.{name}.", flag_values=values)
     if any(_split(argument)[0] in ("help", "h") for argument in argv[1:]):
         flags.DEFINE_string("config", None, _CONFIG_HELP, flag_values=values)
         print(f"{description}\n{values.get_help()}\n{_fields_help()}")
@@ -52,6 +56,7 @@ def parse(
         arguments = values.read_flags_from_files(list(argv[1:]), force_gnu=True)
     except (flags.Error, OSError, ValueError) as e:
         raise ConfigError(f"--flagfile: {e}") from None
+    arguments = [_in_full(argument) for argument in arguments]
     path = _config_path(arguments)
     if not path:
         raise ConfigError(
@@ -69,7 +74,7 @@ def parse(
     except Exception as e:  # what it raises at values that it cannot take is not documented
         raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {_told(e)}"]) from None
     with collected(faults):
-        check.check(values.config, workers)
+        check.check(values.config, workers(values.config.cluster))
     if faults:
         raise ConfigError(faults)
     return values.config, pathlib.Path(values.workdir or pathlib.Path("runs") / pathlib.Path(path).stem)
@@ -79,6 +84,14 @@ def _split(argument: str) -> tuple[str, str | None]:
     """Returns name and value of a flag; an empty name where the argument is no flag, None where it has no value."""
     name, equals, value = argument.removeprefix("-").removeprefix("-").partition("=")
     return (name if argument.startswith("-") else ""), (value if equals else None)
+
+
+def _in_full(argument: str) -> str:
+    """Returns `--config.cluster.hosts=...` for `--hosts=...`, and likewise for the others of `host_list.FLAGS`."""
+    name, value = _split(argument)
+    if name not in host_list.FLAGS:
+        return argument
+    return f"--config.cluster.{name}" if value is None else f"--config.cluster.{name}={value}"
 
 
 def _take_value(following: list[str]) -> str | None:
@@ -170,7 +183,7 @@ def _sound_arguments(config: TrainConfig, arguments: Sequence[str], faults: list
                 fault = fault or ("" if value is not None else f"{written} has no value; write {written}=VALUE.")
             fault = fault or _value_fault(kind, flag, written, value)
         else:
-            known = ["config", "workdir", "help", *(path for path, _ in _fields(config, "config"))]
+            known = ["config", "workdir", "help", *host_list.FLAGS, *(path for path, _ in _fields(config, "config"))]
             fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
             fault += " Known: --config, --config.field, --workdir, --help."
             if value is None:

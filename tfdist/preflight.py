@@ -1,39 +1,76 @@
-"""Whether the tasks of a cluster can be reached, asked before and beside TensorFlow, which waits in silence. No TensorFlow here."""
+"""Whether the tasks of a cluster can reach each other, asked before and beside TensorFlow, which waits in silence. No TensorFlow here.
+
+Before TensorFlow starts its server, each task listens at its own address and says who it is to whoever asks, so that tasks may
+start in any order, and one that has another cluster in mind, or is another program, is named.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import os
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.errors import ClusterError
 
 START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
+_ANSWER = 3.0  # how long an address may take to answer
+_GREETING = b"tfdist "
 
 
-def unreachable(address: str, timeout: float = 3.0) -> str:
+def unreachable(address: str, timeout: float = _ANSWER, expected: str = "") -> str:
     """Returns why nothing can be reached at `address`, or an empty text where something listens.
 
     Args:
         address: `host:port`.
         timeout: Seconds to wait for an answer.
+        expected: Who should be there, as `greeting` says it: another one of us is not what is looked for.
     """
     host, port = address.rsplit(":", 1)
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout):
-            return ""
+        with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
+            return _mistaken(connection, expected) if expected else ""
     except TimeoutError:
         return "no answer"
     except OSError as e:
         return (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
 
 
+def _mistaken(connection: socket.socket, expected: str) -> str:
+    """Returns who has answered, where it is one of us, and another one than expected."""
+    connection.settimeout(_ANSWER)
+    try:
+        said = connection.recv(200)  # TensorFlow's server speaks first, too
+    except OSError:
+        return ""
+    if not said.startswith(_GREETING):
+        return ""
+    found = said.decode(errors="replace").strip()
+    if found == expected:
+        return ""
+    (_, mine, name), (_, other, task) = expected.split(" ", 2), [*found.split(" ", 2), "", ""][:3]
+    return (
+        f"{task} answers there, not {name}"
+        if mine == other
+        else f"{task} of a cluster with other addresses answers there"
+    )
+
+
+def greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
+    """Returns what a task says of itself: which cluster it knows, and who it is in it."""
+    return f"tfdist {hashlib.sha256(repr(cluster).encode()).hexdigest()[:16]} {task}"
+
+
 def missing(cluster: ClusterSpec, tasks: Iterable[TaskSpec]) -> dict[TaskSpec, str]:
     """Returns those of `tasks` that cannot be reached, and why."""
-    reasons = {task: unreachable(cluster.address(task)) for task in tasks}
+    reasons = {task: unreachable(cluster.address(task), expected=greeting(cluster, task)) for task in tasks}
     return {task: reason for task, reason in reasons.items() if reason}
 
 
@@ -69,7 +106,119 @@ def wait_for(
                 f"Waited {timeout:.0f} s for {describe(cluster, absent)}. Is it started, and is its port open to this host?"
             )
         if now - reported >= _REPORT_EVERY:
-            print(f"tfdist: waiting for {describe(cluster, absent)}", flush=True)
+            for each, reason in absent.items():
+                print(f"tfdist: waiting for {describe(cluster, {each: reason})}", flush=True)
             reported = now
         tasks = list(absent)
-        sleep(0.2)
+        sleep(0.05 if now - started < 1 else 0.2)
+
+
+@contextlib.contextmanager
+def at_own_address(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
+    """Listens at the task's own address, and says who it is; afterwards the port is free for TensorFlow.
+
+    Raises:
+        ClusterError: Another process has the port, which is named where the system tells.
+    """
+    port = int(cluster.address(task).rsplit(":", 1)[1])
+    listener = _listener(port)
+    if listener is None:
+        raise ClusterError(
+            f"{task} cannot listen at {cluster.address(task)}: port {port} is taken{_owner(port)}. End that, or give the task "
+            "another port."
+        )
+    said = greeting(cluster, task).encode() + b"\n"
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(said)
+
+    threading.Thread(target=answer, daemon=True, name="tfdist-preflight").start()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        listener.close()
+
+
+def _listener(port: int) -> socket.socket | None:
+    """Returns a socket that listens at a port of all addresses, or None where it is taken."""
+    for family, place in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            listener = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # no such addresses here
+            continue
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind((place, port))
+            listener.listen(128)
+        except OSError as e:
+            listener.close()
+            if family == socket.AF_INET6 and e.errno != errno.EADDRINUSE:
+                continue
+            return None
+        return listener
+    return None
+
+
+def _owner(port: int) -> str:
+    """Returns ` by pid 4711 (python)` where the system tells who listens at a port."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+                return f" by pid {connection.pid} ({psutil.Process(connection.pid).name()})"
+    except (psutil.Error, OSError):
+        pass
+    return ""
+
+
+def pass_by_proxies(cluster: ClusterSpec) -> None:
+    """Has gRPC, which heeds `http_proxy` and `https_proxy`, reach the cluster's hosts without (grpc/grpc#9989)."""
+    hosts = [address.rsplit(":", 1)[0].strip("[]") for task in cluster.tasks() for address in [cluster.address(task)]]
+    for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
+        known = [each for each in os.environ.get(name, "").split(",") if each]
+        if name == "no_proxy" or known:  # gRPC takes no_grpc_proxy before no_proxy
+            os.environ[name] = ",".join(dict.fromkeys([*known, *hosts]))
+
+
+@contextlib.contextmanager
+def passed(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT) -> Iterator[None]:
+    """Waits until all tasks are there; for what is inside, TensorFlow's own wait for them, there is as much time again.
+
+    Args:
+        cluster: The cluster.
+        task: This process's task.
+        timeout: Seconds to wait. What is inside cannot be interrupted: if it takes longer, the process ends with a sentence and
+            exit code 1.
+
+    Raises:
+        ClusterError: This task's port is taken, or other tasks are not there in time.
+    """
+    pass_by_proxies(cluster)
+    others = [other for other in cluster.tasks() if other != task]
+    with at_own_address(cluster, task):
+        wait_for(cluster, others, timeout)
+    done = threading.Event()
+
+    def watch() -> None:
+        if done.wait(timeout):
+            return
+        absent = describe(cluster, missing(cluster, others)) or "the others, though all can be reached: see their logs"
+        print(f"tfdist: {task}: TensorFlow has waited {timeout:.0f} s for {absent}.", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="tfdist-start").start()
+    try:
+        yield
+    finally:
+        done.set()

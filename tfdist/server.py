@@ -18,7 +18,7 @@ _ASK_EVERY, _ASK_EVERY_IF_TOLD = 1.0, 0.2  # seconds
 _MISSES = 3  # a chief that is busy may miss one
 
 
-def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
+def serve(cluster: ClusterSpec, task: TaskSpec, start_timeout: float = preflight.START_TIMEOUT) -> NoReturn:
     """Serves until the chief, once it was there, has gone; then leaves this process with exit code 0.
 
     TensorFlow's servers never end by themselves. SIGINT ends this one, too. On SIGTERM it serves until the chief has saved
@@ -28,9 +28,10 @@ def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
     Args:
         cluster: The cluster, which has a chief.
         task: This process's task.
+        start_timeout: Seconds to wait for the chief.
 
     Raises:
-        ClusterError: The task's port is taken, or the chief has not been there for 300 s.
+        ClusterError: The task's port is taken, or the chief has not been there in time.
     """
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
     options = tf.compat.v1.ConfigProto()
@@ -46,7 +47,7 @@ def serve(cluster: ClusterSpec, task: TaskSpec) -> NoReturn:
     heard = Preemption()
     heard.listen()
     print(f"tfdist: {task} serves at {cluster.address(task)}", flush=True)
-    preflight.wait_for(cluster, [cluster.chief])
+    preflight.wait_for(cluster, [cluster.chief], start_timeout)
     heard.training = True
     misses, told = 0, False
     while misses < _MISSES:

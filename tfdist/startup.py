@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
 
 import tfdist
 from tfdist.errors import ConfigError
@@ -43,6 +44,16 @@ def _is_tested(name: str, version: str) -> bool:
 
     first, end = TESTED[name]
     return numbers(first) <= numbers(version) < numbers(end)
+
+
+def started() -> bool:
+    """Whether TensorFlow has looked at its devices, after which it can no more be told of a cluster."""
+    return eager_context.context()._context_handle is not None
+
+
+def serves() -> bool:
+    """Whether TensorFlow's server of this process is there."""
+    return eager_context.context()._collective_leader is not None
 
 
 def too_late(what: str) -> ConfigError:

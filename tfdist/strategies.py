@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import cures, preflight, server, startup
-from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
+from tfdist import cures, preflight, resolvers, server, startup
+from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.config import StrategyConfig
 from tfdist.errors import ClusterError, ConfigError, unknown
 from tfdist.parameter_servers import ParameterServerStrategy
@@ -20,6 +21,7 @@ from tfdist.parameter_servers import ParameterServerStrategy
 def create_strategy(
     strategy: str | StrategyConfig = "mirrored",
     cluster: tuple[ClusterSpec, TaskSpec] | None = None,
+    start_timeout: float = preflight.START_TIMEOUT,
     **options: Any,
 ) -> tf.distribute.Strategy:
     """Creates a `tf.distribute` strategy under which stock Keras 3 `model.fit` is right.
@@ -31,7 +33,9 @@ def create_strategy(
         strategy: `"one_device"`, `"mirrored"`, `"multi_worker_mirrored"`, `"parameter_server"`, `"central_storage"` or
             `"tpu"`, or a `StrategyConfig`.
         cluster: For `multi_worker_mirrored` and `parameter_server`: the cluster and this process's task in it. None
-            means TF_CONFIG, and without TF_CONFIG, for the former, a cluster of this process alone.
+            means what the environment says (see `resolvers`), and if it says nothing, for the former, a cluster of this
+            process alone.
+        start_timeout: Seconds to wait for the other tasks.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
             `implementation="ring"`, `bytes_per_pack=8_000_000`, `timeout_seconds=600`.
 
@@ -41,8 +45,8 @@ def create_strategy(
         they serve the chief, and end with exit code 0 when it has.
 
     Raises:
-        ClusterError: A worker or server cannot be reached within 300 s, or this one's port is taken.
-        ConfigError: A name or option is unknown or does not fit, TF_CONFIG is faulty, TensorFlow was already in use,
+        ClusterError: A task cannot be reached within `start_timeout`, or this one's port is taken.
+        ConfigError: A name or option is unknown or does not fit, the cluster is faulty, TensorFlow was already in use,
             or there is no TPU.
     """
     if isinstance(strategy, str):
@@ -55,15 +59,15 @@ def create_strategy(
     startup.check_versions()
     if strategy.virtual_cpus:
         _make_virtual_cpus(strategy.virtual_cpus)
-    return _FACTORIES[strategy.name](strategy, cluster)
+    return _FACTORIES[strategy.name](strategy, cluster, start_timeout)
 
 
-def _one_device(config: StrategyConfig, _: Any) -> tf.distribute.Strategy:
+def _one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     default = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
     return cures.OneDeviceStrategy((config.device_names or [default])[0])
 
 
-def _mirrored(config: StrategyConfig, _: Any) -> tf.distribute.Strategy:
+def _mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     # NCCL is TensorFlow's choice wherever there are GPUs. On CPUs it copies through one device, which has no packs.
     operations = {
         "auto": lambda: None,
@@ -73,15 +77,16 @@ def _mirrored(config: StrategyConfig, _: Any) -> tf.distribute.Strategy:
     return cures.MirroredStrategy(config.device_names or None, operations)
 
 
-def _central_storage(config: StrategyConfig, _: Any) -> tf.distribute.Strategy:
+def _central_storage(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     return cures.CentralStorageStrategy(config.device_names or None)
 
 
 def _multi_worker_mirrored(
-    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None
+    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float
 ) -> tf.distribute.Strategy:
-    cluster = cluster or from_environment()
+    cluster = cluster or resolvers.find_cluster()
     resolver = None
+    watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if cluster is not None:
         spec, task = cluster
         if spec.jobs.get("ps"):
@@ -94,13 +99,18 @@ def _multi_worker_mirrored(
             task_id=task.index,
             rpc_layer="grpc",
         )
+        if not startup.serves():  # this process, already, for a strategy before this one
+            if startup.started():
+                raise startup.too_late("multi_worker_mirrored cannot be created")
+            watched = preflight.passed(spec, task, start_timeout)
     options = tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=config.bytes_per_pack,
         timeout_seconds=config.timeout_seconds or None,
         implementation=tf.distribute.experimental.CommunicationImplementation[config.implementation.upper()],
     )
     try:
-        strategy = cures.MultiWorkerMirroredStrategy(resolver, options)
+        with watched:
+            strategy = cures.MultiWorkerMirroredStrategy(resolver, options)
     except RuntimeError as e:
         if "program startup" not in str(e):
             raise
@@ -109,8 +119,10 @@ def _multi_worker_mirrored(
     return strategy
 
 
-def _parameter_server(config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None) -> tf.distribute.Strategy:
-    cluster = cluster or from_environment()
+def _parameter_server(
+    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float
+) -> tf.distribute.Strategy:
+    cluster = cluster or resolvers.find_cluster()
     if cluster is None:
         raise ConfigError(
             "parameter_server needs a cluster: set TF_CONFIG in each task's process, or start them with "
@@ -121,10 +133,14 @@ def _parameter_server(config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSp
         raise ConfigError(faults)
     if task.type == "evaluator":
         raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
+    preflight.pass_by_proxies(spec)
     if task.type != "chief":
-        server.serve(spec, task)
-    # TensorFlow would wait in silence.
-    preflight.wait_for(spec, [other for other in spec.tasks() if other.type != "chief"])
+        with preflight.at_own_address(spec, task):
+            pass
+        server.serve(spec, task, start_timeout)
+    with preflight.at_own_address(spec, task):
+        # TensorFlow would wait in silence.
+        preflight.wait_for(spec, [other for other in spec.tasks() if other != task], start_timeout)
     try:
         return ParameterServerStrategy(spec, config.placement)
     except tf.errors.UnknownError as e:
@@ -133,7 +149,7 @@ def _parameter_server(config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSp
         ) from e
 
 
-def _tpu(config: StrategyConfig, _: Any) -> tf.distribute.Strategy:
+def _tpu(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=config.devices)
         tf.config.experimental_connect_to_cluster(resolver)

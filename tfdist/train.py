@@ -21,8 +21,9 @@ import tfdist
 from tfdist import cluster as cluster_lib
 from tfdist import config as config_lib
 from tfdist import flags as flags_lib
-from tfdist import progress, registry
-from tfdist.config import TrainConfig
+from tfdist import progress, registry, resolvers
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.config import ClusterConfig, TrainConfig
 from tfdist.errors import BackupError, ClusterError, ConfigError, collected
 from tfdist.launcher import Launcher
 
@@ -30,13 +31,19 @@ if TYPE_CHECKING:
     from tfdist.trainer import Trainer
 
 
-def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer | None = None) -> dict[str, Any]:
+def train(
+    config: TrainConfig,
+    workdir: str | os.PathLike[str],
+    trainer: Trainer | None = None,
+    cluster: tuple[ClusterSpec, TaskSpec] | None = None,
+) -> dict[str, Any]:
     """Runs one task of a training and, on the chief, writes the run's files.
 
     Args:
         config: What to train, checked by `check.check`.
         workdir: Where `summary.json`, `config.json`, `model.keras` and `tensorboard/<task>/` go.
         trainer: An existing trainer to use, with a strategy of its own. None means one made from `config`.
+        cluster: The cluster and this process's task in it; None means what the environment says.
 
     Returns:
         The summary, as in `summary.json`.
@@ -56,7 +63,9 @@ def train(config: TrainConfig, workdir: str | os.PathLike[str], trainer: Trainer
     backup = None
     if config.backup.save_freq != "never":
         backup = BackupAndRestore(**config_lib.backup_arguments(config, workdir))
-    trainer = trainer or Trainer(config.strategy, backup=backup, compression=config.compression)
+    trainer = trainer or Trainer(
+        config.strategy, cluster, backup=backup, compression=config.compression, start_timeout=config.start_timeout
+    )
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -192,21 +201,25 @@ def main(argv: Sequence[str]) -> int:
     # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     faults: list[str] = []
-    environment = None
-    workers: int | None = 0
-    with collected(faults):
-        environment = cluster_lib.from_environment()
-        workers = len(environment[0].training_tasks()) if environment else None
+    found: resolvers.Found | None = None
+
+    def workers(cluster: ClusterConfig) -> int | None:
+        nonlocal found
+        with collected(faults):
+            found = resolvers.find(**cluster.asked())
+            return len(found.cluster.training_tasks()) if found else None
+        return 0
+
     with collected(faults):
         parsed = flags_lib.parse(argv, __doc__, workers)
         if parsed is None:
             return 0
         if not faults:
             config, workdir = parsed
-            if environment is None and (config.cluster.workers > 1 or config.cluster.ps):
+            if found is None and (config.cluster.workers > 1 or config.cluster.ps):
                 return launch(config, argv, workdir)
             try:
-                train(config, workdir)
+                train(config, workdir, cluster=found.enter() if found else None)
             except (ClusterError, BackupError) as e:
                 print(f"tfdist: {e}", file=sys.stderr)
                 return 1

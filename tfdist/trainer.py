@@ -13,11 +13,11 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from tfdist import arguments, differences, gains, lockstep, notice, refusals, step
+from tfdist import arguments, differences, gains, lockstep, notice, preflight, refusals, resolvers, step
 from tfdist import compression as compression_lib
 from tfdist import data as data_lib
 from tfdist.backup import BackupAndRestore
-from tfdist.cluster import ClusterSpec, TaskSpec, from_environment
+from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.compression import comm
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
@@ -46,12 +46,13 @@ class Trainer:
 
     Args:
         strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
-        cluster: The cluster and this process's task in it; None means what the environment says (TF_CONFIG).
+        cluster: The cluster and this process's task in it; None means what the environment says (see `resolvers`).
         backup_dir: Where `fit` backs the training up after each epoch, a folder that all tasks share; a run that finds a
             backup there goes on from it. None means no backups, unless there is a `backup`, or `fit` is given one.
         backup: How to back up, where it is not after each epoch.
         compression: How gradients are compressed on their way to the other replicas: a name of
             `tfdist.config.COMPRESSORS`, a `CompressionConfig`, or a compressor. Under `multi_worker_mirrored` and `mirrored`.
+        start_timeout: Seconds to wait for the other tasks.
         **options: As for `create_strategy`.
 
     Attributes:
@@ -72,6 +73,7 @@ class Trainer:
         backup_dir: str | os.PathLike[str] | None = None,
         backup: BackupAndRestore | None = None,
         compression: str | CompressionConfig | Compressor | None = None,
+        start_timeout: float = preflight.START_TIMEOUT,
         **options: Any,
     ):
         self.compression: Compressor | None = compression_lib.create(compression)
@@ -80,7 +82,7 @@ class Trainer:
         if listens:
             listens.listen()  # from now on: a strategy may wait for its peers
         if not isinstance(strategy, tf.distribute.Strategy):
-            strategy = create_strategy(strategy, cluster, **options)
+            strategy = create_strategy(strategy, cluster, start_timeout, **options)
         elif not hasattr(strategy, "statistics") or options:
             raise ConfigError(
                 "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
@@ -95,7 +97,7 @@ class Trainer:
             comm.check_strategy(strategy)
         multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         self._coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
-        found = cluster or from_environment()
+        found = cluster or resolvers.find_cluster()
         if self._coordinator:
             found = (strategy.cluster, strategy.cluster.chief)
         elif not multi_worker:

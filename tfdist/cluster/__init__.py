@@ -1,18 +1,11 @@
-"""`ClusterSpec`, `TaskSpec` and the TF_CONFIG codec; `python -m tfdist.cluster`. No TensorFlow here.
-
-python -m tfdist.cluster show [--format=table|json|env]   # what a training started here would use
-python -m tfdist.cluster check [--strategy=parameter_server]   # whether that is sound; exit code 2 if not
-"""
+"""`ClusterSpec`, `TaskSpec` and the TF_CONFIG codec. No TensorFlow here. `python -m tfdist.cluster` is in `__main__.py`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
-import shlex
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.cluster_faults import JOBS, cluster_faults, is_index, parameter_server_faults, task_faults
@@ -143,16 +136,6 @@ def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
     return cluster, member
 
 
-def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[ClusterSpec, TaskSpec] | None:
-    """Returns the cluster and task that the environment describes, or None where it describes none.
-
-    Raises:
-        ConfigError: TF_CONFIG is set and faulty.
-    """
-    text = environ.get("TF_CONFIG", "")
-    return from_tf_config(text) if "".join(text.split()) not in ("", "{}") else None
-
-
 def local_cluster(workers: int, ps: int = 0) -> ClusterSpec:
     """Returns a cluster on this machine, on free ports.
 
@@ -187,73 +170,3 @@ def free_ports(count: int) -> list[int]:
         if len(ports) == count:
             return ports
     raise ConfigError(f"No {count} free ports between 10000 and 32000 on this machine; {len(ports)} were found.")
-
-
-def _show(found: tuple[ClusterSpec, TaskSpec] | None, style: str) -> str:
-    if found is None:
-        return {
-            "json": json.dumps({"source": None, "cluster": None, "task": None}),
-            "env": "",
-            "table": "No cluster in the environment (TF_CONFIG is not set): one process on this machine.",
-        }[style]
-    cluster, task = found
-    if style == "env":
-        return "TF_CONFIG=" + shlex.quote(cluster.to_tf_config(task))
-    if style == "json":
-        return json.dumps(
-            {
-                "source": "TF_CONFIG",
-                "cluster": cluster.jobs,
-                "task": dataclasses.asdict(task),
-                "chief": str(cluster.chief),
-            }
-        )
-    rows = [("task", "address", "")]
-    for t in cluster.tasks():
-        notes = ["chief"] * (t == cluster.chief) + ["this process"] * (t == task)
-        rows.append((str(t), cluster.address(t), ", ".join(notes)))
-    if task.type == "evaluator":
-        rows.append((str(task), "outside of the cluster", "this process"))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    table = "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-    return "from TF_CONFIG\n" + table
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs `python -m tfdist.cluster`; returns the exit code: 0, or 2 where the cluster or the command is faulty."""
-    from absl import flags
-
-    values = flags.FlagValues()
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
-    flags.DEFINE_enum("format", "table", ["table", "json", "env"], "How `show` prints.", flag_values=values)
-    suited = ["parameter_server"]  # others train in any cluster, or without
-    flags.DEFINE_enum("strategy", None, suited, "What the cluster must suit, for `check`.", flag_values=values)
-    try:
-        command = values(list(argv))[1:]
-        if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
-            return 0
-        if command not in (["show"], ["check"]):
-            raise ConfigError(
-                f"Usage: python -m tfdist.cluster show|check [--format=table|json|env] [--strategy=parameter_server]. Received: {' '.join(command)}"
-            )
-        found = from_environment()
-        if values.strategy and (faults := list(parameter_server_faults(found[0].jobs if found else {}))):
-            raise ConfigError(faults)
-    except (ConfigError, flags.Error) as e:
-        print(e, file=sys.stderr)
-        return 2
-    if command == ["check"]:
-        print(
-            "OK: "
-            + ("no cluster in the environment" if found is None else f"{found[1]} of {len(found[0].tasks())} tasks")
-        )
-    else:
-        print(_show(found, values.format))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

@@ -1,0 +1,89 @@
+"""Jobs for schedulers: manifests that hold, in which every pod finds the same cluster."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import yaml
+
+from tfdist import emit, resolvers
+from tfdist.config import ClusterConfig, StrategyConfig, TrainConfig
+from tfdist.errors import ConfigError
+
+RELEASES = ("1.34", "1.37")
+WORKDIR = pathlib.PurePosixPath("/shared/run")
+
+
+def config(workers, ps=0, **more):
+    strategy = StrategyConfig("parameter_server" if ps else "multi_worker_mirrored")
+    return TrainConfig(strategy=strategy, cluster=ClusterConfig(workers, ps), **more)
+
+
+def manifests(job=emit.Job(), **cluster):  # noqa: B008 (frozen)
+    arguments = ["--config=configs/digits.py", f"--workdir={WORKDIR}", "--config.epochs=3"]
+    return list(yaml.safe_load_all(emit.kubernetes(config(**cluster), WORKDIR, arguments, job)))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("job", [emit.Job(), emit.Job("digits-7", 4, "16G", 2, "registry.example/image:1", "claim")])
+def test_manifests_are_as_the_release_has_them(release, job):
+    import kubernetes_validate
+
+    for manifest in manifests(job, workers=2, ps=1):
+        kubernetes_validate.validate(manifest, release, strict=True)
+
+
+@pytest.mark.parametrize(("cluster", "expected"), [({"workers": 3}, 3), ({"workers": 2, "ps": 1}, 4)])
+def test_every_pod_finds_the_same_cluster(cluster, expected):
+    service, job = manifests(emit.Job("digits"), **cluster)
+    template = job["spec"]["template"]["spec"]
+    (container,) = template["containers"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == expected
+    assert template["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    found = []
+    for index in range(expected):  # as Kubernetes sets an Indexed Job's
+        environ = {each["name"]: each["value"] for each in container["env"]}
+        environ |= {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{job['metadata']['name']}-{index}"}
+        found.append(resolvers.find(environ, ps=cluster.get("ps", 0)))
+    assert len({each.task for each in found}) == expected
+    assert {tuple(each.cluster.jobs.items()) for each in found} == {tuple(found[0].cluster.jobs.items())}
+    assert {each.cluster.address(each.task) for each in found} == {
+        f"digits-{index}.digits:{service['spec']['ports'][0]['port']}" for index in range(expected)
+    }
+
+
+def test_a_pod_that_has_saved_is_started_again_and_a_faulty_configuration_is_not():
+    _, job = manifests(workers=2)
+    rules = {
+        tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"][:2]
+    }
+    assert rules == {(2,): "FailJob", (75,): "Ignore"}
+
+
+def test_the_script_has_what_slurm_needs():
+    arguments = ["--config=configs/my digits.py", "--workdir=run"]
+    script = emit.slurm(config(2, 1), pathlib.PurePath("run"), arguments, emit.Job("x", 2, "4G", 1, time="1:00:00"))
+    for line in ("--ntasks=4", "--cpus-per-task=2", "--mem-per-cpu=2048M", "--gpus-per-task=1", "--signal=TERM@120"):
+        assert f"#SBATCH {line}\n" in script
+    assert "python -m tfdist.train '--config=configs/my digits.py' --workdir=run\n" in script
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (emit.Job("A_B"), "name must be lower-case letters"),
+        (emit.Job(memory="4"), "memory must be a number with K, M, G or T, such as 4G. Received: '4'."),
+        (emit.Job(cpus=0), "cpus must be 1 or more"),
+        (emit.Job(time="soon"), "time must be such as 2:00:00"),
+    ],
+)
+def test_a_fault_is_named(job, said):
+    for write in (emit.slurm, emit.kubernetes):
+        with pytest.raises(ConfigError, match=said):
+            write(config(2), WORKDIR, [], job)
+
+
+def test_a_volume_wants_an_absolute_path():
+    with pytest.raises(ConfigError, match="workdir must be an absolute path"):
+        emit.kubernetes(config(2), pathlib.PurePath("run"), [], emit.Job())

@@ -1,0 +1,368 @@
+"""Environments of schedulers to clusters; lists of nodes and hosts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist import host_list, node_lists, resolvers
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.errors import ConfigError
+
+# Recorded from `srun -n 3 --overcommit` of Slurm 22.05 on one node.
+RECORDED_SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NODELIST": "vm",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_LOCALID": "2",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "vm",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "3",
+    "SLURM_TASKS_PER_NODE": "3",
+}
+# Recorded from an sbatch script's own shell, on the same: no step, and so no task.
+RECORDED_BATCH = {
+    "SLURM_JOB_ID": "2",
+    "SLURM_JOB_NODELIST": "vm",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2",
+}
+# Recorded from `mpirun --oversubscribe -np 2` of Open MPI 4.1.
+RECORDED_OPEN_MPI = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "1439236097",
+    "PMIX_NAMESPACE": "1439236097",
+}
+
+
+def slurm(nodes, tasks, rank, node, local, **more):
+    """Written by hand, as Slurm's manual has it."""
+    return {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_STEP_NUM_TASKS": str(sum(node_lists.tasks_per_node(tasks))),
+        "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local),
+        "TFDIST_PORT": "2000",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "ps", "source", "jobs", "task"),
+    [
+        (
+            {**RECORDED_SLURM, "TFDIST_PORT": "2000"},
+            0,
+            "slurm",
+            {"worker": ["127.0.0.1:2000", "127.0.0.1:2001", "127.0.0.1:2002"]},
+            "worker:2",
+        ),
+        (
+            {**RECORDED_OPEN_MPI, "TFDIST_PORT": "2000"},
+            0,
+            "open_mpi",
+            {"worker": ["127.0.0.1:2000", "127.0.0.1:2001"]},
+            "worker:1",
+        ),
+        (
+            slurm("n[009-011]", "1(x3)", 1, 1, 0),
+            0,
+            "slurm",
+            {"worker": ["n009:2000", "n010:2000", "n011:2000"]},
+            "worker:1",
+        ),
+        (
+            slurm("n[1-3],login7", "2(x3),1", 6, 3, 0),
+            2,
+            "slurm",
+            {
+                "chief": ["n1:2000"],
+                "worker": ["n1:2001", "n2:2000", "n2:2001", "n3:2000"],
+                "ps": ["n3:2001", "login7:2000"],
+            },
+            "ps:1",
+        ),
+        (
+            slurm("a,b", "1,2", 1, 1, 0, SLURM_DISTRIBUTION="cyclic:block"),
+            0,
+            "slurm",
+            {"worker": ["a:2000", "b:2000", "b:2001"]},
+            "worker:1",
+        ),
+        (  # a step on part of the job
+            slurm("n2", "2", 1, 0, 1, SLURM_JOB_NODELIST="n[1-2]", SLURM_TASKS_PER_NODE="2(x2)", SLURM_NTASKS="4"),
+            0,
+            "slurm",
+            {"worker": ["127.0.0.1:2000", "127.0.0.1:2001"]},
+            "worker:1",
+        ),
+        (  # of a heterogeneous job
+            slurm("cpu1,gpu[1-2]", "4,1(x2)", 5, 2, 0, SLURM_HET_SIZE="2"),
+            0,
+            "slurm",
+            {"worker": ["cpu1:2000", "cpu1:2001", "cpu1:2002", "cpu1:2003", "gpu1:2000", "gpu2:2000"]},
+            "worker:5",
+        ),
+        (
+            slurm("a,b", "2,1", 2, 1, 0, SLURM_STEP_RESV_PORTS="12010-12011"),
+            0,
+            "slurm",
+            {"worker": ["a:12010", "a:12011", "b:12010"]},
+            "worker:2",
+        ),
+        (
+            {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"},
+            0,
+            "sagemaker",
+            {"worker": ["algo-1:2222", "algo-2:2222"]},
+            "worker:1",
+        ),
+        (
+            {"TFDIST_PODS": "3", "TFDIST_SERVICE": "digits", "HOSTNAME": "digits-2", "JOB_COMPLETION_INDEX": "2"},
+            1,
+            "kubernetes",
+            {"chief": ["digits-0.digits:2222"], "worker": ["digits-1.digits:2222"], "ps": ["digits-2.digits:2222"]},
+            "ps:0",
+        ),
+        (  # Kubeflow's
+            {"TF_CONFIG": '{"cluster": {"worker": ["w0:1", "w1:1"]}, "task": {"type": "worker", "index": 1}}'},
+            0,
+            "tf_config",
+            {"worker": ["w0:1", "w1:1"]},
+            "worker:1",
+        ),
+        ({**RECORDED_SLURM, **RECORDED_OPEN_MPI}, 0, "open_mpi", None, "worker:1"),
+        (
+            {
+                **RECORDED_OPEN_MPI,
+                "TF_CONFIG": '{"cluster": {"worker": ["w:1"]}, "task": {"type": "worker", "index": 0}}',
+            },
+            0,
+            "tf_config",
+            {"worker": ["w:1"]},
+            "worker:0",
+        ),
+    ],
+)
+def test_an_environment_is_a_cluster(environ, ps, source, jobs, task):
+    found = resolvers.find({**environ, "PATH": "/bin"}, ps=ps)
+    assert (found.source, str(found.task)) == (source, task)
+    assert jobs is None or found.cluster == ClusterSpec(jobs)
+    assert set(found.variables) <= set(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        RECORDED_BATCH,
+        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
+        {"TF_CONFIG": "{}"},
+        {"TFDIST_PODS": "1", "TFDIST_SERVICE": "s", "HOSTNAME": "s-0"},
+    ],
+)
+def test_one_process_is_no_cluster(environ):
+    assert resolvers.find(environ) is None
+
+
+def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
+    ranks = [{**RECORDED_SLURM, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)]
+    clusters = [resolvers.find(environ).cluster for environ in ranks]
+    assert clusters[0] == clusters[1] == clusters[2]
+    other = resolvers.find({**ranks[0], "SLURM_JOB_ID": "2"}).cluster
+    assert not set(other.jobs["worker"]) & set(clusters[0].jobs["worker"])
+
+
+@pytest.mark.parametrize(
+    ("environ", "source", "said"),
+    [
+        (
+            {**RECORDED_SLURM, "SLURM_PROCID": "x"},
+            "auto",
+            "slurm: SLURM_PROCID must be a whole number from 0. Received: 'x'.",
+        ),
+        ({"SLURM_STEP_ID": "0"}, "auto", "slurm: SLURM_PROCID must be set where SLURM_STEP_ID is."),
+        ({**RECORDED_SLURM, "SLURM_STEP_NODELIST": "n[3-1]"}, "auto", "slurm: a node list must be such as"),
+        ({**RECORDED_SLURM, "SLURM_STEP_TASKS_PER_NODE": "2"}, "auto", "1 nodes, 2 tasks on 1 nodes, 3 tasks"),
+        (slurm("a,b", "1,2", 1, 0, 0), "auto", "slurm: task 1 is task 0 of node 0, which no known distribution makes"),
+        ({"SM_HOSTS": "algo-1"}, "auto", 'sagemaker: SM_HOSTS must be a list such as ["algo-1", "algo-2"].'),
+        ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"}, "auto", "SM_CURRENT_HOST must be one of SM_HOSTS, a, b."),
+        (
+            {"TFDIST_PODS": "2", "TFDIST_SERVICE": "s", "HOSTNAME": "s-2"},
+            "auto",
+            "kubernetes: HOSTNAME must be NAME-INDEX",
+        ),
+        ({"TF_CONFIG": "{"}, "auto", "TF_CONFIG is not JSON"),
+        ({}, "slurm", "the environment tells of no cluster of slurm: SLURM_STEP_ID is not set."),
+        ({}, "slrum", "unknown cluster source 'slrum'; did you mean 'slurm'?"),
+        ({**RECORDED_OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "auto", "open_mpi: TFDIST_RENDEZVOUS must be set"),
+    ],
+)
+def test_a_fault_is_named(environ, source, said):
+    with pytest.raises(ConfigError) as raised:
+        resolvers.find(environ, source)
+    assert len(raised.value.faults) == 1 and said in raised.value.faults[0]
+
+
+def test_too_few_ranks_for_the_servers():
+    with pytest.raises(
+        ConfigError, match="2 parameter servers need a chief and a worker besides: start 4 tasks or more"
+    ):
+        resolvers.find(RECORDED_SLURM, ps=2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local", "here", "more", "expected"),
+    [
+        ("0,1,2,3", 1, 2, {}, "2,3"),
+        ("0,1,2", 1, 2, {}, "1"),
+        ("0", 1, 2, {}, None),
+        ("", 0, 2, {}, None),
+        ("0,1", 0, 1, {}, None),
+        ("0,1", 0, 2, {"SLURM_GPUS_PER_TASK": "2"}, None),
+    ],
+)
+def test_tasks_of_one_host_share_its_gpus(visible, local, here, more, expected):
+    variables = resolvers.Variables({"CUDA_VISIBLE_DEVICES": visible, **more})
+    assert resolvers.share_of_gpus(variables, local, here).get("CUDA_VISIBLE_DEVICES") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[009-011,20],login1", ["n009", "n010", "n011", "n20", "login1"]),
+        ("r[1-2]n[1-2]x", ["r1n1x", "r1n2x", "r2n1x", "r2n2x"]),
+        ("a-b.c,d", ["a-b.c", "d"]),
+    ],
+)
+def test_node_lists(text, expected):
+    assert node_lists.hosts(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "n[", "n]", "n[3-1]", "a,,b", "n[a]", "n[]", "n[1-99999999999]", "n[1][", ","])
+def test_what_is_no_node_list_is_refused(text):
+    with pytest.raises(ConfigError, match="a node list must be such as"):
+        node_lists.hosts(text)
+
+
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 30), st.integers(1, 5)), min_size=1, max_size=5))
+def test_ranges_keep_their_zeros_and_their_order(ranges):
+    text = ",".join(f"{first:0{width}d}-{first + more:0{width}d}" for first, more, width in ranges)
+    expected = [f"n{number:0{width}d}" for first, more, width in ranges for number in range(first, first + more + 1)]
+    assert node_lists.hosts(f"n[{text}]") == expected
+
+
+@given(st.text("n[]-,0123456789", max_size=12))
+def test_any_text_is_a_list_of_nodes_or_a_config_error(text):
+    try:
+        found = node_lists.hosts(text)
+    except ConfigError:
+        return
+    assert found and all(found) and not any(sign in name for name in found for sign in "[],")
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.sampled_from(["", "block", "cyclic", "plane=2", "block:cyclic"]),
+)
+def test_places_are_each_nodes_tasks_once(counts, distribution):
+    found = node_lists.places(counts, distribution)
+    assert sorted(found) == [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    for node in range(len(counts)):
+        assert [local for other, local in found if other == node] == list(range(counts[node]))
+
+
+def test_tasks_per_node():
+    assert node_lists.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    for text in ("", "2(x3", "x", "1,", "1(x999999999)"):
+        with pytest.raises(ConfigError, match="tasks per node must be a list such as"):
+            node_lists.tasks_per_node(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "jobs", "task"),
+    [
+        ({"hosts": "h1:2222,h2:2223", "task": "worker:1"}, {"worker": ["h1:2222", "h2:2223"]}, "worker:1"),
+        ({"hosts": "h1, h1,h2", "task": "worker:1"}, {"worker": ["h1:2222", "h1:2223", "h2:2222"]}, "worker:1"),
+        (
+            {"hosts": "h1,h2", "ps_hosts": "h3", "task": "ps:0"},
+            {"chief": ["h1:2222"], "worker": ["h2:2222"], "ps": ["h3:2222"]},
+            "ps:0",
+        ),
+        (
+            {"hosts": "h1,h2,h3", "ps": 1, "task": "chief:0"},
+            {"chief": ["h1:2222"], "worker": ["h2:2222"], "ps": ["h3:2222"]},
+            "chief:0",
+        ),
+        (
+            {"hosts": "localhost:1,no-such-host.invalid:1"},
+            {"worker": ["localhost:1", "no-such-host.invalid:1"]},
+            "worker:0",
+        ),
+        ({"hosts": "[::1]:5,fd00::1", "task": "worker:1"}, {"worker": ["[::1]:5", "[fd00::1]:2222"]}, "worker:1"),
+    ],
+)
+def test_a_list_of_hosts_is_a_cluster(given, jobs, task):
+    spec, own = host_list.cluster(**given)
+    assert (spec, str(own)) == (ClusterSpec(jobs), task)
+
+
+def test_a_hostfile(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# two\nh1 slots=2\n\nh2  # one\n")
+    spec, task = host_list.cluster(hostfile=str(path), task="worker:2")
+    assert (spec.jobs["worker"], task) == (("h1:2222", "h1:2223", "h2:2222"), TaskSpec("worker", 2))
+    path.write_text("h1 slot=2\nh2 a b\n")
+    with pytest.raises(ConfigError) as raised:
+        host_list.cluster(hostfile=str(path))
+    assert [f"line {number}" in fault for number, fault in enumerate(raised.value.faults, 1)] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"hosts": "h1,h2"},
+            "task must say which of worker:0, worker:1 this process is, as none of them is on this host.",
+        ),
+        ({"hosts": "localhost,127.0.0.1:7"}, "as these are on this host: worker:0, worker:1."),
+        ({"hosts": "h1,h2", "task": "worker:2"}, "task must be one of worker:0, worker:1. Received: 'worker:2'."),
+        ({"hosts": "h1:x", "task": "worker:0"}, "is not 'host:port'"),
+        ({"hosts": "h1:1,h1:1", "task": "worker:0"}, "is already that of worker:0"),
+        ({"hosts": "h1", "hostfile": "x"}, "either hosts or hostfile must be given"),
+        ({"hostfile": "no/such"}, "hostfile no/such: No such file or directory."),
+    ],
+)
+def test_a_fault_of_a_list_is_named(given, said):
+    with pytest.raises(ConfigError) as raised:
+        host_list.cluster(**given)
+    assert said in str(raised.value)
+
+
+def test_json_of_a_cluster_is_what_tf_config_has():
+    found = resolvers.find(slurm("n[1-2]", "1(x2)", 1, 1, 0))
+    assert json.loads(found.cluster.to_tf_config(found.task)) == {
+        "cluster": {"worker": ["n1:2000", "n2:2000"]},
+        "task": {"type": "worker", "index": 1},
+    }

@@ -1,0 +1,119 @@
+"""Trainings that real schedulers start: Slurm and Open MPI of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from tests import slurm
+from tests.job import until
+
+ROOT = pathlib.Path(__file__).parents[1]
+pytestmark = pytest.mark.timeout(400)
+
+BIN = str(pathlib.Path(sys.executable).parent)
+MULTI_WORKER = ["--config.strategy.name=multi_worker_mirrored", "--config.global_batch_size=66"]
+SERVERS = ["--config.strategy.name=parameter_server", "--config.cluster.ps=1"]
+
+
+def environ(more):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TF_CONFIG", "SLURM_", "OMPI_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "PATH": f"{BIN}:{os.environ['PATH']}", **more}
+
+
+def run(command, more, timeout=150):
+    done = subprocess.run(
+        command, env=environ(more), cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def scheduler():
+    """The environment that Slurm's commands need."""
+    if reason := slurm.missing():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="slurm") as folder, slurm.running(pathlib.Path(folder)) as more:
+        yield more
+
+
+def train(workdir, *options):
+    return ["python", "-m", "tfdist.train", "--config=configs/digits.py", f"--workdir={workdir}", *options]
+
+
+def check_summary(workdir, strategy, cluster, accuracy=0.95):
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert (summary["strategy"], summary["cluster"]) == (strategy, cluster)
+    assert summary["metrics"]["val_accuracy"] >= accuracy
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "strategy", "cluster"),
+    [
+        (3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}),
+        (4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}),
+    ],
+)
+def test_srun_trains(scheduler, tmp_path, tasks, options, strategy, cluster):
+    command = ["srun", "-n", str(tasks), "--overcommit", *train(tmp_path, "--config.epochs=5", *options)]
+    code, output = run(command, scheduler)
+    assert code == 0, output
+    check_summary(tmp_path, strategy, cluster)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "strategy", "cluster"),
+    [
+        (3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}),
+        (4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}),
+    ],
+)
+def test_mpirun_trains(tmp_path, tasks, options, strategy, cluster):
+    if not shutil.which("mpirun"):
+        pytest.skip("Open MPI is not installed: make system-deps")
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    command = ["mpirun", *root, "--oversubscribe", "-np", str(tasks)]
+    code, output = run([*command, *train(tmp_path, "--config.epochs=5", *options)], {})
+    assert code == 0, output
+    check_summary(tmp_path, strategy, cluster)
+
+
+def emit(more, *arguments):
+    code, output = run([sys.executable, "-m", "tfdist.cluster", "emit", "--target=slurm", *arguments], more)
+    assert code == 0, output
+    return output
+
+
+def test_the_script_runs_as_it_is_and_goes_on_after_sigterm(scheduler, tmp_path):
+    """`scancel --signal=TERM` has the tasks save; the script has the job start again, which goes on from there."""
+    workdir = tmp_path / "run"
+    options = ["--config=configs/digits_multi_worker.py", f"--workdir={workdir}", "--config.epochs=30"]
+    script = tmp_path / "job.sh"
+    script.write_text(emit(scheduler, *options, "--config.backup.save_freq=1000", "--memory=400M"))
+    log = tmp_path / "log"
+    code, output = run(["sbatch", "--parsable", f"--output={log}", str(script)], scheduler)
+    assert code == 0, output
+    job = output.strip()
+    try:
+        until(lambda: log.exists() and "Epoch 3/30" in log.read_text(), 90)
+        assert run(["scancel", "--signal=TERM", job], scheduler)[0] == 0
+        until(lambda: "saved at step" in log.read_text(), 60)
+
+        def again():
+            """Slurm lets a job that it takes back wait a minute or two."""
+            run(["scontrol", "update", f"JobId={job}", "StartTime=now"], scheduler)
+            return "going on from step" in log.read_text()
+
+        until(again, 120)
+        until(lambda: (workdir / "summary.json").exists(), 120)
+    finally:
+        run(["scancel", "--full", job], scheduler)
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert (summary["steps"], summary["epochs"]) == (30 * 22, 30), "each step once"

@@ -1,0 +1,154 @@
+"""Tasks that start in any order, behind proxies, before their names are known, or not at all: a run, or a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import hosts
+from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
+
+ROOT = pathlib.Path(__file__).parents[1]
+pytestmark = pytest.mark.timeout(300)
+
+CONFIG = ["--config=configs/digits_multi_worker.py", "--config.epochs=1", "--config.steps_per_epoch=4"]
+
+
+class Tasks:
+    """The tasks of a training, each started by itself; a context manager that ends them all."""
+
+    def __init__(self, folder):
+        self.folder, self.processes = folder, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def start(self, cluster, index, *options, before=(), **environ):
+        """Starts a task, with TF_CONFIG where there is a cluster."""
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+        environ.pop("TF_CONFIG", None)
+        if cluster:
+            environ["TF_CONFIG"] = cluster.to_tf_config(TaskSpec("worker", index))
+        command = [*before, sys.executable, "-m", "tfdist.train", *CONFIG, f"--workdir={self.folder / 'run'}", *options]
+        with (self.folder / f"log{len(self.processes)}").open("wb") as log:
+            process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        self.processes.append(process)
+        return process
+
+    def log(self, number=0):
+        return (self.folder / f"log{number}").read_text()
+
+    def finish(self, seconds=100):
+        """Waits for all, which must have trained."""
+        for number, process in enumerate(self.processes):
+            assert process.wait(seconds) == 0, self.log(number)
+        assert json.loads((self.folder / "run" / "summary.json").read_text())["steps"] == 4
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    with Tasks(tmp_path) as found:
+        yield found
+
+
+def test_a_task_alone_ends_in_time_and_names_whom_it_waited_for(tasks):
+    cluster = local_cluster(2)
+    began = time.monotonic()
+    process = tasks.start(cluster, 0, "--config.start_timeout=15")
+    assert process.wait(60) == 1
+    assert time.monotonic() - began < 15 + 10
+    address = cluster.address(TaskSpec("worker", 1))
+    assert f"tfdist: Waited 15 s for worker:1 at {address} (connection refused)." in tasks.log()
+    assert f"tfdist: waiting for worker:1 at {address} (connection refused)" in tasks.log()
+    assert "Traceback" not in tasks.log()
+
+
+def test_tasks_may_start_in_any_order(tasks):
+    cluster = local_cluster(2)
+    tasks.start(cluster, 1)
+    time.sleep(30)
+    tasks.start(cluster, 0)
+    tasks.finish()
+
+
+def test_who_has_the_port_is_named_at_once(tasks):
+    cluster = local_cluster(2)
+    port = int(cluster.address(TaskSpec("worker", 0)).rpartition(":")[2])
+    with socket.create_server(("", port)):
+        process = tasks.start(cluster, 0)
+        assert process.wait(30) == 1
+    said = rf"worker:0 cannot listen at 127.0.0.1:{port}: port {port} is taken by pid {os.getpid()} \(\S+\)\."
+    assert re.search(said, tasks.log())
+
+
+def test_a_task_of_another_cluster_is_named(tasks):
+    cluster = local_cluster(2)
+    (first, second), (third,) = cluster.jobs["worker"], local_cluster(1).jobs["worker"]
+    tasks.start(ClusterSpec({"worker": [first, second]}), 0, "--config.start_timeout=12")
+    tasks.start(ClusterSpec({"worker": [third, second]}), 1, "--config.start_timeout=20")
+    assert tasks.processes[0].wait(60) == 1
+    assert f"worker:1 at {second} (worker:1 of a cluster with other addresses answers there)" in tasks.log()
+
+
+def test_a_proxy_is_passed_by(tasks):
+    cluster = local_cluster(2)
+    for index in range(2):
+        tasks.start(cluster, index, http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
+    tasks.finish()
+
+
+def test_a_name_may_come_late(tasks, tmp_path):
+    """As on Kubernetes: a peer's name is not known before its pod is."""
+    if hosts.missing():
+        pytest.skip(hosts.missing())
+    first, second = local_cluster(2).jobs["worker"]
+    cluster = ClusterSpec({"worker": [first, f"late-peer:{second.rpartition(':')[2]}"]})
+    names = tmp_path / "hosts"
+    names.write_text("127.0.0.1 localhost\n")
+    own = ["unshare", "--mount", "sh", "-c", f'mount --bind {names} /etc/hosts && exec "$@"', "sh"]
+    tasks.start(cluster, 0, before=own)
+    tasks.start(cluster, 1, before=own)
+    time.sleep(20)
+    assert all(process.poll() is None for process in tasks.processes), tasks.log()
+    names.write_text("127.0.0.1 localhost late-peer\n")
+    tasks.finish()
+    assert re.search(r"waiting for worker:1 at late-peer:\d+ \(.*name", tasks.log())
+
+
+@pytest.fixture(scope="module")
+def two_hosts():
+    if hosts.missing():
+        pytest.skip(hosts.missing())
+    with hosts.two() as commands:
+        yield commands
+
+
+def test_two_hosts_train(tasks, two_hosts):
+    given = f"--hosts={','.join(hosts.ADDRESSES)}"
+    for command in two_hosts:
+        tasks.start(None, 0, given, before=command)
+    tasks.finish()
+    assert "multi_worker_mirrored: 2 replicas" in tasks.log(0) + tasks.log(1)
+
+
+def test_a_host_that_is_stopped_before_the_start_is_reported_by_the_other(tasks, two_hosts):
+    given = f"--hosts={','.join(hosts.ADDRESSES)}"
+    first = tasks.start(None, 0, given, "--config.start_timeout=12", before=two_hosts[0])
+    second = tasks.start(None, 0, given, before=two_hosts[1])
+    time.sleep(0.5)
+    second.kill()
+    assert first.wait(60) == 1
+    assert f"Waited 12 s for worker:1 at {hosts.ADDRESSES[1]}:2222 (connection refused)" in tasks.log(0)

@@ -1,0 +1,149 @@
+"""What a training that is started here would use, and how schedulers are told to start one. No TensorFlow here.
+
+    python -m tfdist.cluster show [--format=table|json|env|shell]
+    python -m tfdist.cluster check [--connect] [--strategy=parameter_server]   # exit code 2 where it is not sound
+    python -m tfdist.cluster emit --target=slurm|kubernetes --config=FILE --workdir=DIR [flags of tfdist.train]
+
+Where a cluster comes from, and in which order the environment is asked, is said in `tfdist/resolvers.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfdist import emit, host_list, preflight, resolvers
+from tfdist import flags as flags_lib
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.cluster_faults import parameter_server_faults
+from tfdist.errors import ClusterError, ConfigError, short
+from tfdist.resolvers import Found
+
+FORMATS = ("table", "json", "env", "shell")
+TARGETS = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
+PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code: 0, 2 where the cluster or the command line is faulty, 1 where not all can be
+    reached."""
+    values = _flags()
+    try:
+        words: list[str] = values(list(argv), known_only=True)[1:]
+        command, rest = words[0] if words else "", words[1:]
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        if command == "emit":
+            return _emit(values, rest)
+        if command not in ("show", "check") or rest:
+            raise ConfigError(
+                f"Usage: python -m tfdist.cluster show|check|emit, with the flags that --help lists. "
+                f"Received: {' '.join(argv[1:]) or 'nothing'}"
+            )
+        found = resolvers.find(
+            source=values.source, ps=values.ps, **{name: values[name].value for name in host_list.FLAGS}
+        )
+        if values.strategy and (faults := list(parameter_server_faults(found.cluster.jobs if found else {}))):
+            raise ConfigError(faults)
+    except (ConfigError, flags.Error) as e:
+        print(e, file=sys.stderr)
+        return 2
+    if command == "show":
+        print(show(found, values.format))
+        return 0
+    print(f"OK: {found.task} of {len(found.cluster.tasks())} tasks" if found else "OK: no cluster in the environment")
+    return _connect(found.cluster, found.task, values.timeout) if found and values.connect else 0
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    flags.DEFINE_enum("format", "table", FORMATS, "How `show` prints.", flag_values=values)
+    suited = ["parameter_server"]  # others train in any cluster, or without
+    flags.DEFINE_enum("strategy", None, suited, "What the cluster must suit, for `check`.", flag_values=values)
+    sources = ["auto", "none", *resolvers.RESOLVERS]
+    flags.DEFINE_enum("source", "auto", sources, "Who is asked for the cluster.", flag_values=values)
+    flags.DEFINE_integer("ps", 0, "How many ranks are parameter servers.", lower_bound=0, flag_values=values)
+    for name, text in host_list.FLAGS.items():
+        flags.DEFINE_string(name, "", text, flag_values=values)
+    flags.DEFINE_bool("connect", False, "Whether `check` tries the port, names, peers and proxies.", flag_values=values)
+    flags.DEFINE_float("timeout", 30.0, "Seconds for which `check --connect` waits for the others.", flag_values=values)
+    flags.DEFINE_enum("target", "slurm", list(TARGETS), "For whom `emit` writes.", flag_values=values)
+    for field in dataclasses.fields(emit.Job):
+        define = flags.DEFINE_integer if isinstance(field.default, int) else flags.DEFINE_string
+        define(field.name, field.default, "For `emit`, see `tfdist.emit.Job`.", flag_values=values)
+    return values
+
+
+def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Prints the job that trains what the flags of `tfdist.train` say."""
+    parsed = flags_lib.parse(["tfdist.train", *arguments], __doc__)
+    if parsed is None:
+        return 0
+    job = emit.Job(**{field.name: values[field.name].value for field in dataclasses.fields(emit.Job)})
+    print(TARGETS[values.target](*parsed, arguments, job), end="")
+    return 0
+
+
+def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
+    """Tries what a start needs: the own port, the peers' names and ports; says what is found."""
+    proxies = {name: value for name, value in os.environ.items() if name.lower() in PROXIES and value}
+    print(
+        f"proxies: {', '.join(f'{name}={value}' for name, value in proxies.items()) or 'none'}; the cluster passes by them"
+    )
+    try:
+        with preflight.at_own_address(cluster, task):
+            print(f"{task} can listen at {cluster.address(task)}", flush=True)
+            preflight.wait_for(cluster, [other for other in cluster.tasks() if other != task], timeout)
+    except ClusterError as e:
+        print(e, file=sys.stderr)
+        return 1
+    print("OK: all tasks can be reached")
+    return 0
+
+
+def show(found: Found | None, style: str) -> str:
+    """Returns a cluster as text, in one of `FORMATS`."""
+    if found is None:
+        return {
+            "json": json.dumps({"source": None, "cluster": None, "task": None}),
+            "table": "No cluster in the environment: one process on this machine. "
+            f"(Not set: {', '.join(sign for sign, _ in resolvers.RESOLVERS.values())}.)",
+        }.get(style, "")
+    cluster, task = found.cluster, found.task
+    environ = {"TF_CONFIG": cluster.to_tf_config(task), **found.environ}
+    if style in ("env", "shell"):
+        export = "export " if style == "shell" else ""
+        return "\n".join(f"{export}{name}={shlex.quote(value)}" for name, value in environ.items())
+    if style == "json":
+        described = {
+            "source": found.source,
+            "variables": found.variables,
+            "cluster": cluster.jobs,
+            "task": dataclasses.asdict(task),
+            "chief": str(cluster.chief),
+            "environ": found.environ,
+        }
+        return json.dumps(described)
+    rows = [("task", "address", "")]
+    for t in cluster.tasks():
+        notes = ["chief"] * (t == cluster.chief) + ["this process"] * (t == task)
+        rows.append((str(t), cluster.address(t), ", ".join(notes)))
+    if task.type == "evaluator":
+        rows.append((str(task), "outside of the cluster", "this process"))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    read = [f"  {name}={short(value)}" for name, value in found.variables.items()]
+    sets = [f"and sets {name}={value}" for name, value in found.environ.items()]
+    return "\n".join([f"from {found.source}", *read, *table, *sets])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

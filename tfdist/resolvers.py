@@ -1,0 +1,263 @@
+"""The environment to a cluster and this process's task in it, for each system that starts processes. No TensorFlow here.
+
+Who is asked, in this order, and the variable that tells it is there:
+
+    (hosts)      before all others, what was given: see `host_list.py`
+    tf_config    TF_CONFIG: `tfdist.launch`, Kubeflow's TFJob, by hand
+    open_mpi     OMPI_COMM_WORLD_SIZE; before Slurm, in whose jobs mpirun may run
+    slurm        SLURM_STEP_ID, which srun sets for the tasks of a step
+    sagemaker    SM_HOSTS
+    kubernetes   TFDIST_PODS, which the manifests of `python -m tfdist.cluster emit` set
+
+A new one is a function of the variables, and a line in `RESOLVERS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from tfdist import host_list, node_lists, rendezvous
+from tfdist.cluster import ClusterSpec, TaskSpec, from_tf_config
+from tfdist.errors import ConfigError, collected, shown, unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A cluster, this process's task in it, and where it says so.
+
+    Attributes:
+        cluster: The addresses of all tasks.
+        task: This process's task.
+        source: The resolver's name.
+        variables: What it read, by name.
+        environ: What this process's environment lacks: its share of the GPUs.
+    """
+
+    cluster: ClusterSpec
+    task: TaskSpec
+    source: str
+    variables: Mapping[str, str]
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def enter(self) -> tuple[ClusterSpec, TaskSpec]:
+        """Returns cluster and task, once this process's environment has what it lacked."""
+        os.environ.update(self.environ)
+        return self.cluster, self.task
+
+
+class Variables:
+    """An environment that remembers what of it was read.
+
+    Attributes:
+        read: The variables that were read and set.
+    """
+
+    def __init__(self, environ: Mapping[str, str]):
+        self._environ = environ
+        self.read: dict[str, str] = {}
+
+    def get(self, *names: str) -> str:
+        """Returns the first of the variables that is set and not empty, or an empty text."""
+        for name in names:
+            if value := self._environ.get(name, "").strip():
+                self.read[name] = value
+                return value
+        return ""
+
+    def need(self, *names: str) -> str:
+        """As `get`, where one of them must be set."""
+        if value := self.get(*names):
+            return value
+        raise ConfigError(f"{' or '.join(names)} must be set where {next(iter(self.read))} is.")
+
+    def number(self, *names: str) -> int:
+        """As `need`, a whole number from 0."""
+        value = self.need(*names)
+        if not (value.isascii() and value.isdigit() and len(value) < 10):
+            name = next(name for name in names if self.read.get(name) == value)
+            raise ConfigError(f"{name} must be a whole number from 0. Received: {shown(value)}.")
+        return int(value)
+
+
+class _Ranks(NamedTuple):
+    """Tasks without roles: the address of each rank, this process's, and where it is on its host."""
+
+    addresses: Sequence[str]
+    rank: int
+    local: int = 0  # among the tasks of this host
+    here: int = 1  # how many there are of them
+
+
+def find(environ: Mapping[str, str] | None = None, source: str = "auto", ps: int = 0, **given: str) -> Found | None:
+    """Returns the cluster that was given or that the environment describes, or None where there is none.
+
+    Args:
+        environ: The environment; None means this process's.
+        source: Who is asked: one of `RESOLVERS`; `"auto"`, all of them in their order; `"none"`.
+        ps: How many ranks are parameter servers, where the environment tells ranks and no roles: rank 0 is then the chief, the
+            last `ps` ranks are servers, and those between are workers. 0 makes all of them workers.
+        **given: What `host_list.cluster` takes, instead of the environment.
+
+    Raises:
+        ConfigError: With every fault of what the environment describes, or it tells nothing of `source`.
+    """
+    if source not in ("auto", "none", *RESOLVERS):
+        raise ConfigError(unknown("cluster source", source, ("auto", "none", *RESOLVERS)))
+    if any(given.values()):
+        return Found(*host_list.cluster(ps=ps, **given), "hosts", {name: text for name, text in given.items() if text})
+    environ = os.environ if environ is None else environ
+    for name in RESOLVERS if source == "auto" else () if source == "none" else (source,):
+        if found := _ask(name, environ, ps):
+            return found
+    if source in RESOLVERS:
+        raise ConfigError(f"the environment tells of no cluster of {source}: {RESOLVERS[source][0]} is not set.")
+    return None
+
+
+def find_cluster(ps: int = 0) -> tuple[ClusterSpec, TaskSpec] | None:
+    """Returns the cluster that this process's environment describes and its task, or None where it describes none.
+
+    Args:
+        ps: As for `find`.
+
+    Raises:
+        ConfigError: As `find`.
+    """
+    found = find(ps=ps)
+    return found.enter() if found else None
+
+
+def _ask(name: str, environ: Mapping[str, str], ps: int) -> Found | None:
+    sign, resolver = RESOLVERS[name]
+    variables = Variables(environ)
+    if not variables.get(sign):
+        return None
+    faults: list[str] = []
+    with collected(faults):
+        found = resolver(variables)
+        if found is None:
+            return None
+        if isinstance(found, _Ranks):
+            cluster, task = host_list.with_roles(found.addresses, found.rank, ps)
+            return Found(cluster, task, name, variables.read, share_of_gpus(variables, found.local, found.here))
+        return Found(*found, name, variables.read)
+    raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
+
+
+def _tf_config(variables: Variables) -> tuple[ClusterSpec, TaskSpec] | None:
+    text = variables.get("TF_CONFIG")
+    return from_tf_config(text) if "".join(text.split()) != "{}" else None
+
+
+def _open_mpi(variables: Variables) -> _Ranks | None:
+    rank, size = variables.number("OMPI_COMM_WORLD_RANK"), variables.number("OMPI_COMM_WORLD_SIZE")
+    local, here = variables.number("OMPI_COMM_WORLD_LOCAL_RANK"), variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")
+    job = variables.need("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    port = _port(variables, job)
+    if here == size:
+        return _Ranks([f"127.0.0.1:{port + each}" for each in range(size)], rank, local, here)
+    # mpirun tells nobody where the others are.
+    folder = variables.need("TFDIST_RENDEZVOUS")
+    addresses = rendezvous.exchange(folder, job, rank, size, f"{socket.gethostname()}:{port + local}")
+    return _Ranks(addresses, rank, local, here)
+
+
+def _slurm(variables: Variables) -> _Ranks | None:
+    rank, step = variables.number("SLURM_PROCID"), variables.need("SLURM_STEP_ID")
+    nodes = node_lists.hosts(variables.need("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    counts = node_lists.tasks_per_node(variables.need("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    size = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    if len(counts) != len(nodes) or sum(counts) != size:
+        raise ConfigError(
+            f"the nodes, the tasks on each and the number of tasks do not agree. Received: {len(nodes)} nodes, {sum(counts)} "
+            f"tasks on {len(counts)} nodes, {size} tasks."
+        )
+    places = node_lists.places(counts, variables.get("SLURM_DISTRIBUTION"), variables.get("SLURM_DIST_PLANESIZE"))
+    node, local = variables.number("SLURM_NODEID"), variables.number("SLURM_LOCALID")
+    if places[rank : rank + 1] != [(node, local)]:
+        raise ConfigError(
+            f"task {rank} is task {local} of node {node}, which no known distribution makes of {size} tasks; use "
+            f"srun --distribution=block. Received: {variables.get('SLURM_DISTRIBUTION') or 'none'}."
+        )
+    if reserved := variables.get("SLURM_STEP_RESV_PORTS"):
+        ports = [int(port) for port in node_lists.hosts(f"[{reserved}]")]
+    else:
+        first = _port(variables, f"{variables.need('SLURM_JOB_ID', 'SLURM_JOBID')}.{step}")
+        ports = [first + each for each in range(max(counts))]
+    if len(ports) < max(counts):
+        raise ConfigError(
+            f"a node with {max(counts)} tasks needs as many ports; srun --resv-ports={max(counts)}. "
+            f"Received: SLURM_STEP_RESV_PORTS={reserved}."
+        )
+    names = nodes if len(nodes) > 1 else ["127.0.0.1"]
+    return _Ranks([f"{names[node]}:{ports[each]}" for node, each in places], rank, local, counts[node])
+
+
+def _sagemaker(variables: Variables) -> _Ranks | None:
+    text = variables.get("SM_HOSTS")
+    try:
+        hosts = json.loads(text)
+    except ValueError:
+        hosts = None
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
+        raise ConfigError(f'SM_HOSTS must be a list such as ["algo-1", "algo-2"]. Received: {shown(text)}.')
+    if len(hosts) == 1:
+        return None
+    if (current := variables.need("SM_CURRENT_HOST")) not in hosts:
+        raise ConfigError(f"SM_CURRENT_HOST must be one of SM_HOSTS, {', '.join(hosts)}. Received: {shown(current)}.")
+    return _Ranks([f"{host}:{_port(variables)}" for host in hosts], hosts.index(current))
+
+
+def _kubernetes(variables: Variables) -> _Ranks | None:
+    """Pods of an Indexed Job or a StatefulSet are called NAME-INDEX, under a headless service."""
+    size, service = variables.number("TFDIST_PODS"), variables.need("TFDIST_SERVICE")
+    name, dash, index = variables.need("TFDIST_POD", "HOSTNAME").partition(".")[0].rpartition("-")
+    index = variables.get("JOB_COMPLETION_INDEX") or index
+    if not dash or not index.isdigit() or int(index) >= size:
+        raise ConfigError(
+            f"HOSTNAME must be NAME-INDEX, as of an Indexed Job's or a StatefulSet's pod, with an index of 0 to {size - 1}. "
+            f"Received: {shown(variables.get('TFDIST_POD', 'HOSTNAME'))}."
+        )
+    if size == 1:
+        return None
+    return _Ranks([f"{name}-{each}.{service}:{_port(variables)}" for each in range(size)], int(index))
+
+
+# By name, the variable that tells of it, and the resolver, in the order in which they are asked.
+RESOLVERS: dict[str, tuple[str, Callable[[Variables], _Ranks | tuple[ClusterSpec, TaskSpec] | None]]] = {
+    "tf_config": ("TF_CONFIG", _tf_config),
+    "open_mpi": ("OMPI_COMM_WORLD_SIZE", _open_mpi),
+    "slurm": ("SLURM_STEP_ID", _slurm),
+    "sagemaker": ("SM_HOSTS", _sagemaker),
+    "kubernetes": ("TFDIST_PODS", _kubernetes),
+}
+
+
+def _port(variables: Variables, job: str = "") -> int:
+    """Returns TFDIST_PORT; or where several jobs may share a host, one that is this job's own, most likely."""
+    if variables.get("TFDIST_PORT"):
+        return variables.number("TFDIST_PORT")
+    return 10000 + zlib.crc32(job.encode()) % 20000 if job else host_list.PORT
+
+
+def share_of_gpus(variables: Variables, local: int, here: int) -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES where tasks of one host see the same GPUs, each its part; else nothing.
+
+    Args:
+        variables: The environment.
+        local: This task's number on its host.
+        here: How many tasks the host has.
+    """
+    if here == 1 or variables.get(
+        "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"
+    ):
+        return {}
+    visible = [each.strip() for each in variables.get("CUDA_VISIBLE_DEVICES").split(",") if each.strip()]
+    each = len(visible) // here
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[local * each : (local + 1) * each])} if each else {}
