@@ -120,6 +120,10 @@ def test_an_index_may_be_a_text_as_schedulers_write_it():
             tf_config({"chief": ["c:1"], "worker": ["h:1"], "ps": ["h:1"]}),
             "ps:0: address 'h:1' is already that of worker:0",
         ),
+        (
+            tf_config({"worker": ["h:1", "localhost:2"]}),
+            "worker:1: address 'localhost:2' is each host's own, but worker:0 is at 'h:1'; write the name",
+        ),
         (tf_config({"worker": ["h:0"]}), "port 0 of 'h:0' is out of range; expected 1 to 65535."),
         (tf_config({"worker": ["h:65536"]}), "port 65536 of 'h:65536' is out of range"),
         (tf_config({"worker": ["h:" + "9" * 5000]}), "is out of range"),
@@ -314,7 +318,8 @@ nearly_valid = st.fixed_dictionaries(
 @st.composite
 def valid(draw):
     """A cluster and one of its tasks."""
-    names = st.from_regex(r"[a-z0-9.-]{1,9}|\[[0-9a-f:]{2,9}\]", fullmatch=True)
+    names = st.from_regex(r"[a-k][a-z0-9.-]{0,8}|\[[0-9a-f:]{2,9}\]", fullmatch=True)
+    names = names.filter(lambda name: name != "[::1]")  # which is no other host's
     addresses = st.builds("{}:{}".format, names, st.integers(1, 65535))
     hosts = draw(st.lists(addresses, min_size=1, max_size=6, unique=True))
     ps = draw(st.integers(0, max(len(hosts) - 2, 0)))

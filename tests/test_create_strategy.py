@@ -436,8 +436,16 @@ def test_strategy_config_and_datasets_of_functions(trainer):
 @pytest.mark.parametrize(
     ("jobs", "task", "sentence"),
     [
-        (None, None, "parameter_server needs a cluster: set TF_CONFIG in each task's process, or start them with"),
-        ({"worker": ["h:1"]}, ("worker", 0), "add addresses to job 'chief' and 'ps'. Received: worker (1)."),
+        (
+            None,
+            None,
+            "parameter_server needs a cluster: start its tasks with a scheduler, with --hosts, with TF_CONFIG",
+        ),
+        (
+            {"worker": ["h:1"]},
+            ("worker", 0),
+            "add addresses to job 'chief' and 'ps'. Received: worker (1). Of a scheduler's ranks,",
+        ),
         ({"chief": ["h:1"], "worker": ["h:2"]}, ("chief", 0), "job 'ps'. Received: chief (1), worker (1)."),
         (
             {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]},

@@ -16,7 +16,7 @@ def listening():
 
 
 def cluster(*addresses):
-    return ClusterSpec({"chief": ["127.0.0.1:1"], "worker": addresses})
+    return ClusterSpec({"chief": ["c:1"], "worker": addresses})
 
 
 def test_what_listens_is_reached(listening):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 from hypothesis import given
@@ -48,6 +49,9 @@ RECORDED_OPEN_MPI = {
     "OMPI_MCA_ess_base_jobid": "1439236097",
     "PMIX_NAMESPACE": "1439236097",
 }
+
+
+OWN = socket.gethostname()
 
 
 def slurm(nodes, tasks, rank, node, local, **more):
@@ -316,11 +320,15 @@ def test_tasks_per_node():
             "chief:0",
         ),
         (
-            {"hosts": "localhost:1,no-such-host.invalid:1"},
-            {"worker": ["localhost:1", "no-such-host.invalid:1"]},
+            {"hosts": f"{OWN}:1,no-such-host.invalid:1"},
+            {"worker": [f"{OWN}:1", "no-such-host.invalid:1"]},
             "worker:0",
         ),
-        ({"hosts": "[::1]:5,fd00::1", "task": "worker:1"}, {"worker": ["[::1]:5", "[fd00::1]:2222"]}, "worker:1"),
+        (
+            {"hosts": "[fd00::2]:5,fd00::1", "task": "worker:1"},
+            {"worker": ["[fd00::2]:5", "[fd00::1]:2222"]},
+            "worker:1",
+        ),
     ],
 )
 def test_a_list_of_hosts_is_a_cluster(given, jobs, task):

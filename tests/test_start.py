@@ -14,7 +14,7 @@ import time
 import pytest
 
 from tests import hosts
-from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
+from tfdist.cluster import ClusterSpec, TaskSpec, free_ports, local_cluster
 
 ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.timeout(300)
@@ -114,16 +114,16 @@ def test_a_name_may_come_late(tasks, tmp_path):
     """As on Kubernetes: a peer's name is not known before its pod is."""
     if hosts.missing():
         pytest.skip(hosts.missing())
-    first, second = local_cluster(2).jobs["worker"]
-    cluster = ClusterSpec({"worker": [first, f"late-peer:{second.rpartition(':')[2]}"]})
+    first, second = free_ports(2)
+    cluster = ClusterSpec({"worker": [f"early-peer:{first}", f"late-peer:{second}"]})
     names = tmp_path / "hosts"
-    names.write_text("127.0.0.1 localhost\n")
+    names.write_text("127.0.0.1 localhost early-peer\n")
     own = ["unshare", "--mount", "sh", "-c", f'mount --bind {names} /etc/hosts && exec "$@"', "sh"]
     tasks.start(cluster, 0, before=own)
     tasks.start(cluster, 1, before=own)
     time.sleep(20)
     assert all(process.poll() is None for process in tasks.processes), tasks.log()
-    names.write_text("127.0.0.1 localhost late-peer\n")
+    names.write_text("127.0.0.1 localhost early-peer late-peer\n")
     tasks.finish()
     assert re.search(r"waiting for worker:1 at late-peer:\d+ \(.*name", tasks.log())
 
@@ -152,3 +152,12 @@ def test_a_host_that_is_stopped_before_the_start_is_reported_by_the_other(tasks,
     second.kill()
     assert first.wait(60) == 1
     assert f"Waited 12 s for worker:1 at {hosts.ADDRESSES[1]}:2222 (connection refused)" in tasks.log(0)
+
+
+def test_a_process_may_make_a_second_strategy(tmp_path):
+    """Whose server is there: its own port is not taken by another."""
+    script = "import tfdist\nfor _ in range(2):\n    tfdist.create_strategy('multi_worker_mirrored')\nprint('made')"
+    cluster = local_cluster(1)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CONFIG": cluster.to_tf_config(TaskSpec("worker", 0))}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "made\n"), done.stderr

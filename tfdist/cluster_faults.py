@@ -10,6 +10,7 @@ from tfdist.errors import short, shown, unknown
 
 JOBS = ("chief", "worker", "ps")
 TASK_TYPES = (*JOBS, "evaluator")
+_LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):[0-9]+", re.IGNORECASE)
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]+)")
 
 
@@ -38,6 +39,14 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{task}: address {address!r} is already that of {owner[same]}; every task needs its own."
             else:
                 owner[same] = task
+    # Every host would take it for itself (tensorflow#57372).
+    here = [address for address in owner if _LOOPBACK.fullmatch(address)]
+    if here and len(here) < len(owner):
+        other = next(address for address in owner if address not in here)
+        yield (
+            f"{owner[here[0]]}: address {here[0]!r} is each host's own, but {owner[other]} is at {other!r}; write the name by "
+            "which the others reach it."
+        )
     chiefs = jobs.get("chief", ())
     if isinstance(chiefs, (list, tuple)) and len(chiefs) > 1:
         yield f"a cluster has at most one chief; make the others workers. Received: {len(chiefs)}."

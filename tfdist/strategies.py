@@ -125,12 +125,13 @@ def _parameter_server(
     cluster = cluster or resolvers.find_cluster()
     if cluster is None:
         raise ConfigError(
-            "parameter_server needs a cluster: set TF_CONFIG in each task's process, or start them with "
-            "python -m tfdist.launch --workers=2 --ps=1 -- python script.py"
+            "parameter_server needs a cluster: start its tasks with a scheduler, with --hosts, with TF_CONFIG in each one's "
+            "environment, or with python -m tfdist.launch --workers=2 --ps=1 -- python script.py"
         )
     spec, task = cluster
     if faults := list(spec.parameter_server_faults()):
-        raise ConfigError(faults)
+        ranks = " Of a scheduler's ranks, say how many serve: --config.cluster.ps=1, or tfdist.find_cluster(ps=1)."
+        raise ConfigError(fault + ranks * (list(spec.jobs) == ["worker"]) for fault in faults)
     if task.type == "evaluator":
         raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
     preflight.pass_by_proxies(spec)
