@@ -6,12 +6,15 @@ import json
 import os
 import shlex
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist import cluster, resolvers
+from tfdist import cluster, preflight, resolvers
 from tfdist.cluster import ClusterSpec, TaskSpec, from_tf_config
 from tfdist.cluster.__main__ import main
 from tfdist.errors import ConfigError
@@ -82,6 +85,7 @@ def test_an_index_may_be_a_text_as_schedulers_write_it():
         ('{"cluster": {"worker": ["h:1"]}, "tsk": {}}', '\'task\' is missing: add {"type": "worker", "index": 0}'),
         ('{"clutser": {}, "task": {"type": "worker", "index": 0}}', 'add {"worker": ["host0:2222", '),
         ('{"clutser": {}, "task": {"type": "worker", "index": 0}}', "Received: 'clutser', 'task'"),
+        ('{"sparseCluster": {"worker": {"1": "w1:1"}}, "task": {}}', "leave enableDynamicWorker out of the TFJob"),
         (tf_config({}), "'cluster' must be an object"),
         (tf_config(["h:1"]), "'cluster' must be an object"),
         (tf_config({"worker": "h:1"}), "job 'worker' must be a list of 'host:port'. Received: 'h:1'"),
@@ -408,3 +412,32 @@ def test_a_text_cut_off_or_spoiled_never_gives_another_error(found, piece, at):
             from_environment({"TF_CONFIG": spoiled})
         except ConfigError as e:
             check_sentences(e)
+
+
+def test_check_connects(capsys, monkeypatch):
+    """To the others, of which one is there as a task says it, and one is not."""
+    own, other, absent = (f"127.0.0.1:{port}" for port in cluster.free_ports(3))
+    spec = ClusterSpec({"worker": [own, other]})
+    monkeypatch.setenv("TF_CONFIG", spec.to_tf_config(TaskSpec("worker", 0)))
+    monkeypatch.setenv("http_proxy", "http://proxy:1")
+    with preflight.at_own_address(spec, TaskSpec("worker", 1)):
+        code, out, err = run(capsys, "check", "--connect", "--timeout=5")
+    assert (code, err) == (0, "")
+    assert "http_proxy=http://proxy:1" in out and out.endswith("OK: all tasks can be reached\n")
+    monkeypatch.setenv("TF_CONFIG", tf_config({"worker": [own, absent]}))
+    code, out, err = run(capsys, "check", "--connect", "--timeout=0.5")
+    assert code == 1 and f"worker:1 at {absent} (connection refused)" in err
+
+
+def test_every_wrong_tf_config_is_told_at_once_and_soon():
+    jobs = {"worker_hosts": ["a:1"], "worker": ["http://h:1", "u@h:2", "h:3", "h:3"], "chief": ["x:1", "y:1"]}
+    environ = {**os.environ, "TF_CONFIG": tf_config(jobs, {"type": "worker", "index": 9})}
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "tfdist.cluster", "check"], env=environ, capture_output=True, text=True
+        )
+        seconds.append(time.monotonic() - began)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 6), done.stderr
+    assert min(seconds) < 0.5

@@ -1,6 +1,8 @@
 """What can be reached, and how a wait for it ends."""
 
+import os
 import socket
+import threading
 
 import pytest
 
@@ -21,6 +23,77 @@ def cluster(*addresses):
 
 def test_what_listens_is_reached(listening):
     assert preflight.unreachable(listening) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"\x00\x00\x18\x04\x00\x00", ""),  # TensorFlow's server
+        (b"SSH-2.0-OpenSSH\r\n", "another program answers there"),
+        ("own", ""),
+        ("index", "worker:0 answers there, not worker:1"),
+        ("cluster", "worker:1 of a cluster with other addresses answers there"),
+    ],
+)
+def test_who_answers_is_known(said, reason):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        spec = ClusterSpec({"worker": ["127.0.0.1:1", f"127.0.0.1:{server.getsockname()[1]}"]})
+        worker = spec.tasks()[1]
+        answers = {
+            "own": preflight.greeting(spec, worker),
+            "index": preflight.greeting(spec, spec.tasks()[0]),
+            "cluster": preflight.greeting(ClusterSpec({"worker": ["h:1", "h:2"]}), worker),
+        }
+        answer = said if isinstance(said, bytes) else answers[said].encode() + b"\n"
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert preflight.missing(spec, [worker]) == ({worker: reason} if reason else {})
+        thread.join()
+
+
+def test_a_port_that_is_taken_is_named_with_its_owner(listening):
+    spec = cluster("h:1", "h:2")
+    port = listening.rpartition(":")[2]
+    spec = ClusterSpec({"worker": [f"h:{port}"]})
+    with (
+        pytest.raises(ClusterError, match=rf"port {port} is taken by pid {os.getpid()} "),
+        preflight.at_own_address(spec, spec.tasks()[0]),
+    ):
+        pass
+
+
+def test_afterwards_the_port_is_free():
+    (port,) = free_ports(1)
+    spec = ClusterSpec({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]})
+    for _ in range(3):
+        with preflight.at_own_address(spec, spec.tasks()[0]):
+            assert preflight.missing(spec, spec.tasks()[:1]) == {}
+        with socket.create_server(("127.0.0.1", port), reuse_port=True):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "after"),
+    [
+        ({}, "no_proxy", "h0,h1"),
+        ({"no_proxy": "a,h1"}, "no_proxy", "a,h1,h0"),
+        ({"no_grpc_proxy": "a"}, "no_grpc_proxy", "a,h0,h1"),
+    ],
+)
+def test_the_clusters_hosts_are_reached_without_a_proxy(monkeypatch, before, name, after):
+    for each in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(each, raising=False)
+    for each, value in before.items():
+        monkeypatch.setenv(each, value)
+    monkeypatch.setenv("no_proxy", before.get("no_proxy", ""))
+    preflight.pass_by_proxies(ClusterSpec({"worker": ["h0:1", "h1:1"]}))
+    assert os.environ[name] == after
 
 
 def test_the_reason_is_named():

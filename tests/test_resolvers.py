@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import socket
 
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist import host_list, node_lists, resolvers
+from tfdist import host_list, node_lists, rendezvous, resolvers
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.errors import ConfigError
+from tfdist.errors import ClusterError, ConfigError
 
 # Recorded from `srun -n 3 --overcommit` of Slurm 22.05 on one node.
 RECORDED_SLURM = {
@@ -182,6 +183,7 @@ def test_an_environment_is_a_cluster(environ, ps, source, jobs, task):
         {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
         {"TF_CONFIG": "{}"},
         {"TFDIST_PODS": "1", "TFDIST_SERVICE": "s", "HOSTNAME": "s-0"},
+        slurm("n1", "1", 0, 0, 0),
     ],
 )
 def test_one_process_is_no_cluster(environ):
@@ -374,3 +376,34 @@ def test_json_of_a_cluster_is_what_tf_config_has():
         "cluster": {"worker": ["n1:2000", "n2:2000"]},
         "task": {"type": "worker", "index": 1},
     }
+
+
+def test_a_job_without_srun_is_told():
+    assert "this Slurm job has 2 tasks" in resolvers.overlooked(RECORDED_BATCH)
+    assert resolvers.overlooked({}) == resolvers.overlooked(RECORDED_SLURM) == ""
+
+
+def test_ranks_meet_in_a_folder(tmp_path):
+    """Open MPI on two hosts, whose environments say nothing of each other; written by hand."""
+
+    def resolve(rank):
+        environ = {**RECORDED_OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+        environ |= {
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            "TFDIST_RENDEZVOUS": str(tmp_path),
+            "TFDIST_PORT": str(2000 + rank),
+        }
+        return resolvers.find(environ)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = list(pool.map(resolve, range(2)))
+    assert [str(each.task) for each in found] == ["worker:0", "worker:1"]
+    assert found[0].cluster == found[1].cluster == ClusterSpec({"worker": [f"{OWN}:2000", f"{OWN}:2001"]})
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    with pytest.raises(ClusterError, match=r"Waited 0 s for the addresses of rank 0, 2 in .*/job-3\. Are they started"):
+        rendezvous.exchange(str(tmp_path), "job", 1, 3, "h:1", timeout=0.3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ClusterError, match=r"rank 1 cannot write its address to .*Not a directory"):
+        rendezvous.exchange(str(tmp_path / "file"), "job", 1, 3, "h:1")

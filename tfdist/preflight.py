@@ -23,6 +23,7 @@ START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 _ANSWER = 3.0  # how long an address may take to answer
 _GREETING = b"tfdist "
+_SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
 
 
 def unreachable(address: str, timeout: float = _ANSWER, expected: str = "") -> str:
@@ -44,14 +45,16 @@ def unreachable(address: str, timeout: float = _ANSWER, expected: str = "") -> s
 
 
 def _mistaken(connection: socket.socket, expected: str) -> str:
-    """Returns who has answered, where it is one of us, and another one than expected."""
+    """Returns who has answered, where it is neither who was expected, nor TensorFlow's server."""
     connection.settimeout(_ANSWER)
     try:
-        said = connection.recv(200)  # TensorFlow's server speaks first, too
-    except OSError:
+        said = connection.recv(200)
+    except TimeoutError:
+        said = b""
+    if said[3:4] == _SETTINGS:  # TensorFlow's server speaks first, too
         return ""
     if not said.startswith(_GREETING):
-        return ""
+        return "another program answers there"
     found = said.decode(errors="replace").strip()
     if found == expected:
         return ""

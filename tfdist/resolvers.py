@@ -112,12 +112,23 @@ def find(environ: Mapping[str, str] | None = None, source: str = "auto", ps: int
     if any(given.values()):
         return Found(*host_list.cluster(ps=ps, **given), "hosts", {name: text for name, text in given.items() if text})
     environ = os.environ if environ is None else environ
+    if source in RESOLVERS and not environ.get(sign := RESOLVERS[source][0]):
+        raise ConfigError(f"the environment tells of no cluster of {source}: {sign} is not set.")
     for name in RESOLVERS if source == "auto" else () if source == "none" else (source,):
         if found := _ask(name, environ, ps):
             return found
-    if source in RESOLVERS:
-        raise ConfigError(f"the environment tells of no cluster of {source}: {RESOLVERS[source][0]} is not set.")
     return None
+
+
+def overlooked(environ: Mapping[str, str] | None = None) -> str:
+    """Returns what seems to be meant where there is no cluster, or an empty text."""
+    environ = os.environ if environ is None else environ
+    tasks = environ.get("SLURM_NTASKS", "1")
+    if tasks != "1" and not environ.get("SLURM_STEP_ID"):
+        return (
+            f"this Slurm job has {tasks} tasks, of which a script's own shell starts one: put srun before the command"
+        )
+    return ""
 
 
 def find_cluster(ps: int = 0) -> tuple[ClusterSpec, TaskSpec] | None:
@@ -144,6 +155,8 @@ def _ask(name: str, environ: Mapping[str, str], ps: int) -> Found | None:
         if found is None:
             return None
         if isinstance(found, _Ranks):
+            if len(found.addresses) == 1:
+                return None  # one process alone, which may start others
             cluster, task = host_list.with_roles(found.addresses, found.rank, ps)
             return Found(cluster, task, name, variables.read, share_of_gpus(variables, found.local, found.here))
         return Found(*found, name, variables.read)
@@ -207,8 +220,6 @@ def _sagemaker(variables: Variables) -> _Ranks | None:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
         raise ConfigError(f'SM_HOSTS must be a list such as ["algo-1", "algo-2"]. Received: {shown(text)}.')
-    if len(hosts) == 1:
-        return None
     if (current := variables.need("SM_CURRENT_HOST")) not in hosts:
         raise ConfigError(f"SM_CURRENT_HOST must be one of SM_HOSTS, {', '.join(hosts)}. Received: {shown(current)}.")
     return _Ranks([f"{host}:{_port(variables)}" for host in hosts], hosts.index(current))
@@ -224,8 +235,6 @@ def _kubernetes(variables: Variables) -> _Ranks | None:
             f"HOSTNAME must be NAME-INDEX, as of an Indexed Job's or a StatefulSet's pod, with an index of 0 to {size - 1}. "
             f"Received: {shown(variables.get('TFDIST_POD', 'HOSTNAME'))}."
         )
-    if size == 1:
-        return None
     return _Ranks([f"{name}-{each}.{service}:{_port(variables)}" for each in range(size)], int(index))
 
 

@@ -218,6 +218,8 @@ def main(argv: Sequence[str]) -> int:
             config, workdir = parsed
             if found is None and (config.cluster.workers > 1 or config.cluster.ps):
                 return launch(config, argv, workdir)
+            if found is None and (hint := resolvers.overlooked()):
+                print(f"tfdist: training in one process, though {hint}.", flush=True)
             try:
                 train(config, workdir, cluster=found.enter() if found else None)
             except (ClusterError, BackupError) as e:

@@ -386,5 +386,5 @@ def _refuse_to_train_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy:
     if found and found[1].type != "evaluator" and len(found[0].training_tasks()) > 1:
         raise ConfigError(
             f"{strategy} trains in one process, but this one is {found[1]} of {len(found[0].training_tasks())} training "
-            "tasks (TF_CONFIG); use strategy multi_worker_mirrored, or unset TF_CONFIG."
+            "tasks; use strategy multi_worker_mirrored, or start one task alone (and unset TF_CONFIG)."
         )

@@ -105,6 +105,12 @@ def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
         raise ConfigError(f"TF_CONFIG is not JSON: {e}. Received: {short(text)}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"TF_CONFIG must be a JSON object with 'cluster' and 'task'. Received: {short(text)}")
+    if "sparseCluster" in config and "cluster" not in config:
+        raise ConfigError(
+            "TF_CONFIG has 'sparseCluster', in which a task is told of itself and the servers alone (kubeflow/trainer#1763), "
+            "while TensorFlow 2 needs the addresses of all: leave enableDynamicWorker out of the TFJob. "
+            f"Received: {short(text)}"
+        )
     faults: list[str] = []
     for part, example in (
         ("cluster", '{"worker": ["host0:2222", "host1:2222"]}, with the addresses of all tasks'),
