@@ -53,7 +53,8 @@ def test_who_answers_is_known(said, reason):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert preflight.missing(spec, [worker]) == ({worker: reason} if reason else {})
+        expected = preflight.greeting(spec, worker)
+        assert preflight.unreachable(spec.address(worker), expected=expected) == reason
         thread.join()
 
 
@@ -73,7 +74,8 @@ def test_afterwards_the_port_is_free():
     spec = ClusterSpec({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]})
     for _ in range(3):
         with preflight.at_own_address(spec, spec.tasks()[0]):
-            assert preflight.missing(spec, spec.tasks()[:1]) == {}
+            own = spec.tasks()[0]
+            assert preflight.unreachable(spec.address(own), expected=preflight.greeting(spec, own)) == ""
         with socket.create_server(("127.0.0.1", port), reuse_port=True):
             pass
 
@@ -117,7 +119,7 @@ def test_ipv6_addresses_lose_their_brackets(monkeypatch):
 def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
     answers = iter(["connection refused", "no answer", "", "no answer", ""])
-    monkeypatch.setattr(preflight, "unreachable", lambda address, expected: next(answers))
+    monkeypatch.setattr(preflight, "unreachable", lambda address, **_: next(answers))
     times = iter(range(0, 1000, 6))
     preflight.wait_for(spec, spec.tasks()[1:], clock=lambda: next(times), sleep=lambda seconds: None)
     assert next(answers, None) is None, "those that are there are asked no more"
@@ -126,7 +128,7 @@ def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
 
 def test_a_wait_has_a_limit(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
-    monkeypatch.setattr(preflight, "unreachable", lambda address, expected: "no answer" if address == "h:2" else "")
+    monkeypatch.setattr(preflight, "unreachable", lambda address, **_: "no answer" if address == "h:2" else "")
     times = iter(range(0, 1000, 6))
     with pytest.raises(ClusterError, match=r"Waited 60 s for worker:1 at h:2 \(no answer\)\. Is it started"):
         preflight.wait_for(spec, spec.tasks()[1:], 60, clock=lambda: next(times), sleep=lambda seconds: None)

@@ -65,7 +65,7 @@ def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[st
     if typed("jit_compile", "precision", "optimizer", "strategy") and config.strategy.name == "parameter_server":
         yield from _parameter_server_faults(config)
     least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
-    least_values |= {"max_restarts": 0, "start_timeout": 0}
+    least_values |= {"max_restarts": 0, "start_timeout": 1}
     for name, least in least_values.items():
         if typed(name) and not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
             yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."

@@ -53,6 +53,8 @@ class Job:
             yield f"memory must be a number with K, M, G or T, such as 4G. Received: {shown(self.memory)}."
         if self.cpus < 1 or self.gpus < 0:
             yield f"cpus must be 1 or more, and gpus 0 or more. Received: {self.cpus} and {self.gpus}."
+        if not 0 < self.notice < 2**16:
+            yield f"notice must be 1 to 65535 seconds. Received: {self.notice}."
         if self.time and not re.fullmatch(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", self.time):
             yield f"time must be such as 2:00:00 or 1-12. Received: {shown(self.time)}."
 
@@ -79,7 +81,7 @@ def slurm(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[st
         f"--job-name={job.name}",
         f"--ntasks={tasks(config)}",
         f"--cpus-per-task={job.cpus}",
-        f"--mem-per-cpu={_megabytes(job.memory) // job.cpus}M",
+        f"--mem-per-cpu={max(1, _megabytes(job.memory) // job.cpus)}M",
         *([f"--gpus-per-task={job.gpus}"] if job.gpus else []),
         *([f"--time={job.time}"] if job.time else []),
         f"--signal=TERM@{job.notice}",
@@ -92,7 +94,8 @@ def slurm(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[st
 {lines}
 
 # {job.notice} s before the time limit, or at `scancel --signal=TERM JOB`, the tasks save and end with exit code {PREEMPTED}.
-srun --kill-on-bad-exit=1 --label {_command(arguments)}
+# One that ends first must not have the others killed: they may still be saving.
+srun --cpus-per-task={job.cpus} --kill-on-bad-exit=0 --wait=0 --label {_command(arguments)}
 code=$?
 if [ "$code" -eq {PREEMPTED} ]; then
   scontrol requeue "$SLURM_JOB_ID"

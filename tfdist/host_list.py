@@ -130,13 +130,13 @@ def _is_here(address: str) -> bool:
     host = address.rpartition(":")[0].strip("[]")
     try:
         known = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     for family, kind, protocol, _, place in known:
-        with socket.socket(family, kind, protocol) as s:
-            try:
+        try:
+            with socket.socket(family, kind, protocol) as s:
                 s.bind(place)
-            except OSError:
-                continue
-            return True
+        except OSError:  # another host's, or no such addresses here
+            continue
+        return True
     return False

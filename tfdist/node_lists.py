@@ -102,7 +102,7 @@ def places(counts: list[int], distribution: str = "", plane_size: str = "") -> l
         plane_size: How many at a time.
     """
     kind, _, size = re.split("[:,]", distribution.lower())[0].partition("=")
-    plane = int(size or plane_size) if (size or plane_size).isdigit() else 1
+    plane = max(1, int(size or plane_size)) if (size or plane_size).isdigit() else 1
     at_once = {"cyclic": 1, "plane": plane}.get(kind, max(counts, default=1))
     found: list[tuple[int, int]] = []
     done = [0] * len(counts)

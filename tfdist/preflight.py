@@ -26,25 +26,28 @@ _GREETING = b"tfdist "
 _SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
 
 
-def unreachable(address: str, timeout: float = _ANSWER, expected: str = "") -> str:
+def unreachable(address: str, timeout: float = _ANSWER, expected: str = "", serving: bool = False) -> str:
     """Returns why nothing can be reached at `address`, or an empty text where something listens.
 
     Args:
         address: `host:port`.
         timeout: Seconds to wait for an answer.
-        expected: Who should be there, as `greeting` says it: another one of us is not what is looked for.
+        expected: Who should be there, as `greeting` says it: nobody else is looked for. Empty means anybody.
+        serving: Whether it must be TensorFlow's server.
     """
     host, port = address.rsplit(":", 1)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
-            return _mistaken(connection, expected) if expected else ""
+            return _mistaken(connection, expected, serving) if expected else ""
     except TimeoutError:
         return "no answer"
+    except UnicodeError:  # of a name with too long a part, or an empty one
+        return "no name of a host"
     except OSError as e:
         return (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
 
 
-def _mistaken(connection: socket.socket, expected: str) -> str:
+def _mistaken(connection: socket.socket, expected: str, serving: bool) -> str:
     """Returns who has answered, where it is neither who was expected, nor TensorFlow's server."""
     connection.settimeout(_ANSWER)
     try:
@@ -57,7 +60,7 @@ def _mistaken(connection: socket.socket, expected: str) -> str:
         return "another program answers there"
     found = said.decode(errors="replace").strip()
     if found == expected:
-        return ""
+        return "is there, and waits for others" if serving else ""
     (_, mine, name), (_, other, task) = expected.split(" ", 2), [*found.split(" ", 2), "", ""][:3]
     return (
         f"{task} answers there, not {name}"
@@ -72,8 +75,8 @@ def greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
 
 
 def missing(cluster: ClusterSpec, tasks: Iterable[TaskSpec]) -> dict[TaskSpec, str]:
-    """Returns those of `tasks` that cannot be reached, and why."""
-    reasons = {task: unreachable(cluster.address(task), expected=greeting(cluster, task)) for task in tasks}
+    """Returns those of `tasks` at whose addresses nothing listens, and why; the system answers for a process that is busy."""
+    reasons = {task: unreachable(cluster.address(task)) for task in tasks}
     return {task: reason for task, reason in reasons.items() if reason}
 
 
@@ -86,6 +89,7 @@ def wait_for(
     cluster: ClusterSpec,
     tasks: Iterable[TaskSpec],
     timeout: float = START_TIMEOUT,
+    serving: bool = False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -95,6 +99,7 @@ def wait_for(
         cluster: Their addresses.
         tasks: The tasks.
         timeout: Seconds to wait.
+        serving: Whether for TensorFlow's servers, not for tasks that wait themselves.
         clock: Returns seconds. Injected, as `sleep`, so that tests need not wait.
         sleep: Waits some seconds.
 
@@ -102,7 +107,11 @@ def wait_for(
         ClusterError: Some task cannot be reached after `timeout`.
     """
     started = reported = clock()
-    while absent := missing(cluster, tasks):
+
+    def ask(task: TaskSpec) -> str:
+        return unreachable(cluster.address(task), expected=greeting(cluster, task), serving=serving)
+
+    while absent := {task: reason for task in tasks if (reason := ask(task))}:
         now = clock()
         if now - started > timeout:
             raise ClusterError(
@@ -188,7 +197,8 @@ def _owner(port: int) -> str:
 def pass_by_proxies(cluster: ClusterSpec) -> None:
     """Has gRPC, which heeds `http_proxy` and `https_proxy`, reach the cluster's hosts without (grpc/grpc#9989)."""
     hosts = [address.rsplit(":", 1)[0].strip("[]") for task in cluster.tasks() for address in [cluster.address(task)]]
-    for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
+    os.environ.setdefault("no_proxy", os.environ.get("NO_PROXY", ""))  # others look at the former first
+    for name in ("no_grpc_proxy", "no_proxy"):
         known = [each for each in os.environ.get(name, "").split(",") if each]
         if name == "no_proxy" or known:  # gRPC takes no_grpc_proxy before no_proxy
             os.environ[name] = ",".join(dict.fromkeys([*known, *hosts]))
@@ -208,17 +218,31 @@ def passed(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT)
         ClusterError: This task's port is taken, or other tasks are not there in time.
     """
     pass_by_proxies(cluster)
-    others = [other for other in cluster.tasks() if other != task]
     with at_own_address(cluster, task):
-        wait_for(cluster, others, timeout)
+        wait_for(cluster, [other for other in cluster.tasks() if other != task], timeout)
+    with watched(cluster, task, timeout):
+        yield
+
+
+@contextlib.contextmanager
+def watched(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> Iterator[None]:
+    """Says every 10 s whom TensorFlow waits for inside, and ends the process if it does not come back in time.
+
+    Args:
+        cluster: The cluster.
+        task: This process's task.
+        timeout: Seconds.
+    """
+    others = [other for other in cluster.tasks() if other != task]
+    ends = time.monotonic() + timeout
     done = threading.Event()
 
     def watch() -> None:
-        if done.wait(timeout):
-            return
-        absent = describe(cluster, missing(cluster, others)) or "the others, though all can be reached: see their logs"
-        print(f"tfdist: {task}: TensorFlow has waited {timeout:.0f} s for {absent}.", file=sys.stderr, flush=True)
-        os._exit(1)
+        while not done.wait(min(_REPORT_EVERY, max(0.0, ends - time.monotonic()))):
+            absent = describe(cluster, missing(cluster, others)) or "others, though all can be reached: see their logs"
+            print(f"tfdist: {task}: TensorFlow waits for {absent}", file=sys.stderr, flush=True)
+            if time.monotonic() >= ends:
+                os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="tfdist-start").start()
     try:

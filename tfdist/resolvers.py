@@ -51,6 +51,9 @@ class Found:
         return self.cluster, self.task
 
 
+_SHARED = "TFDIST_GPUS_SHARED"  # set where CUDA_VISIBLE_DEVICES is a share already
+
+
 class Variables:
     """An environment that remembers what of it was read.
 
@@ -263,10 +266,10 @@ def share_of_gpus(variables: Variables, local: int, here: int) -> dict[str, str]
         local: This task's number on its host.
         here: How many tasks the host has.
     """
-    if here == 1 or variables.get(
-        "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"
-    ):
+    bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU", _SHARED)
+    if here == 1 or bound or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
         return {}
     visible = [each.strip() for each in variables.get("CUDA_VISIBLE_DEVICES").split(",") if each.strip()]
     each = len(visible) // here
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[local * each : (local + 1) * each])} if each else {}
+    mine = ",".join(visible[local * each : (local + 1) * each])
+    return {"CUDA_VISIBLE_DEVICES": mine, _SHARED: "1"} if each else {}

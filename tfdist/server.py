@@ -48,6 +48,7 @@ def serve(cluster: ClusterSpec, task: TaskSpec, start_timeout: float = preflight
     heard.listen()
     print(f"tfdist: {task} serves at {cluster.address(task)}", flush=True)
     preflight.wait_for(cluster, [cluster.chief], start_timeout)
+    preflight.wait_for(cluster, [cluster.chief], start_timeout, serving=True)  # it waits for the others itself
     heard.training = True
     misses, told = 0, False
     while misses < _MISSES:

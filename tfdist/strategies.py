@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
@@ -20,7 +20,7 @@ from tfdist.parameter_servers import ParameterServerStrategy
 
 def create_strategy(
     strategy: str | StrategyConfig = "mirrored",
-    cluster: tuple[ClusterSpec, TaskSpec] | None = None,
+    cluster: tuple[ClusterSpec, TaskSpec] | Literal[False] | None = None,
     start_timeout: float = preflight.START_TIMEOUT,
     **options: Any,
 ) -> tf.distribute.Strategy:
@@ -34,7 +34,7 @@ def create_strategy(
             `"tpu"`, or a `StrategyConfig`.
         cluster: For `multi_worker_mirrored` and `parameter_server`: the cluster and this process's task in it. None
             means what the environment says (see `resolvers`), and if it says nothing, for the former, a cluster of this
-            process alone.
+            process alone; so does False, whatever the environment says.
         start_timeout: Seconds to wait for the other tasks.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
             `implementation="ring"`, `bytes_per_pack=8_000_000`, `timeout_seconds=600`.
@@ -59,7 +59,9 @@ def create_strategy(
     startup.check_versions()
     if strategy.virtual_cpus:
         _make_virtual_cpus(strategy.virtual_cpus)
-    return _FACTORIES[strategy.name](strategy, cluster, start_timeout)
+    if cluster is None and strategy.name in ("multi_worker_mirrored", "parameter_server"):
+        cluster = resolvers.find_cluster()
+    return _FACTORIES[strategy.name](strategy, cluster or None, start_timeout)
 
 
 def _one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
@@ -84,7 +86,6 @@ def _central_storage(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
 def _multi_worker_mirrored(
     config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float
 ) -> tf.distribute.Strategy:
-    cluster = cluster or resolvers.find_cluster()
     resolver = None
     watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if cluster is not None:
@@ -122,7 +123,6 @@ def _multi_worker_mirrored(
 def _parameter_server(
     config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float
 ) -> tf.distribute.Strategy:
-    cluster = cluster or resolvers.find_cluster()
     if cluster is None:
         raise ConfigError(
             "parameter_server needs a cluster: start its tasks with a scheduler, with --hosts, with TF_CONFIG in each one's "
@@ -143,7 +143,8 @@ def _parameter_server(
         # TensorFlow would wait in silence.
         preflight.wait_for(spec, [other for other in spec.tasks() if other != task], start_timeout)
     try:
-        return ParameterServerStrategy(spec, config.placement)
+        with preflight.watched(spec, task, start_timeout):
+            return ParameterServerStrategy(spec, config.placement)
     except tf.errors.UnknownError as e:
         raise ClusterError(
             f"{task} cannot serve at {spec.address(task)}: {e.message.splitlines()[0]}. Is the port taken?"

@@ -15,7 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tfdist
 from tfdist import cluster as cluster_lib
@@ -35,7 +35,7 @@ def train(
     config: TrainConfig,
     workdir: str | os.PathLike[str],
     trainer: Trainer | None = None,
-    cluster: tuple[ClusterSpec, TaskSpec] | None = None,
+    cluster: tuple[ClusterSpec, TaskSpec] | Literal[False] | None = None,
 ) -> dict[str, Any]:
     """Runs one task of a training and, on the chief, writes the run's files.
 
@@ -43,7 +43,7 @@ def train(
         config: What to train, checked by `check.check`.
         workdir: Where `summary.json`, `config.json`, `model.keras` and `tensorboard/<task>/` go.
         trainer: An existing trainer to use, with a strategy of its own. None means one made from `config`.
-        cluster: The cluster and this process's task in it; None means what the environment says.
+        cluster: As for the `Trainer`.
 
     Returns:
         The summary, as in `summary.json`.
@@ -170,7 +170,8 @@ def build_optimizer(config: TrainConfig) -> Any:
 
 def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
     """Runs this same command as every task of a cluster on this machine; returns the exit code."""
-    command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
+    # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
+    command = [sys.executable, "-m", "tfdist.train", *argv[1:], "--config.cluster.source=tf_config"]
     launcher = Launcher(
         command,
         cluster_lib.local_cluster(config.cluster.workers, config.cluster.ps),
@@ -210,21 +211,21 @@ def main(argv: Sequence[str]) -> int:
             return len(found.cluster.training_tasks()) if found else None
         return 0
 
-    with collected(faults):
-        parsed = flags_lib.parse(argv, __doc__, workers)
-        if parsed is None:
-            return 0
-        if not faults:
-            config, workdir = parsed
-            if found is None and (config.cluster.workers > 1 or config.cluster.ps):
-                return launch(config, argv, workdir)
-            if found is None and (hint := resolvers.overlooked()):
-                print(f"tfdist: training in one process, though {hint}.", flush=True)
-            try:
-                train(config, workdir, cluster=found.enter() if found else None)
-            except (ClusterError, BackupError) as e:
-                print(f"tfdist: {e}", file=sys.stderr)
-                return 1
+    try:
+        with collected(faults):
+            parsed = flags_lib.parse(argv, __doc__, workers)
+            if parsed is None:
+                return 0
+            if not faults:
+                config, workdir = parsed
+                if found is None and (config.cluster.workers > 1 or config.cluster.ps):
+                    return launch(config, argv, workdir)
+                if found is None and (hint := resolvers.overlooked()):
+                    print(f"tfdist: training in one process, though {hint}.", flush=True)
+                train(config, workdir, cluster=found.enter() if found else False)
+    except (ClusterError, BackupError) as e:
+        print(f"tfdist: {e}", file=sys.stderr)
+        return 1
     for fault in faults:
         print(f"tfdist: {fault}", file=sys.stderr)
     return 2 if faults else 0

@@ -7,7 +7,7 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -46,7 +46,7 @@ class Trainer:
 
     Args:
         strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
-        cluster: The cluster and this process's task in it; None means what the environment says (see `resolvers`).
+        cluster: The cluster and this process's task in it; None means what the environment says (see `resolvers`), False none.
         backup_dir: Where `fit` backs the training up after each epoch, a folder that all tasks share; a run that finds a
             backup there goes on from it. None means no backups, unless there is a `backup`, or `fit` is given one.
         backup: How to back up, where it is not after each epoch.
@@ -69,7 +69,7 @@ class Trainer:
     def __init__(
         self,
         strategy: str | StrategyConfig | tf.distribute.Strategy = "mirrored",
-        cluster: tuple[ClusterSpec, TaskSpec] | None = None,
+        cluster: tuple[ClusterSpec, TaskSpec] | Literal[False] | None = None,
         backup_dir: str | os.PathLike[str] | None = None,
         backup: BackupAndRestore | None = None,
         compression: str | CompressionConfig | Compressor | None = None,
@@ -97,7 +97,7 @@ class Trainer:
             comm.check_strategy(strategy)
         multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         self._coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
-        found = cluster or resolvers.find_cluster()
+        found = resolvers.find_cluster() if cluster is None else cluster or None
         if self._coordinator:
             found = (strategy.cluster, strategy.cluster.chief)
         elif not multi_worker:

@@ -9,11 +9,13 @@ Where a cluster comes from, and in which order the environment is asked, is said
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 
 from absl import flags
@@ -27,6 +29,7 @@ from tfdist.resolvers import Found
 
 FORMATS = ("table", "json", "env", "shell")
 TARGETS = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
+_LINGER = 5.0  # seconds
 PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
 
 
@@ -55,6 +58,9 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, flags.Error) as e:
         print(e, file=sys.stderr)
         return 2
+    except ClusterError as e:
+        print(e, file=sys.stderr)
+        return 1
     if command == "show":
         print(show(found, values.format))
         return 0
@@ -99,9 +105,10 @@ def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
         f"proxies: {', '.join(f'{name}={value}' for name, value in proxies.items()) or 'none'}; the cluster passes by them"
     )
     try:
-        with preflight.at_own_address(cluster, task):
-            print(f"{task} can listen at {cluster.address(task)}", flush=True)
+        with preflight.at_own_address(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
+            began = time.monotonic()
             preflight.wait_for(cluster, [other for other in cluster.tasks() if other != task], timeout)
+            time.sleep(min(_LINGER, max(0.0, began + timeout - time.monotonic())))  # others may still look for this one
     except ClusterError as e:
         print(e, file=sys.stderr)
         return 1
