@@ -67,8 +67,8 @@ PartitionName=main Nodes={host} Default=YES State=UP OverSubscribe=YES
     daemons: list[subprocess.Popen[bytes]] = []
 
     def start(*command: str) -> None:
-        log = (folder / f"{command[0]}.out").open("wb")
-        daemons.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+        with (folder / f"{command[0]}.out").open("wb") as log:
+            daemons.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
 
     try:
         start(
@@ -92,7 +92,7 @@ PartitionName=main Nodes={host} Default=YES State=UP OverSubscribe=YES
                 logs = "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in folder.glob("*.out"))
                 raise RuntimeError(f"Slurm does not start:\n{logs}")
             time.sleep(0.2)
-        yield environ
+        yield {"SLURM_CONF": str(conf)}
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
