@@ -1,5 +1,6 @@
 """What can be reached, and how a wait for it ends."""
 
+import errno
 import os
 import socket
 import threading
@@ -118,11 +119,11 @@ def test_ipv6_addresses_lose_their_brackets(monkeypatch):
 
 def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
-    answers = iter(["connection refused", "no answer", "", "no answer", ""])
-    monkeypatch.setattr(preflight, "unreachable", lambda address, **_: next(answers))
+    answers = {"h:1": iter(["connection refused", ""]), "h:2": iter(["no answer", "no answer", ""])}
+    monkeypatch.setattr(preflight, "unreachable", lambda address, **_: next(answers[address]))
     times = iter(range(0, 1000, 6))
     preflight.wait_for(spec, spec.tasks()[1:], clock=lambda: next(times), sleep=lambda seconds: None)
-    assert next(answers, None) is None, "those that are there are asked no more"
+    assert not [*answers["h:1"], *answers["h:2"]], "those that are there are asked no more"
     assert capsys.readouterr().out == "tfdist: waiting for worker:1 at h:2 (no answer)\n"
 
 
@@ -132,4 +133,37 @@ def test_a_wait_has_a_limit(monkeypatch, capsys):
     times = iter(range(0, 1000, 6))
     with pytest.raises(ClusterError, match=r"Waited 60 s for worker:1 at h:2 \(no answer\)\. Is it started"):
         preflight.wait_for(spec, spec.tasks()[1:], 60, clock=lambda: next(times), sleep=lambda seconds: None)
-    assert capsys.readouterr().out.count("tfdist: waiting for worker:1") == 5
+    assert capsys.readouterr().out.count("tfdist: waiting for worker:1") == 4
+
+
+def test_peers_are_asked_at_once(monkeypatch):
+    spec = ClusterSpec({"worker": [f"h:{port}" for port in range(1, 21)]})
+    together = threading.Barrier(20)
+
+    def unreachable(address, **_):
+        together.wait(10)
+        return ""
+
+    monkeypatch.setattr(preflight, "unreachable", unreachable)
+    preflight.wait_for(spec, spec.tasks(), 5)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "hint"), [(["localhost:1", "127.0.0.1:2"], True), (["[::1]:1"], True), (["h:1", "h:2"], False)]
+)
+def test_hosts_that_mean_themselves_are_told_so(addresses, hint):
+    spec = ClusterSpec({"worker": addresses})
+    with pytest.raises(ClusterError) as caught:
+        preflight.wait_for(spec, spec.tasks(), 0.0)
+    assert ("Every host means itself by" in str(caught.value)) == hint
+
+
+def test_a_port_that_cannot_be_had_is_not_called_taken(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    spec = ClusterSpec({"worker": ["h:80"]})
+    said = r"port 80 cannot be had \(permission denied\); give the task another port"
+    with pytest.raises(ClusterError, match=said), preflight.at_own_address(spec, spec.tasks()[0]):
+        pass

@@ -6,9 +6,11 @@ start in any order, and one that has another cluster in mind, or is another prog
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import hashlib
+import ipaddress
 import os
 import socket
 import sys
@@ -22,6 +24,7 @@ from tfdist.errors import ClusterError
 START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 _ANSWER = 3.0  # how long an address may take to answer
+_AT_ONCE = 32  # addresses that are asked
 _GREETING = b"tfdist "
 _SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
 
@@ -76,8 +79,18 @@ def greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
 
 def missing(cluster: ClusterSpec, tasks: Iterable[TaskSpec]) -> dict[TaskSpec, str]:
     """Returns those of `tasks` at whose addresses nothing listens, and why; the system answers for a process that is busy."""
-    reasons = {task: unreachable(cluster.address(task)) for task in tasks}
-    return {task: reason for task, reason in reasons.items() if reason}
+    return _ask(tasks, lambda task: unreachable(cluster.address(task)))
+
+
+def _ask(tasks: Iterable[TaskSpec], why_not: Callable[[TaskSpec], str]) -> dict[TaskSpec, str]:
+    """Returns what `why_not` says of those tasks of which it says something; each may take its time."""
+    tasks = list(tasks)
+    if len(tasks) < 2:
+        reasons = map(why_not, tasks)
+    else:
+        with concurrent.futures.ThreadPoolExecutor(min(len(tasks), _AT_ONCE)) as pool:
+            reasons = iter(list(pool.map(why_not, tasks)))
+    return {task: reason for task, reason in zip(tasks, reasons, strict=True) if reason}
 
 
 def describe(cluster: ClusterSpec, absent: dict[TaskSpec, str]) -> str:
@@ -106,16 +119,18 @@ def wait_for(
     Raises:
         ClusterError: Some task cannot be reached after `timeout`.
     """
-    started = reported = clock()
+    started = reported = now = clock()
 
-    def ask(task: TaskSpec) -> str:
-        return unreachable(cluster.address(task), expected=greeting(cluster, task), serving=serving)
+    def why_not(task: TaskSpec) -> str:
+        left = min(_ANSWER, max(0.1, started + timeout - now))
+        return unreachable(cluster.address(task), timeout=left, expected=greeting(cluster, task), serving=serving)
 
-    while absent := {task: reason for task in tasks if (reason := ask(task))}:
+    while absent := _ask(tasks, why_not):
         now = clock()
-        if now - started > timeout:
+        if now - started >= timeout:
             raise ClusterError(
-                f"Waited {timeout:.0f} s for {describe(cluster, absent)}. Is it started, and is its port open to this host?"
+                f"Waited {timeout:.0f} s for {describe(cluster, absent)}. Is it started, and is its port open to this "
+                f"host?{_own_alone(cluster)}"
             )
         if now - reported >= _REPORT_EVERY:
             for each, reason in absent.items():
@@ -125,20 +140,34 @@ def wait_for(
         sleep(0.05 if now - started < 1 else 0.2)
 
 
+def _own_alone(cluster: ClusterSpec) -> str:
+    """Returns a hint where all addresses are such that each host has for itself, or an empty text."""
+    for task in cluster.tasks():
+        host = cluster.address(task).rsplit(":", 1)[0].strip("[]")
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(host).is_loopback:
+                continue
+        if host != "localhost":
+            return ""
+    return f" Every host means itself by {host}: for tasks of several hosts, give addresses that all of them know."
+
+
 @contextlib.contextmanager
 def at_own_address(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
     """Listens at the task's own address, and says who it is; afterwards the port is free for TensorFlow.
 
     Raises:
-        ClusterError: Another process has the port, which is named where the system tells.
+        ClusterError: The port cannot be had: another process, which is named where the system tells, has it, or only root may.
     """
     port = int(cluster.address(task).rsplit(":", 1)[1])
-    listener = _listener(port)
-    if listener is None:
+    try:
+        listener = _listener(port)
+    except OSError as e:
+        taken = e.errno == errno.EADDRINUSE
+        why = f"is taken{_owner(port)}. End that, or" if taken else f"cannot be had ({(e.strerror or str(e)).lower()});"
         raise ClusterError(
-            f"{task} cannot listen at {cluster.address(task)}: port {port} is taken{_owner(port)}. End that, or give the task "
-            "another port."
-        )
+            f"{task} cannot listen at {cluster.address(task)}: port {port} {why} give the task another port."
+        ) from None
     said = greeting(cluster, task).encode() + b"\n"
 
     def answer() -> None:
@@ -159,12 +188,18 @@ def at_own_address(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
         listener.close()
 
 
-def _listener(port: int) -> socket.socket | None:
-    """Returns a socket that listens at a port of all addresses, or None where it is taken."""
+def _listener(port: int) -> socket.socket:
+    """Returns a socket that listens at a port of all addresses, of both families where there are two.
+
+    Raises:
+        OSError: The port cannot be had.
+    """
+    error = OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
     for family, place in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             listener = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:  # no such addresses here
+        except OSError as e:  # no such addresses here
+            error = e
             continue
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -172,13 +207,13 @@ def _listener(port: int) -> socket.socket | None:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listener.bind((place, port))
             listener.listen(128)
+            return listener
         except OSError as e:
             listener.close()
-            if family == socket.AF_INET6 and e.errno != errno.EADDRINUSE:
-                continue
-            return None
-        return listener
-    return None
+            error = e
+            if e.errno == errno.EADDRINUSE:
+                break
+    raise error
 
 
 def _owner(port: int) -> str:
