@@ -242,6 +242,7 @@ class BackupSession:
         """Saves, and ends this process with the exit code that asks for another start."""
         self.writer.finish()
         self._write(copy)
+        self._ranks.barrier()  # or a scheduler might kill those that still write, as one has ended
         if self._ranks.is_chief:
             say(f"told to end (SIGTERM): saved at step {int(copy.step)}")
         sys.exit(progress.PREEMPTED)

@@ -1,16 +1,26 @@
-"""How a parameter server that has been told to go tells the chief, which alone can save: through the chief's own server."""
+"""What the tasks of a cluster with parameter servers tell each other, through queues on their TensorFlow servers.
+
+A parameter server that has been told to go tells the chief, which alone can save. The chief, as its process ends, tells the
+others with which exit code: whether they are needed again.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import sys
 import time
+from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tfdist import preflight, progress
 from tfdist.cluster import ClusterSpec, TaskSpec
 
 _WITHIN_MS = 5000
 _LOOK_EVERY = 0.5  # seconds
+_FAREWELL = 10.0  # seconds, after which those that are left are not told
+_TOLD_TO_GO, _ENDS = "told_to_go", "ends"
 
 
 def give(cluster: ClusterSpec, task: TaskSpec) -> None:
@@ -20,13 +30,7 @@ def give(cluster: ClusterSpec, task: TaskSpec) -> None:
         cluster: The cluster.
         task: This process's task.
     """
-    chief = cluster.address(cluster.chief)
-    options = tf.compat.v1.ConfigProto(device_filters=["/job:chief"], operation_timeout_in_ms=_WITHIN_MS)
-    # A session of TensorFlow 1 is the one way to use a server without becoming a part of its cluster.
-    with tf.Graph().as_default() as graph, tf.device("/job:chief/task:0/device:CPU:0"):
-        enqueue = tf.raw_ops.QueueEnqueueV2(handle=_queue(), components=[tf.constant(str(task))])
-    with contextlib.suppress(tf.errors.OpError), tf.compat.v1.Session(f"grpc://{chief}", graph, options) as session:
-        session.run(enqueue)
+    _put(cluster, cluster.chief, _TOLD_TO_GO, str(task))
 
 
 class Listener:
@@ -43,8 +47,52 @@ class Listener:
             return False
         self._look_at = time.monotonic() + _LOOK_EVERY
         with tf.device("/job:chief/task:0/device:CPU:0"):
-            return bool(tf.raw_ops.QueueSizeV2(handle=_queue()).numpy())
+            return bool(tf.raw_ops.QueueSizeV2(handle=_queue(_TOLD_TO_GO)).numpy())
 
 
-def _queue() -> tf.Tensor:
-    return tf.raw_ops.FIFOQueueV2(component_types=[tf.string], container="tfdist", shared_name="told_to_go")
+def tell_end(cluster: ClusterSpec) -> None:
+    """Has the chief's process tell the others, as it ends, with which exit code; not if it is killed.
+
+    What ends a process is not told to what runs at its end: it is what `progress.exit_code` says, or an exception.
+    """
+
+    def tell() -> None:
+        code = progress.exit_code or int(getattr(sys, "last_value", None) is not None)
+        ends = time.monotonic() + _FAREWELL
+        for task in cluster.tasks():  # one after the other, as an interpreter that ends starts no threads
+            if task != cluster.chief and time.monotonic() < ends and not preflight.unreachable(cluster.address(task)):
+                _put(cluster, task, _ENDS, str(code))
+
+    atexit.register(tell)
+
+
+def end(cluster: ClusterSpec, task: TaskSpec) -> int | None:
+    """Returns the exit code of which the chief has told this task, or None where it has not."""
+    with _on(cluster, task) as session:
+        handle = _queue(_ENDS)
+        if not session.run(tf.raw_ops.QueueSizeV2(handle=handle)):
+            return None
+        return int(session.run(tf.raw_ops.QueueDequeueV2(handle=handle, component_types=[tf.string]))[0])
+
+
+def _put(cluster: ClusterSpec, task: TaskSpec, name: str, text: str) -> None:
+    """Puts a text into a queue of a task's; where the task is out of reach, does nothing."""
+    with contextlib.suppress(tf.errors.OpError), _on(cluster, task) as session:
+        session.run(tf.raw_ops.QueueEnqueueV2(handle=_queue(name), components=[tf.constant(text)]))
+
+
+@contextlib.contextmanager
+def _on(cluster: ClusterSpec, task: TaskSpec) -> Iterator[tf.compat.v1.Session]:
+    """Yields a session on a task's server: the one way to use it without becoming a part of its cluster."""
+    filters = [f"/job:{task.type}/task:{task.index}"]
+    options = tf.compat.v1.ConfigProto(device_filters=filters, operation_timeout_in_ms=_WITHIN_MS)
+    with (
+        tf.Graph().as_default() as graph,
+        tf.device(f"{filters[0]}/device:CPU:0"),
+        tf.compat.v1.Session(f"grpc://{cluster.address(task)}", graph, options) as session,
+    ):
+        yield session
+
+
+def _queue(name: str) -> tf.Tensor:
+    return tf.raw_ops.FIFOQueueV2(component_types=[tf.string], container="tfdist", shared_name=name)

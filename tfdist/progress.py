@@ -14,6 +14,9 @@ from typing import NamedTuple
 # The exit code of a task that has been told to go, has saved what it had, and wants to be started again: EX_TEMPFAIL.
 PREEMPTED = 75
 
+# With which this process is going to end, as far as that is known; for those who serve it.
+exit_code = 0
+
 FOLDER = "TFDIST_PROGRESS"
 _FORM = struct.Struct("<qq")
 _RESTARTS = "restarts"

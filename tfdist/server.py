@@ -19,11 +19,11 @@ _MISSES = 3  # a chief that is busy may miss one
 
 
 def serve(cluster: ClusterSpec, task: TaskSpec, start_timeout: float = preflight.START_TIMEOUT) -> NoReturn:
-    """Serves until the chief, once it was there, has gone; then leaves this process with exit code 0.
+    """Serves until the chief, once it was there, has gone; then leaves this process with the chief's exit code.
 
     TensorFlow's servers never end by themselves. SIGINT ends this one, too. On SIGTERM it serves until the chief has saved
-    and gone, but for 25 s at most, and then ends with exit code 75. A parameter server, without which the others cannot go
-    on, tells the chief.
+    and gone, but for 25 s at most. A parameter server, without which the others cannot go on, tells the chief. A chief that
+    was killed says nothing: the exit code is then 75 after SIGTERM, and else 1, so that schedulers start this task again, too.
 
     Args:
         cluster: The cluster, which has a chief.
@@ -58,6 +58,11 @@ def serve(cluster: ClusterSpec, task: TaskSpec, start_timeout: float = preflight
                 notice.give(cluster, task)
         time.sleep(_ASK_EVERY_IF_TOLD if told else _ASK_EVERY)
         misses = misses + 1 if preflight.unreachable(cluster.address(cluster.chief)) else 0
-    print(f"tfdist: {task} ends, as the chief has", flush=True)
+    code = notice.end(cluster, task)
+    if code is None:
+        code = progress.PREEMPTED if heard.noticed else 1
+        print(f"tfdist: {task} ends with exit code {code}, as the chief has gone without a word", flush=True)
+    else:
+        print(f"tfdist: {task} ends with exit code {code}, as the chief has", flush=True)
     del server
-    os._exit(progress.PREEMPTED if heard.noticed else 0)  # TensorFlow's server cannot be stopped
+    os._exit(code)  # TensorFlow's server cannot be stopped

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import cures, preflight, resolvers, server, startup
+from tfdist import cures, notice, preflight, resolvers, server, startup
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.config import StrategyConfig
 from tfdist.errors import ClusterError, ConfigError, unknown
@@ -42,7 +42,7 @@ def create_strategy(
     Returns:
         The strategy: use its `scope()` to build and compile the model, then call `model.fit` (under `parameter_server`,
         `tfdist.Trainer(...).fit`). Under `parameter_server` the workers' and servers' processes do not return from here:
-        they serve the chief, and end with exit code 0 when it has.
+        they serve the chief, and end when it has, with its exit code.
 
     Raises:
         ClusterError: A task cannot be reached within `start_timeout`, or this one's port is taken.
@@ -144,11 +144,13 @@ def _parameter_server(
         preflight.wait_for(spec, [other for other in spec.tasks() if other != task], start_timeout)
     try:
         with preflight.watched(spec, task, start_timeout):
-            return ParameterServerStrategy(spec, config.placement)
+            made = ParameterServerStrategy(spec, config.placement)
     except tf.errors.UnknownError as e:
         raise ClusterError(
             f"{task} cannot serve at {spec.address(task)}: {e.message.splitlines()[0]}. Is the port taken?"
         ) from e
+    notice.tell_end(spec)
+    return made
 
 
 def _tpu(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:

@@ -232,4 +232,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    progress.exit_code = main(sys.argv)
+    sys.exit(progress.exit_code)

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from tfdist import arguments, differences, gains, lockstep, notice, preflight, refusals, resolvers, step
+from tfdist import arguments, differences, gains, lockstep, notice, preflight, progress, refusals, resolvers, step
 from tfdist import compression as compression_lib
 from tfdist import data as data_lib
 from tfdist.backup import BackupAndRestore
@@ -42,7 +42,7 @@ class Trainer:
     Create it first, before any tensor, variable, model or dataset. Under several workers every worker runs the same
     program and calls the same methods in the same order; callbacks may be given to all of them or to the chief alone.
     Under `parameter_server` the chief alone goes on from here: in the other tasks this serves the chief, and ends their
-    processes with exit code 0 when it has ended.
+    processes when it has ended, with its exit code.
 
     Args:
         strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
@@ -81,8 +81,9 @@ class Trainer:
         listens = self._backup and self._backup.preemption
         if listens:
             listens.listen()  # from now on: a strategy may wait for its peers
+        found = resolvers.find_cluster() if cluster is None else cluster or None
         if not isinstance(strategy, tf.distribute.Strategy):
-            strategy = create_strategy(strategy, cluster, start_timeout, **options)
+            strategy = create_strategy(strategy, found or False, start_timeout, **options)
         elif not hasattr(strategy, "statistics") or options:
             raise ConfigError(
                 "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
@@ -97,7 +98,6 @@ class Trainer:
             comm.check_strategy(strategy)
         multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         self._coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
-        found = resolvers.find_cluster() if cluster is None else cluster or None
         if self._coordinator:
             found = (strategy.cluster, strategy.cluster.chief)
         elif not multi_worker:
@@ -334,6 +334,9 @@ class Trainer:
                 yield
             except StopIteration as e:
                 raise ConfigError("The data hold no batch, training or validation.") from e
+            except SystemExit as e:
+                progress.exit_code = e.code if isinstance(e.code, int) else int(e.code is not None)
+                raise
 
     def _wrap(self, callbacks: Sequence[keras.callbacks.Callback] | None) -> list[keras.callbacks.Callback]:
         given = arguments.listed(callbacks)

@@ -317,7 +317,8 @@ def test_all_roles_end(tmp_path, what, workers, ps, sentence):
         assert sum(sentence in line for line in log.splitlines()) == 1, log
         killed = {"servers": {"ps:1"}, "workers": {"worker:0", "worker:1"}}.get(what, set())
         for task in set(roles.processes) - killed - {"chief:0"}:
-            assert roles.wait(task, 20) == 0
+            assert roles.wait(task, 20) == 1, "or a scheduler would think that it has finished"
+            assert "ends with exit code 1, as the chief has\n" in roles.log(task)
 
 
 def test_all_workers_update_the_moving_statistics(results):
@@ -331,5 +332,5 @@ def test_the_same_command_serves_or_trains_under_tf_config(tmp_path):
     with Roles(command, tmp_path / "roles", workers=1, ps=1) as roles:
         assert roles.wait("chief:0", 120) == 0, roles.log("chief:0")
         assert [roles.wait(task, 20) for task in roles.processes] == [0] * 3
-        assert "ends, as the chief has" in roles.log("worker:0")
+        assert "ends with exit code 0, as the chief has" in roles.log("worker:0")
     assert (tmp_path / "run" / "summary.json").exists()
