@@ -76,6 +76,8 @@ def test_the_script_has_what_slurm_needs():
         (emit.Job(memory="4"), "memory must be a number with K, M, G or T, such as 4G. Received: '4'."),
         (emit.Job(cpus=0), "cpus must be 1 or more"),
         (emit.Job(time="soon"), "time must be such as 2:00:00"),
+        (emit.Job(image=""), "image must be such as"),
+        (emit.Job(claim="My Claim"), "claim must be lower-case"),
     ],
 )
 def test_a_fault_is_named(job, said):
@@ -87,3 +89,9 @@ def test_a_fault_is_named(job, said):
 def test_a_volume_wants_an_absolute_path():
     with pytest.raises(ConfigError, match="workdir must be an absolute path"):
         emit.kubernetes(config(2), pathlib.PurePath("run"), [], emit.Job())
+
+
+def test_a_job_has_no_cluster_of_its_own():
+    for write in (emit.slurm, emit.kubernetes):
+        with pytest.raises(ConfigError, match="cluster.hosts is not for a job, whose tasks the scheduler places"):
+            write(TrainConfig(cluster=ClusterConfig(2, hosts="h1,h2")), WORKDIR, [], emit.Job())

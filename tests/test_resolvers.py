@@ -113,6 +113,13 @@ def slurm(nodes, tasks, rank, node, local, **more):
             {"worker": ["a:2000", "b:2000", "b:2001"]},
             "worker:1",
         ),
+        (
+            slurm("a,b", "3,2", 2, 1, 0, SLURM_DISTRIBUTION="plane", SLURM_DIST_PLANESIZE="2"),
+            0,
+            "slurm",
+            {"worker": ["a:2000", "a:2001", "b:2000", "b:2001", "a:2002"]},
+            "worker:2",
+        ),
         (  # a step on part of the job
             slurm("n2", "2", 1, 0, 1, SLURM_JOB_NODELIST="n[1-2]", SLURM_TASKS_PER_NODE="2(x2)", SLURM_NTASKS="4"),
             0,
@@ -120,7 +127,7 @@ def slurm(nodes, tasks, rank, node, local, **more):
             {"worker": ["127.0.0.1:2000", "127.0.0.1:2001"]},
             "worker:1",
         ),
-        (  # of a heterogeneous job
+        (  # of a heterogeneous job, written by hand: one step over components of 4 and 2 x 1 tasks
             slurm("cpu1,gpu[1-2]", "4,1(x2)", 5, 2, 0, SLURM_HET_SIZE="2"),
             0,
             "slurm",
@@ -237,19 +244,33 @@ def test_too_few_ranks_for_the_servers():
 
 
 @pytest.mark.parametrize(
-    ("visible", "local", "here", "more", "expected"),
+    ("visible", "rank", "ps", "more", "expected"),
     [
-        ("0,1,2,3", 1, 2, {}, "2,3"),
-        ("0,1,2", 1, 2, {}, "1"),
-        ("0", 1, 2, {}, None),
-        ("", 0, 2, {}, None),
-        ("0,1", 0, 1, {}, None),
-        ("0,1", 0, 2, {"SLURM_GPUS_PER_TASK": "2"}, None),
+        ("0,1,2,3", 1, 0, {}, "1"),
+        ("0,1,2,3,4,5,6,7", 2, 0, {}, "4,5"),
+        ("0,1,2,3,4", 3, 0, {}, "3"),
+        ("0", 1, 0, {}, None),
+        ("", 0, 0, {}, None),
+        ("0,1,2,3", 0, 0, {"SLURM_GPUS_PER_TASK": "2"}, None),
+        # A chief, two workers, a server.
+        ("0,1,2,3", 0, 1, {}, ""),
+        ("0,1,2,3", 1, 1, {}, "0,1"),
+        ("0,1,2,3", 2, 1, {}, "2,3"),
+        ("0,1,2,3", 3, 1, {}, ""),
     ],
 )
-def test_tasks_of_one_host_share_its_gpus(visible, local, here, more, expected):
-    variables = resolvers.Variables({"CUDA_VISIBLE_DEVICES": visible, **more})
-    assert resolvers.share_of_gpus(variables, local, here).get("CUDA_VISIBLE_DEVICES") == expected
+def test_workers_of_one_host_share_its_gpus(visible, rank, ps, more, expected):
+    environ = slurm("n1", "4", rank, 0, rank, CUDA_VISIBLE_DEVICES=visible, **more)
+    found = resolvers.find(environ, ps=ps)
+    assert found.environ.get("CUDA_VISIBLE_DEVICES") == expected
+    if expected is not None:
+        assert not resolvers.find({**environ, **found.environ}, ps=ps).environ, "a share is not shared again"
+
+
+def test_tasks_of_several_hosts_share_their_own_hosts_gpus():
+    for rank, node, local, expected in ((0, 0, 0, "0"), (1, 0, 1, "1"), (2, 1, 0, None)):
+        environ = slurm("a,b", "2,1", rank, node, local, CUDA_VISIBLE_DEVICES="0,1")
+        assert resolvers.find(environ).environ.get("CUDA_VISIBLE_DEVICES") == expected
 
 
 @pytest.mark.parametrize(
@@ -386,19 +407,22 @@ def test_a_job_without_srun_is_told():
 def test_ranks_meet_in_a_folder(tmp_path):
     """Open MPI on two hosts, whose environments say nothing of each other; written by hand."""
 
-    def resolve(rank):
+    def resolve(rank, start):
         environ = {**RECORDED_OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
         environ |= {
             "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            "OMPI_MCA_orte_precondition_transports": f"ff9ea83c6bba4ba6-2224577f1c77150{start}",
             "TFDIST_RENDEZVOUS": str(tmp_path),
-            "TFDIST_PORT": str(2000 + rank),
+            "TFDIST_PORT": str(2000 + 100 * start + rank),
         }
-        return resolvers.find(environ)
+        return resolvers.find(environ, timeout=10)
 
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = list(pool.map(resolve, range(2)))
-    assert [str(each.task) for each in found] == ["worker:0", "worker:1"]
-    assert found[0].cluster == found[1].cluster == ClusterSpec({"worker": [f"{OWN}:2000", f"{OWN}:2001"]})
+    for start in range(2):  # of one job id: what the first has left there is not taken for the second's
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            found = list(pool.map(resolve, range(2), [start] * 2))
+        assert [str(each.task) for each in found] == ["worker:0", "worker:1"]
+        addresses = [f"{OWN}:{2000 + 100 * start + rank}" for rank in range(2)]
+        assert found[0].cluster == found[1].cluster == ClusterSpec({"worker": addresses})
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
@@ -406,4 +430,4 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
         rendezvous.exchange(str(tmp_path), "job", 1, 3, "h:1", timeout=0.3)
     (tmp_path / "file").write_text("")
     with pytest.raises(ClusterError, match=r"rank 1 cannot write its address to .*Not a directory"):
-        rendezvous.exchange(str(tmp_path / "file"), "job", 1, 3, "h:1")
+        rendezvous.exchange(str(tmp_path / "file"), "job", 1, 3, "h:1", timeout=0.3)

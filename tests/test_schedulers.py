@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 
+import psutil
 import pytest
 
 from tests import slurm
@@ -76,13 +77,48 @@ def test_srun_trains(scheduler, tmp_path, tasks, options, strategy, cluster):
     ],
 )
 def test_mpirun_trains(tmp_path, tasks, options, strategy, cluster):
+    code, output = run([*mpirun(tasks), *train(tmp_path, "--config.epochs=5", *options)], {})
+    assert code == 0, output
+    check_summary(tmp_path, strategy, cluster)
+
+
+def mpirun(tasks, *options):
     if not shutil.which("mpirun"):
         pytest.skip("Open MPI is not installed: make system-deps")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command = ["mpirun", *root, "--oversubscribe", "-np", str(tasks)]
-    code, output = run([*command, *train(tmp_path, "--config.epochs=5", *options)], {})
-    assert code == 0, output
-    check_summary(tmp_path, strategy, cluster)
+    return ["mpirun", *root, "--oversubscribe", *options, "-np", str(tasks)]
+
+
+SLOWLY = """
+import sys, time
+from tfdist import storage, train
+write = storage.Storage.write_manifest
+storage.Storage.write_manifest = lambda *arguments: (time.sleep(3), write(*arguments))
+sys.exit(train.main(sys.argv))
+"""
+
+
+def test_a_task_that_is_told_to_go_has_all_save_before_mpirun_ends_them(tmp_path):
+    """It does so as the first of them has ended, however slowly the chief saves."""
+    workdir, log = tmp_path / "run", tmp_path / "log"
+    options = train(workdir, "--config.epochs=30", "--config.backup.save_freq=1000", *MULTI_WORKER)[3:]
+    with log.open("wb") as output:
+        command = [*mpirun(2), "python", "-c", SLOWLY, *options]
+        job = subprocess.Popen(command, env=environ({}), cwd=ROOT, stdout=output, stderr=output)
+    try:
+        until(lambda: "Epoch 3/30" in log.read_text(), 90)
+        (second,) = [
+            each for each in psutil.Process(job.pid).children() if each.environ()["OMPI_COMM_WORLD_RANK"] == "1"
+        ]
+        second.terminate()
+        assert job.wait(60) == 75, log.read_text()
+    finally:
+        job.terminate()
+        job.wait(30)
+    assert "told to end (SIGTERM): saved at step" in log.read_text()
+    code, output = run([*mpirun(2), *train(workdir, "--config.epochs=30", *MULTI_WORKER)], {})
+    assert code == 0 and "going on from step" in output, output
+    assert json.loads((workdir / "summary.json").read_text())["steps"] == 30 * 21
 
 
 def emit(more, *arguments):

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from tests import hosts
+from tests.job import until
 from tfdist.cluster import ClusterSpec, TaskSpec, free_ports, local_cluster
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -121,7 +122,9 @@ def test_a_name_may_come_late(tasks, tmp_path):
     own = ["unshare", "--mount", "sh", "-c", f'mount --bind {names} /etc/hosts && exec "$@"', "sh"]
     tasks.start(cluster, 0, before=own)
     tasks.start(cluster, 1, before=own)
-    time.sleep(20)
+    began = time.monotonic()
+    until(lambda: "waiting for worker:1 at late-peer" in tasks.log(), 60)
+    time.sleep(max(0.0, 20 - (time.monotonic() - began)))
     assert all(process.poll() is None for process in tasks.processes), tasks.log()
     names.write_text("127.0.0.1 localhost early-peer late-peer\n")
     tasks.finish()
@@ -152,6 +155,38 @@ def test_a_host_that_is_stopped_before_the_start_is_reported_by_the_other(tasks,
     second.kill()
     assert first.wait(60) == 1
     assert f"Waited 12 s for worker:1 at {hosts.ADDRESSES[1]}:2222 (connection refused)" in tasks.log(0)
+
+
+def test_hosts_that_both_mean_themselves_are_told_so(tasks, two_hosts):
+    cluster = local_cluster(2)
+    for index, command in enumerate(two_hosts):
+        tasks.start(cluster, index, "--config.start_timeout=4", before=command)
+    for number, process in enumerate(tasks.processes):
+        assert process.wait(60) == 1
+        assert f"Waited 4 s for worker:{1 - number}" in tasks.log(number)
+        assert "Every host means itself by 127.0.0.1: for tasks of several hosts, give addresses" in tasks.log(number)
+
+
+def test_all_hosts_can_be_checked_before(tmp_path):
+    """Each on its own, some seconds apart; and an evaluator, which nobody waits for."""
+    cluster = local_cluster(3)
+    members = [*cluster.tasks(), TaskSpec("evaluator", 0)]
+
+    def check(task, *more):
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CONFIG": cluster.to_tf_config(task)}
+        command = [sys.executable, "-m", "tfdist.cluster", "check", "--connect", *more]
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    processes = []
+    for task in members:
+        processes.append(check(task))
+        time.sleep(1.5)
+    said = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, said
+    assert all("OK: all tasks can be reached" in each for each in said)
+    alone = check(cluster.chief, "--timeout=2")
+    said = alone.communicate(timeout=60)[0]
+    assert alone.returncode == 1 and "Waited 2 s for worker:1 at" in said and "worker:2 at" in said
 
 
 def test_a_process_may_make_a_second_strategy(tmp_path):

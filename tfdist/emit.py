@@ -13,9 +13,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tfdist import host_list
 from tfdist.config import TrainConfig
 from tfdist.errors import ConfigError, shown
-from tfdist.host_list import PORT
 from tfdist.progress import PREEMPTED
 
 _FAULTY = 2  # exit code of a configuration that no restart mends
@@ -51,6 +51,10 @@ class Job:
             yield f"name must be lower-case letters, digits and '-', at most 42. Received: {shown(self.name)}."
         if not re.fullmatch(r"[1-9][0-9]*[KMGT]", self.memory):
             yield f"memory must be a number with K, M, G or T, such as 4G. Received: {shown(self.memory)}."
+        if not re.fullmatch(r"[a-z0-9][-._/:@a-zA-Z0-9]*", self.image):
+            yield f"image must be such as registry.example/team/image:tag. Received: {shown(self.image)}."
+        if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?", self.claim):
+            yield f"claim must be lower-case letters, digits, '-' and '.'. Received: {shown(self.claim)}."
         if self.cpus < 1 or self.gpus < 0:
             yield f"cpus must be 1 or more, and gpus 0 or more. Received: {self.cpus} and {self.gpus}."
         if not 0 < self.notice < 2**16:
@@ -74,9 +78,9 @@ def slurm(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[st
         job: The rest.
 
     Raises:
-        ConfigError: With every fault of `job`.
+        ConfigError: With every fault of `job`, or the configuration has a cluster of its own.
     """
-    _check(job)
+    _check(config, job)
     options = [
         f"--job-name={job.name}",
         f"--ntasks={tasks(config)}",
@@ -114,11 +118,11 @@ def kubernetes(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequen
         job: The rest.
 
     Raises:
-        ConfigError: With every fault of `job`, or the work directory is no absolute path.
+        ConfigError: With every fault of `job`, the configuration has a cluster of its own, or the work directory is no absolute path.
     """
     import yaml
 
-    _check(job)
+    _check(config, job)
     if not workdir.is_absolute():
         raise ConfigError(
             f"workdir must be an absolute path, where the volume is mounted. Received: {shown(str(workdir))}."
@@ -135,7 +139,7 @@ def kubernetes(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequen
             {"name": "TFDIST_PODS", "value": str(size)},
             {"name": "TFDIST_SERVICE", "value": job.name},
         ],
-        "ports": [{"containerPort": PORT, "name": "tensorflow"}],
+        "ports": [{"containerPort": host_list.PORT, "name": "tensorflow"}],
         "resources": {"requests": resources, "limits": limits},
         "volumeMounts": [{"name": "work", "mountPath": str(workdir)}],
     }
@@ -159,7 +163,7 @@ def kubernetes(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequen
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # pods look for each other before they are ready
             "selector": {"batch.kubernetes.io/job-name": job.name},
-            "ports": [{"name": "tensorflow", "port": PORT}],
+            "ports": [{"name": "tensorflow", "port": host_list.PORT}],
         },
     }
     training = {
@@ -179,8 +183,12 @@ def kubernetes(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequen
     return str(yaml.safe_dump_all([service, training], sort_keys=False))
 
 
-def _check(job: Job) -> None:
-    if faults := list(job.faults()):
+def _check(config: TrainConfig, job: Job) -> None:
+    faults = list(job.faults())
+    for name in (*host_list.FLAGS, "source"):
+        if (value := getattr(config.cluster, name)) not in ("", "auto"):
+            faults.append(f"cluster.{name} is not for a job, whose tasks the scheduler places. Received: {shown(value)}.")
+    if faults:
         raise ConfigError(faults)
 
 

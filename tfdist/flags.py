@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from tfdist import check, host_list
 from tfdist import config as config_lib
-from tfdist.config import ClusterConfig, TrainConfig
+from tfdist.config import TrainConfig
 from tfdist.errors import ConfigError, collected, did_you_mean, short, shown
 
 _CONFIG_HELP = "Python file whose get_config() returns a tfdist.TrainConfig."
@@ -31,7 +31,7 @@ _CONFIG_HELP = "Python file whose get_config() returns a tfdist.TrainConfig."
 def parse(
     argv: Sequence[str],
     description: str | None,
-    workers: Callable[[ClusterConfig], int | None] = lambda cluster: None,
+    workers: Callable[[TrainConfig], int | None] = lambda config: None,
 ) -> tuple[TrainConfig, pathlib.Path] | None:
     """Returns the checked configuration and the work directory; None where `--help` was asked for and given.
 
@@ -74,7 +74,7 @@ def parse(
     except Exception as e:  # what it raises at values that it cannot take is not documented
         raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {_told(e)}"]) from None
     with collected(faults):
-        check.check(values.config, workers(values.config.cluster))
+        check.check(values.config, workers(values.config))
     if faults:
         raise ConfigError(faults)
     return values.config, pathlib.Path(values.workdir or pathlib.Path("runs") / pathlib.Path(path).stem)

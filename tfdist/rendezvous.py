@@ -11,7 +11,7 @@ from tfdist.errors import ClusterError
 _REPORT_EVERY = 10.0
 
 
-def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout: float = 300.0) -> list[str]:
+def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout: float) -> list[str]:
     """Returns the addresses of all ranks, in order, once all have written theirs.
 
     Args:

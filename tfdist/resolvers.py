@@ -25,6 +25,7 @@ from typing import NamedTuple
 from tfdist import host_list, node_lists, rendezvous
 from tfdist.cluster import ClusterSpec, TaskSpec, from_tf_config
 from tfdist.errors import ConfigError, collected, shown, unknown
+from tfdist.preflight import START_TIMEOUT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +60,12 @@ class Variables:
 
     Attributes:
         read: The variables that were read and set.
+        timeout: Seconds to wait for what the environment does not tell.
     """
 
-    def __init__(self, environ: Mapping[str, str]):
+    def __init__(self, environ: Mapping[str, str], timeout: float = START_TIMEOUT):
         self._environ = environ
+        self.timeout = timeout
         self.read: dict[str, str] = {}
 
     def get(self, *names: str) -> str:
@@ -89,15 +92,19 @@ class Variables:
 
 
 class _Ranks(NamedTuple):
-    """Tasks without roles: the address of each rank, this process's, and where it is on its host."""
+    """Tasks without roles: the address of each rank, and this process's."""
 
     addresses: Sequence[str]
     rank: int
-    local: int = 0  # among the tasks of this host
-    here: int = 1  # how many there are of them
 
 
-def find(environ: Mapping[str, str] | None = None, source: str = "auto", ps: int = 0, **given: str) -> Found | None:
+def find(
+    environ: Mapping[str, str] | None = None,
+    source: str = "auto",
+    ps: int = 0,
+    timeout: float = START_TIMEOUT,
+    **given: str,
+) -> Found | None:
     """Returns the cluster that was given or that the environment describes, or None where there is none.
 
     Args:
@@ -105,10 +112,12 @@ def find(environ: Mapping[str, str] | None = None, source: str = "auto", ps: int
         source: Who is asked: one of `RESOLVERS`; `"auto"`, all of them in their order; `"none"`.
         ps: How many ranks are parameter servers, where the environment tells ranks and no roles: rank 0 is then the chief, the
             last `ps` ranks are servers, and those between are workers. 0 makes all of them workers.
+        timeout: Seconds to wait for the others, where the environment does not tell their addresses.
         **given: What `host_list.cluster` takes, instead of the environment.
 
     Raises:
         ConfigError: With every fault of what the environment describes, or it tells nothing of `source`.
+        ClusterError: The others have not told their addresses in time.
     """
     if source not in ("auto", "none", *RESOLVERS):
         raise ConfigError(unknown("cluster source", source, ("auto", "none", *RESOLVERS)))
@@ -118,7 +127,7 @@ def find(environ: Mapping[str, str] | None = None, source: str = "auto", ps: int
     if source in RESOLVERS and not environ.get(sign := RESOLVERS[source][0]):
         raise ConfigError(f"the environment tells of no cluster of {source}: {sign} is not set.")
     for name in RESOLVERS if source == "auto" else () if source == "none" else (source,):
-        if found := _ask(name, environ, ps):
+        if found := _ask(name, Variables(environ, timeout), ps):
             return found
     return None
 
@@ -134,22 +143,22 @@ def overlooked(environ: Mapping[str, str] | None = None) -> str:
     return ""
 
 
-def find_cluster(ps: int = 0) -> tuple[ClusterSpec, TaskSpec] | None:
+def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> tuple[ClusterSpec, TaskSpec] | None:
     """Returns the cluster that this process's environment describes and its task, or None where it describes none.
 
     Args:
         ps: As for `find`.
+        timeout: As for `find`.
 
     Raises:
         ConfigError: As `find`.
     """
-    found = find(ps=ps)
+    found = find(ps=ps, timeout=timeout)
     return found.enter() if found else None
 
 
-def _ask(name: str, environ: Mapping[str, str], ps: int) -> Found | None:
+def _ask(name: str, variables: Variables, ps: int) -> Found | None:
     sign, resolver = RESOLVERS[name]
-    variables = Variables(environ)
     if not variables.get(sign):
         return None
     faults: list[str] = []
@@ -161,7 +170,8 @@ def _ask(name: str, environ: Mapping[str, str], ps: int) -> Found | None:
             if len(found.addresses) == 1:
                 return None  # one process alone, which may start others
             cluster, task = host_list.with_roles(found.addresses, found.rank, ps)
-            return Found(cluster, task, name, variables.read, share_of_gpus(variables, found.local, found.here))
+            shared = share_of_gpus(variables, cluster, task)
+            return Found(cluster, task, name, variables.read, shared)
         return Found(*found, name, variables.read)
     raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
 
@@ -177,11 +187,12 @@ def _open_mpi(variables: Variables) -> _Ranks | None:
     job = variables.need("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     port = _port(variables, job)
     if here == size:
-        return _Ranks([f"127.0.0.1:{port + each}" for each in range(size)], rank, local, here)
+        return _Ranks([f"127.0.0.1:{port + each}" for each in range(size)], rank)
     # mpirun tells nobody where the others are.
     folder = variables.need("TFDIST_RENDEZVOUS")
-    addresses = rendezvous.exchange(folder, job, rank, size, f"{socket.gethostname()}:{port + local}")
-    return _Ranks(addresses, rank, local, here)
+    start = variables.get("OMPI_MCA_orte_precondition_transports") or job  # a job id may come again, this random key not
+    address = f"{socket.gethostname()}:{port + local}"
+    return _Ranks(rendezvous.exchange(folder, start, rank, size, address, variables.timeout), rank)
 
 
 def _slurm(variables: Variables) -> _Ranks | None:
@@ -212,7 +223,7 @@ def _slurm(variables: Variables) -> _Ranks | None:
             f"Received: SLURM_STEP_RESV_PORTS={reserved}."
         )
     names = nodes if len(nodes) > 1 else ["127.0.0.1"]
-    return _Ranks([f"{names[node]}:{ports[each]}" for node, each in places], rank, local, counts[node])
+    return _Ranks([f"{names[node]}:{ports[each]}" for node, each in places], rank)
 
 
 def _sagemaker(variables: Variables) -> _Ranks | None:
@@ -258,18 +269,24 @@ def _port(variables: Variables, job: str = "") -> int:
     return 10000 + zlib.crc32(job.encode()) % 20000 if job else host_list.PORT
 
 
-def share_of_gpus(variables: Variables, local: int, here: int) -> dict[str, str]:
-    """Returns CUDA_VISIBLE_DEVICES where tasks of one host see the same GPUs, each its part; else nothing.
+def share_of_gpus(variables: Variables, cluster: ClusterSpec, task: TaskSpec) -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES where tasks of one host see the same GPUs, each worker its part; else nothing.
+
+    A chief of parameter servers, and a server, get none: TensorFlow would take all of their memory.
 
     Args:
         variables: The environment.
-        local: This task's number on its host.
-        here: How many tasks the host has.
+        cluster: The addresses of all tasks.
+        task: This process's.
     """
     bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU", _SHARED)
-    if here == 1 or bound or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
+    if bound or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
         return {}
+    host = cluster.address(task).rpartition(":")[0]
+    here = [other for other in cluster.tasks() if cluster.address(other).rpartition(":")[0] == host]
+    workers = [other for other in here if other.type == "worker"]
     visible = [each.strip() for each in variables.get("CUDA_VISIBLE_DEVICES").split(",") if each.strip()]
-    each = len(visible) // here
-    mine = ",".join(visible[local * each : (local + 1) * each])
-    return {"CUDA_VISIBLE_DEVICES": mine, _SHARED: "1"} if each else {}
+    if len(here) == 1 or not workers or not (each := len(visible) // len(workers)):
+        return {}
+    first = workers.index(task) * each if task in workers else len(visible)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + each]), _SHARED: "1"}

@@ -60,7 +60,7 @@ def create_strategy(
     if strategy.virtual_cpus:
         _make_virtual_cpus(strategy.virtual_cpus)
     if cluster is None and strategy.name in ("multi_worker_mirrored", "parameter_server"):
-        cluster = resolvers.find_cluster()
+        cluster = resolvers.find_cluster(timeout=start_timeout)
     return _FACTORIES[strategy.name](strategy, cluster or None, start_timeout)
 
 

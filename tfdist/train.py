@@ -23,7 +23,7 @@ from tfdist import config as config_lib
 from tfdist import flags as flags_lib
 from tfdist import progress, registry, resolvers
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.config import ClusterConfig, TrainConfig
+from tfdist.config import TrainConfig
 from tfdist.errors import BackupError, ClusterError, ConfigError, collected
 from tfdist.launcher import Launcher
 
@@ -111,8 +111,8 @@ def train(
         epochs=config.epochs,
         steps_per_epoch=steps,
         callbacks=callbacks,
-        # A bar redraws its line, which only a terminal shows as one.
-        verbose=1 if sys.stdout.isatty() else 2,
+        # A bar redraws its line, which only a terminal shows as one. What mpirun gives to its tasks only looks like one.
+        verbose=1 if sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ else 2,
     )
     trainer.save(model, workdir / "model.keras", delete_backup=False)
 
@@ -204,10 +204,10 @@ def main(argv: Sequence[str]) -> int:
     faults: list[str] = []
     found: resolvers.Found | None = None
 
-    def workers(cluster: ClusterConfig) -> int | None:
+    def workers(config: TrainConfig) -> int | None:
         nonlocal found
         with collected(faults):
-            found = resolvers.find(**cluster.asked())
+            found = resolvers.find(timeout=config.start_timeout, **config.cluster.asked())
             return len(found.cluster.training_tasks()) if found else None
         return 0
 

@@ -81,7 +81,7 @@ class Trainer:
         listens = self._backup and self._backup.preemption
         if listens:
             listens.listen()  # from now on: a strategy may wait for its peers
-        found = resolvers.find_cluster() if cluster is None else cluster or None
+        found = resolvers.find_cluster(timeout=start_timeout) if cluster is None else cluster or None
         if not isinstance(strategy, tf.distribute.Strategy):
             strategy = create_strategy(strategy, found or False, start_timeout, **options)
         elif not hasattr(strategy, "statistics") or options:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
                 f"Received: {' '.join(argv[1:]) or 'nothing'}"
             )
         found = resolvers.find(
-            source=values.source, ps=values.ps, **{name: values[name].value for name in host_list.FLAGS}
+            source=values.source, ps=values.ps, timeout=values.timeout, **{name: values[name].value for name in host_list.FLAGS}
         )
         if values.strategy and (faults := list(parameter_server_faults(found.cluster.jobs if found else {}))):
             raise ConfigError(faults)
@@ -90,6 +90,12 @@ def _flags() -> flags.FlagValues:
 
 def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
     """Prints the job that trains what the flags of `tfdist.train` say."""
+    told = [name for name in ("ps", "source", "strategy", "connect", *host_list.FLAGS) if values[name].present]
+    if told:
+        raise ConfigError(
+            f"{', '.join(f'--{name}' for name in told)}: not for emit, which takes from the configuration how many tasks there "
+            "are: --config.cluster.workers=4, --config.cluster.ps=1."
+        )
     parsed = flags_lib.parse(["tfdist.train", *arguments], __doc__)
     if parsed is None:
         return 0
