@@ -11,6 +11,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 
+import psutil
+
 from tfdist.cluster import free_ports
 
 TOOLS = ("munged", "munge", "slurmctld", "slurmd", "srun", "sinfo")
@@ -65,6 +67,7 @@ PartitionName=main Nodes={host} Default=YES State=UP OverSubscribe=YES
         (folder / each).mkdir()
     environ = {**os.environ, "SLURM_CONF": str(conf)}
     daemons: list[subprocess.Popen[bytes]] = []
+    before = _watchers()
 
     def start(*command: str) -> None:
         with (folder / f"{command[0]}.out").open("wb") as log:
@@ -94,6 +97,10 @@ PartitionName=main Nodes={host} Default=YES State=UP OverSubscribe=YES
             time.sleep(0.2)
         yield {"SLURM_CONF": str(conf)}
     finally:
+        subprocess.run(["scancel", "--full", "--user=root"], env=environ, capture_output=True, timeout=60)
+        _, left = psutil.wait_procs([each for each in _watchers() if each not in before], 30)
+        for process in left:
+            process.kill()
         for daemon in reversed(daemons):
             daemon.terminate()
         for daemon in daemons:
@@ -102,3 +109,8 @@ PartitionName=main Nodes={host} Default=YES State=UP OverSubscribe=YES
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+def _watchers() -> list[psutil.Process]:
+    """Returns the processes that watch a job's; each ends once it has told the daemons of the job's end."""
+    return [process for process in psutil.process_iter(["name"]) if process.info["name"] == "slurmstepd"]
