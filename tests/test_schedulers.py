@@ -94,7 +94,7 @@ SLOWLY = """
 import sys, time
 from tfdist import storage, train
 write = storage.Storage.write_manifest
-storage.Storage.write_manifest = lambda *arguments: (time.sleep(3), write(*arguments))
+storage.Storage.write_manifest = lambda *arguments: (time.sleep(8), write(*arguments))
 sys.exit(train.main(sys.argv))
 """
 
