@@ -93,5 +93,5 @@ def test_a_volume_wants_an_absolute_path():
 
 def test_a_job_has_no_cluster_of_its_own():
     for write in (emit.slurm, emit.kubernetes):
-        with pytest.raises(ConfigError, match="cluster.hosts is not for a job, whose tasks the scheduler places"):
+        with pytest.raises(ConfigError, match=r"cluster\.hosts is not for a job, whose tasks the scheduler places"):
             write(TrainConfig(cluster=ClusterConfig(2, hosts="h1,h2")), WORKDIR, [], emit.Job())

@@ -187,7 +187,9 @@ def _check(config: TrainConfig, job: Job) -> None:
     faults = list(job.faults())
     for name in (*host_list.FLAGS, "source"):
         if (value := getattr(config.cluster, name)) not in ("", "auto"):
-            faults.append(f"cluster.{name} is not for a job, whose tasks the scheduler places. Received: {shown(value)}.")
+            faults.append(
+                f"cluster.{name} is not for a job, whose tasks the scheduler places. Received: {shown(value)}."
+            )
     if faults:
         raise ConfigError(faults)
 

@@ -85,11 +85,8 @@ def missing(cluster: ClusterSpec, tasks: Iterable[TaskSpec]) -> dict[TaskSpec, s
 def _ask(tasks: Iterable[TaskSpec], why_not: Callable[[TaskSpec], str]) -> dict[TaskSpec, str]:
     """Returns what `why_not` says of those tasks of which it says something; each may take its time."""
     tasks = list(tasks)
-    if len(tasks) < 2:
-        reasons = map(why_not, tasks)
-    else:
-        with concurrent.futures.ThreadPoolExecutor(min(len(tasks), _AT_ONCE)) as pool:
-            reasons = iter(list(pool.map(why_not, tasks)))
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        reasons = list(pool.map(why_not, tasks))
     return {task: reason for task, reason in zip(tasks, reasons, strict=True) if reason}
 
 

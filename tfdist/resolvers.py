@@ -190,7 +190,8 @@ def _open_mpi(variables: Variables) -> _Ranks | None:
         return _Ranks([f"127.0.0.1:{port + each}" for each in range(size)], rank)
     # mpirun tells nobody where the others are.
     folder = variables.need("TFDIST_RENDEZVOUS")
-    start = variables.get("OMPI_MCA_orte_precondition_transports") or job  # a job id may come again, this random key not
+    # A job id may come again, this random key does not.
+    start = variables.get("OMPI_MCA_orte_precondition_transports") or job
     address = f"{socket.gethostname()}:{port + local}"
     return _Ranks(rendezvous.exchange(folder, start, rank, size, address, variables.timeout), rank)
 

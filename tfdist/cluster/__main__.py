@@ -51,7 +51,10 @@ def main(argv: Sequence[str]) -> int:
                 f"Received: {' '.join(argv[1:]) or 'nothing'}"
             )
         found = resolvers.find(
-            source=values.source, ps=values.ps, timeout=values.timeout, **{name: values[name].value for name in host_list.FLAGS}
+            source=values.source,
+            ps=values.ps,
+            timeout=values.timeout,
+            **{name: values[name].value for name in host_list.FLAGS},
         )
         if values.strategy and (faults := list(parameter_server_faults(found.cluster.jobs if found else {}))):
             raise ConfigError(faults)
