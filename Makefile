@@ -13,7 +13,7 @@ test: lint
 
 # The first three share fixtures.
 FIT := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py parameter_server.py) \
-	$(addprefix tests/test_,train.py examples.py create_strategy.py)
+	$(addprefix tests/test_,train.py examples.py create_strategy.py schedulers.py)
 
 test-fit: .venv/.installed
 	$(BIN)/python -m pytest $(FIT)

@@ -74,7 +74,7 @@ def test_srun_trains(scheduler, tmp_path, tasks, options, strategy, cluster):
     ("tasks", "options", "strategy", "cluster"),
     [
         (3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}),
-        (4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}),
+        pytest.param(4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_mpirun_trains(tmp_path, tasks, options, strategy, cluster):
@@ -99,6 +99,7 @@ sys.exit(train.main(sys.argv))
 """
 
 
+@pytest.mark.slow
 def test_a_task_that_is_told_to_go_has_all_save_before_mpirun_ends_them(tmp_path):
     """It does so as the first of them has ended, however slowly the chief saves."""
     workdir, log = tmp_path / "run", tmp_path / "log"
