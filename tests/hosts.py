@@ -1,42 +1,55 @@
-"""Two network namespaces, joined, as two hosts of one machine."""
+"""Two network namespaces, joined, as two hosts of one machine with names of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import shutil
 import subprocess
 from collections.abc import Iterator
 
 ADDRESSES = ("10.211.0.1", "10.211.0.2")
+NAMES = ("node0", "node1")
 
 
 def missing() -> str:
     """Returns why there can be none here, or an empty text."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         return "network namespaces need root and iproute2"
-    return "" if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0 else "no namespaces"
+    there = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True).returncode == 0
+    return "" if there else "no namespaces"
 
 
 @contextlib.contextmanager
-def two() -> Iterator[list[list[str]]]:
-    """Makes them; yields for each the words that run a command on it. Their addresses are `ADDRESSES`."""
-    names = [f"tfdist{os.getpid()}-{number}" for number in range(2)]
+def two(folder: pathlib.Path) -> Iterator[list[list[str]]]:
+    """Makes them; yields for each the words that run a command on it.
+
+    Args:
+        folder: For a file of their names, `NAMES`, which stand for `ADDRESSES`.
+    """
+    spaces = [f"tfdist{os.getpid()}-{number}" for number in range(2)]
     ends = [f"tf{os.getpid() % 10**7}{letter}" for letter in "ab"]
+    known = folder / "hosts"
+    known.write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(ADDRESSES, NAMES, strict=True)))
 
     def ip(*words: str, check: bool = True) -> None:
         subprocess.run(["ip", *words], check=check, capture_output=True)
 
+    def on(space: str, name: str) -> list[str]:
+        own = f'hostname {name} && mount --bind {known} /etc/hosts && exec "$@"'
+        return ["nsenter", f"--net=/run/netns/{space}", "unshare", "--mount", "--uts", "sh", "-c", own, "sh"]
+
     try:
-        for name in names:
-            ip("netns", "add", name)
+        for space in spaces:
+            ip("netns", "add", space)
         ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "address", "add", f"{address}/24", "dev", end)
-            ip("-n", name, "link", "set", end, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield [["ip", "netns", "exec", name] for name in names]
+        for space, end, address in zip(spaces, ends, ADDRESSES, strict=True):
+            ip("link", "set", end, "netns", space)
+            ip("-n", space, "address", "add", f"{address}/24", "dev", end)
+            ip("-n", space, "link", "set", end, "up")
+            ip("-n", space, "link", "set", "lo", "up")
+        yield [on(space, name) for space, name in zip(spaces, NAMES, strict=True)]
     finally:
-        for name in names:
-            ip("netns", "delete", name, check=False)
+        for space in spaces:
+            ip("netns", "delete", space, check=False)

@@ -1,15 +1,16 @@
-"""A Slurm of this machine's own: munge, a controller and one node; started and ended by whoever asks for it."""
+"""A Slurm of this machine's own: munge, a controller and its nodes; started and ended by whoever asks for it."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 
@@ -25,14 +26,24 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "Slurm's daemons need root"
 
 
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A host, and the words that run a command on it."""
+
+    name: str
+    address: str
+    on: Sequence[str] = ()
+
+
 @contextlib.contextmanager
-def running(folder: pathlib.Path) -> Iterator[dict[str, str]]:
+def running(folder: pathlib.Path, nodes: Sequence[Node] = ()) -> Iterator[dict[str, str]]:
     """Runs it, with its files in `folder`; yields what the environment of its commands needs.
 
     Args:
         folder: Of a path that is short, as a socket lies in it.
+        nodes: Its nodes, the first of which is the controller, too; none means this machine alone.
     """
-    host = socket.gethostname().partition(".")[0]
+    nodes = nodes or [Node(socket.gethostname().partition(".")[0], "127.0.0.1")]
     controller, node = free_ports(2)
     key, munge_socket = folder / "munge.key", folder / "munge.socket"
     key.write_bytes(os.urandom(128))
@@ -40,7 +51,7 @@ def running(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     conf = folder / "slurm.conf"
     conf.write_text(f"""
 ClusterName=tests
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={nodes[0].name}({nodes[0].address})
 SlurmctldPort={controller}
 SlurmdPort={node}
 SlurmUser=root
@@ -48,11 +59,11 @@ AuthType=auth/munge
 AuthInfo=socket={munge_socket}
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -60,18 +71,27 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
 KillWait=30
-NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=1000
-PartitionName=main Nodes={host} Default=YES State=UP OverSubscribe=YES
+SchedulerParameters=bf_interval=1
+PartitionName=main Nodes=ALL Default=YES State=UP OverSubscribe=YES
 """)
-    for each in ("state", "spool"):
+    with conf.open("a") as file:
+        for each in nodes:
+            file.write(f"NodeName={each.name} NodeAddr={each.address} CPUs={os.cpu_count()} RealMemory=1000\n")
+    for each in ("state", *(f"spool-{node.name}" for node in nodes)):
         (folder / each).mkdir()
     environ = {**os.environ, "SLURM_CONF": str(conf)}
     daemons: list[subprocess.Popen[bytes]] = []
     before = _watchers()
 
-    def start(*command: str) -> None:
-        with (folder / f"{command[0]}.out").open("wb") as log:
-            daemons.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+    def start(*command: str, on: Node = nodes[0]) -> None:
+        with (folder / f"{command[0]}-{on.name}.out").open("wb") as log:
+            daemons.append(
+                subprocess.Popen([*on.on, *command], env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            )
+
+    def command(*words: str) -> str:
+        done = subprocess.run([*nodes[0].on, *words], env=environ, capture_output=True, text=True, timeout=60)
+        return done.stdout.strip()
 
     try:
         start(
@@ -85,19 +105,17 @@ PartitionName=main Nodes={host} Default=YES State=UP OverSubscribe=YES
             f"--log-file={folder}/munged.log",
         )
         start("slurmctld", "-D", "-f", str(conf))
-        start("slurmd", "-D", "-f", str(conf))
+        for each in nodes:
+            start("slurmd", "-D", "-f", str(conf), on=each)
         deadline = time.monotonic() + 60
-        while (
-            subprocess.run(["sinfo", "-h", "-o", "%T"], env=environ, capture_output=True, text=True).stdout.strip()
-            != "idle"
-        ):
+        while command("sinfo", "-h", "-o", "%T %D") != f"idle {len(nodes)}":
             if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in daemons):
                 logs = "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in folder.glob("*.out"))
                 raise RuntimeError(f"Slurm does not start:\n{logs}")
             time.sleep(0.2)
         yield {"SLURM_CONF": str(conf)}
     finally:
-        subprocess.run(["scancel", "--full", "--user=root"], env=environ, capture_output=True, timeout=60)
+        command("scancel", "--full", "--user=root")
         _, left = psutil.wait_procs([each for each in _watchers() if each not in before], 30)
         for process in left:
             process.kill()

@@ -41,6 +41,26 @@ RECORDED_BATCH = {
     "SLURM_PROCID": "0",
     "SLURM_TASKS_PER_NODE": "2",
 }
+# Recorded from `srun -n 1 -w node1 : -n 2 -O -w node0`, of Slurm 22.05 on two nodes: the last task of a heterogeneous job.
+RECORDED_HETEROGENEOUS = {
+    "SLURMD_NODENAME": "node0",
+    "SLURM_DISTRIBUTION": "block",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NODELIST": "node[0-1]",
+    "SLURM_JOB_NODELIST_PACK_GROUP_0": "node1",
+    "SLURM_JOB_NODELIST_PACK_GROUP_1": "node0",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "3",
+    "SLURM_PACK_SIZE": "2",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[0-1]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1",
+}
 # Recorded from `mpirun --oversubscribe -np 2` of Open MPI 4.1.
 RECORDED_OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -127,12 +147,29 @@ def slurm(nodes, tasks, rank, node, local, **more):
             {"worker": ["127.0.0.1:2000", "127.0.0.1:2001"]},
             "worker:1",
         ),
-        (  # of a heterogeneous job, written by hand: one step over components of 4 and 2 x 1 tasks
-            slurm("cpu1,gpu[1-2]", "4,1(x2)", 5, 2, 0, SLURM_HET_SIZE="2"),
+        (
+            {**RECORDED_HETEROGENEOUS, "TFDIST_PORT": "2000"},
             0,
             "slurm",
-            {"worker": ["cpu1:2000", "cpu1:2001", "cpu1:2002", "cpu1:2003", "gpu1:2000", "gpu2:2000"]},
-            "worker:5",
+            {"worker": ["node1:2000", "node0:2000", "node0:2001"]},
+            "worker:2",
+        ),
+        (  # of a heterogeneous job, a step on its second and third component
+            slurm(
+                "cpu1,gpu[1-2]",
+                "2,1(x2)",
+                3,
+                2,
+                1,
+                SLURM_HET_SIZE="3",
+                SLURM_JOB_NODELIST_HET_GROUP_0="login1",
+                SLURM_JOB_NODELIST_HET_GROUP_1="gpu[1-2]",
+                SLURM_JOB_NODELIST_HET_GROUP_2="cpu1",
+            ),
+            0,
+            "slurm",
+            {"worker": ["gpu1:2000", "gpu2:2000", "cpu1:2000", "cpu1:2001"]},
+            "worker:3",
         ),
         (
             slurm("a,b", "2,1", 2, 1, 0, SLURM_STEP_RESV_PORTS="12010-12011"),
@@ -217,6 +254,11 @@ def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
         ({**RECORDED_SLURM, "SLURM_STEP_NODELIST": "n[3-1]"}, "auto", "slurm: a node list must be such as"),
         ({**RECORDED_SLURM, "SLURM_STEP_TASKS_PER_NODE": "2"}, "auto", "1 nodes, 2 tasks on 1 nodes, 3 tasks"),
         (slurm("a,b", "1,2", 1, 0, 0), "auto", "slurm: task 1 is task 0 of node 0, which no known distribution makes"),
+        (
+            slurm("a,b", "1,1", 0, 0, 0, SLURMD_NODENAME="b"),
+            "auto",
+            "slurm: task 0 is task 0 of node 0 (b), which no known",
+        ),
         ({"SM_HOSTS": "algo-1"}, "auto", 'sagemaker: SM_HOSTS must be a list such as ["algo-1", "algo-2"].'),
         ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"}, "auto", "SM_CURRENT_HOST must be one of SM_HOSTS, a, b."),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from tests import slurm
+from tests import hosts, slurm
 from tests.job import until
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -83,11 +84,74 @@ def test_mpirun_trains(tmp_path, tasks, options, strategy, cluster):
     check_summary(tmp_path, strategy, cluster)
 
 
+@pytest.fixture(scope="module")
+def two_nodes():
+    """The words that run a command on the first node of a Slurm of two hosts, and the environment that it needs."""
+    if reason := slurm.missing() or hosts.missing():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="slurm") as name, hosts.two(folder := pathlib.Path(name)) as commands:
+        nodes = [slurm.Node(*each) for each in zip(hosts.NAMES, hosts.ADDRESSES, commands, strict=True)]
+        with slurm.running(folder, nodes) as more:
+            yield commands[0], more
+
+
+@pytest.mark.parametrize(
+    ("options", "second", "expected"),
+    [
+        (["-n3"], [], ["node0", "node0", "node1"]),
+        (["-n4", "--distribution=cyclic"], [], ["node0", "node1", "node0", "node1"]),
+        (["-n5", "--distribution=plane=2"], [], ["node0", "node0", "node1", "node1", "node0"]),
+        (["-n1", "-wnode1"], ["-n2", "-wnode0"], ["node1", "node0", "node0"]),  # a heterogeneous job
+    ],
+)
+def test_tasks_on_two_nodes_know_where_all_are(two_nodes, options, second, expected):
+    on, more = two_nodes
+    say = ["sh", "-c", 'echo "$(hostname) $(python -m tfdist.cluster show --format=json)"']
+    own = ["--overcommit", *([] if second else ["-N2"])]
+    code, output = run([*on, "srun", *own, *options, *say, *([":", *own, *second, *say] if second else [])], more)
+    assert code == 0, output
+    said = [line.split(" ", 1) for line in output.splitlines() if line.startswith("node")]
+    found = sorted(((json.loads(text), host) for host, text in said), key=lambda each: each[0]["task"]["index"])
+    assert [host for _, host in found] == expected, "as Slurm has placed them"
+    for number, (each, _) in enumerate(found):
+        assert each["task"]["index"] == number
+        assert [address.partition(":")[0] for address in each["cluster"]["worker"]] == expected
+
+
+@pytest.mark.slow
+def test_srun_trains_on_two_nodes(two_nodes, tmp_path):
+    on, more = two_nodes
+    code, output = run(
+        [*on, "srun", "-N2", "-n3", "--overcommit", *train(tmp_path, "--config.epochs=5", *MULTI_WORKER)], more
+    )
+    assert code == 0, output
+    check_summary(tmp_path, "multi_worker_mirrored", {"worker": 3})
+
+
 def mpirun(tasks, *options):
     if not shutil.which("mpirun"):
         pytest.skip("Open MPI is not installed: make system-deps")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return ["mpirun", *root, "--oversubscribe", *options, "-np", str(tasks)]
+
+
+def test_mpirun_trains_on_two_hosts(tmp_path):
+    """They tell each other their addresses in a folder."""
+    if hosts.missing():
+        pytest.skip(hosts.missing())
+    with hosts.two(tmp_path) as on:
+        agent = tmp_path / "agent"  # in the place of ssh
+        cases = [f'{name}) exec {shlex.join(own)} sh -c "$*";;' for name, own in zip(hosts.NAMES, on, strict=True)]
+        agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", "case $host in", *cases, "esac"]))
+        agent.chmod(0o755)
+        where = ["--host", ",".join(f"{name}:1" for name in hosts.NAMES), "--mca", "plm_rsh_agent", str(agent)]
+        passed = ["-x", f"TFDIST_RENDEZVOUS={tmp_path / 'rendezvous'}", "-x", "PYTHONPATH", "-x", "PATH"]
+        options = train(tmp_path / "run", "--config.epochs=1", "--config.strategy.name=multi_worker_mirrored")
+        code, output = run([*on[0], *mpirun(2, *where, *passed), *options], {})
+    assert code == 0, output
+    check_summary(tmp_path / "run", "multi_worker_mirrored", {"worker": 2}, accuracy=0.0)
+    told = [path.read_text() for path in sorted(tmp_path.glob("rendezvous/*/[01]"))]
+    assert [address.partition(":")[0] for address in told] == list(hosts.NAMES)
 
 
 SLOWLY = """

@@ -132,15 +132,15 @@ def test_a_name_may_come_late(tasks, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def two_hosts():
+def two_hosts(tmp_path_factory):
     if hosts.missing():
         pytest.skip(hosts.missing())
-    with hosts.two() as commands:
+    with hosts.two(tmp_path_factory.mktemp("hosts")) as commands:
         yield commands
 
 
 def test_two_hosts_train(tasks, two_hosts):
-    given = f"--hosts={','.join(hosts.ADDRESSES)}"
+    given = f"--hosts={','.join(hosts.NAMES)}"
     for command in two_hosts:
         tasks.start(None, 0, given, before=command)
     tasks.finish()

@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tfdist import host_list, node_lists, rendezvous
@@ -206,12 +206,19 @@ def _slurm(variables: Variables) -> _Ranks | None:
             f"the nodes, the tasks on each and the number of tasks do not agree. Received: {len(nodes)} nodes, {sum(counts)} "
             f"tasks on {len(counts)} nodes, {size} tasks."
         )
-    places = node_lists.places(counts, variables.get("SLURM_DISTRIBUTION"), variables.get("SLURM_DIST_PLANESIZE"))
+    if variables.get(*_HET_SIZE):  # nodes are numbered by components, and not as they are listed
+        tasks_of = dict(zip(nodes, counts, strict=True))
+        nodes = [node for node in _nodes_of_components(variables) if node in tasks_of]
+        counts = [tasks_of[node] for node in nodes]
+    # Components of a heterogeneous job come one after the other, whatever it says.
+    distribution = "" if variables.get(*_HET_SIZE) else variables.get("SLURM_DISTRIBUTION")
+    places = node_lists.places(counts, distribution, variables.get("SLURM_DIST_PLANESIZE"))
     node, local = variables.number("SLURM_NODEID"), variables.number("SLURM_LOCALID")
-    if places[rank : rank + 1] != [(node, local)]:
+    name = variables.get("SLURMD_NODENAME")
+    if places[rank : rank + 1] != [(node, local)] or (name and name != nodes[node]):
         raise ConfigError(
-            f"task {rank} is task {local} of node {node}, which no known distribution makes of {size} tasks; use "
-            f"srun --distribution=block. Received: {variables.get('SLURM_DISTRIBUTION') or 'none'}."
+            f"task {rank} is task {local} of node {node}{name and f' ({name})'}, which no known distribution makes of {size} "
+            f"tasks; use srun --distribution=block. Received: {distribution or 'none'}."
         )
     if reserved := variables.get("SLURM_STEP_RESV_PORTS"):
         ports = [int(port) for port in node_lists.hosts(f"[{reserved}]")]
@@ -225,6 +232,16 @@ def _slurm(variables: Variables) -> _Ranks | None:
         )
     names = nodes if len(nodes) > 1 else ["127.0.0.1"]
     return _Ranks([f"{names[node]}:{ports[each]}" for node, each in places], rank)
+
+
+_HET_SIZE = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
+
+
+def _nodes_of_components(variables: Variables) -> Iterator[str]:
+    for group in range(variables.number(*_HET_SIZE)):
+        yield from node_lists.hosts(
+            variables.need(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")
+        )
 
 
 def _sagemaker(variables: Variables) -> _Ranks | None:
