@@ -159,11 +159,13 @@ def test_an_index_may_be_a_text_as_schedulers_write_it():
         ),
     ],
 )
-def test_a_fault_is_named(text, said):
+def test_a_fault_is_named(text, said, capsys, monkeypatch):
     found = faults(text)
     assert len(found) == 1
     assert said in found[0]
     assert found[0].startswith("TF_CONFIG") and found[0].isprintable() and len(found[0]) < 500
+    monkeypatch.setenv("TF_CONFIG", text)
+    assert run(capsys, "check") == (2, "", f"{found[0]}\n")
 
 
 @pytest.mark.parametrize("address", ["h:1", "h-1.example.com:65535", "10.0.0.1:80", "[::1]:80", "[fe80::1%eth0]:80"])

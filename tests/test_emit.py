@@ -95,3 +95,8 @@ def test_a_job_has_no_cluster_of_its_own():
     for write in (emit.slurm, emit.kubernetes):
         with pytest.raises(ConfigError, match=r"cluster\.hosts is not for a job, whose tasks the scheduler places"):
             write(TrainConfig(cluster=ClusterConfig(2, hosts="h1,h2")), WORKDIR, [], emit.Job())
+
+
+def test_the_notice_is_long_enough_to_save():
+    with pytest.raises(ConfigError, match="notice must be grace_seconds, 300 s, or more"):
+        emit.slurm(config(2, grace_seconds=300.0), WORKDIR, [], emit.Job())

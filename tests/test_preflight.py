@@ -120,7 +120,7 @@ def test_ipv6_addresses_lose_their_brackets(monkeypatch):
 def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
     answers = {"h:1": iter(["connection refused", ""]), "h:2": iter(["no answer", "no answer", ""])}
-    monkeypatch.setattr(preflight, "unreachable", lambda address, **_: next(answers[address]))
+    monkeypatch.setattr(preflight, "unreachable", lambda address, *_, **__: next(answers[address]))
     times = iter(range(0, 1000, 6))
     preflight.wait_for(spec, spec.tasks()[1:], clock=lambda: next(times), sleep=lambda seconds: None)
     assert not [*answers["h:1"], *answers["h:2"]], "those that are there are asked no more"
@@ -129,7 +129,7 @@ def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
 
 def test_a_wait_has_a_limit(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
-    monkeypatch.setattr(preflight, "unreachable", lambda address, **_: "no answer" if address == "h:2" else "")
+    monkeypatch.setattr(preflight, "unreachable", lambda address, *_, **__: "no answer" if address == "h:2" else "")
     times = iter(range(0, 1000, 6))
     with pytest.raises(ClusterError, match=r"Waited 60 s for worker:1 at h:2 \(no answer\)\. Is it started"):
         preflight.wait_for(spec, spec.tasks()[1:], 60, clock=lambda: next(times), sleep=lambda seconds: None)
@@ -140,7 +140,7 @@ def test_peers_are_asked_at_once(monkeypatch):
     spec = ClusterSpec({"worker": [f"h:{port}" for port in range(1, 21)]})
     together = threading.Barrier(20)
 
-    def unreachable(address, **_):
+    def unreachable(address, *_, **__):
         together.wait(10)
         return ""
 
@@ -167,3 +167,14 @@ def test_a_port_that_cannot_be_had_is_not_called_taken(monkeypatch):
     said = r"port 80 cannot be had \(permission denied\); give the task another port"
     with pytest.raises(ClusterError, match=said), preflight.at_own_address(spec, spec.tasks()[0]):
         pass
+
+
+def test_a_name_that_is_looked_for_does_not_hold_the_wait(monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(preflight, "unreachable", lambda address, *_, **__: over.wait(30) and "")
+    spec = cluster("h:1")
+    try:
+        with pytest.raises(ClusterError, match=r"Waited 1 s for worker:0 at h:1 \(its name is not resolved yet\)"):
+            preflight.wait_for(spec, spec.tasks()[1:], 1.0)
+    finally:
+        over.set()

@@ -268,14 +268,28 @@ def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
         ),
         ({"TF_CONFIG": "{"}, "auto", "TF_CONFIG is not JSON"),
         ({}, "slurm", "the environment tells of no cluster of slurm: SLURM_STEP_ID is not set."),
+        (
+            {**RECORDED_HETEROGENEOUS, "SLURM_JOB_NODELIST_PACK_GROUP_0": "node[0-1]"},
+            "auto",
+            "components that share a node are not known. Received: node0, node1, node0.",
+        ),
         ({}, "slrum", "unknown cluster source 'slrum'; did you mean 'slurm'?"),
-        ({**RECORDED_OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "auto", "open_mpi: TFDIST_RENDEZVOUS must be set"),
+        (
+            {**RECORDED_OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            "auto",
+            "open_mpi: TFDIST_RENDEZVOUS must name a folder",
+        ),
     ],
 )
 def test_a_fault_is_named(environ, source, said):
     with pytest.raises(ConfigError) as raised:
         resolvers.find(environ, source)
     assert len(raised.value.faults) == 1 and said in raised.value.faults[0]
+
+
+def test_a_list_and_a_source_are_one_too_many():
+    with pytest.raises(ConfigError, match="cluster source slurm and a list of hosts are given; leave out one of them"):
+        resolvers.find({}, "slurm", hosts="h1,h2")
 
 
 def test_too_few_ranks_for_the_servers():
@@ -299,6 +313,8 @@ def test_too_few_ranks_for_the_servers():
         ("0,1,2,3", 1, 1, {}, "0,1"),
         ("0,1,2,3", 2, 1, {}, "2,3"),
         ("0,1,2,3", 3, 1, {}, ""),
+        ("0,1,2,3", 3, 0, {"SLURM_GPU_BIND": "none"}, "3"),
+        ("0,1,2,3", 3, 0, {"SLURM_GPU_BIND": "closest"}, None),
     ],
 )
 def test_workers_of_one_host_share_its_gpus(visible, rank, ps, more, expected):
@@ -307,6 +323,12 @@ def test_workers_of_one_host_share_its_gpus(visible, rank, ps, more, expected):
     assert found.environ.get("CUDA_VISIBLE_DEVICES") == expected
     if expected is not None:
         assert not resolvers.find({**environ, **found.environ}, ps=ps).environ, "a share is not shared again"
+
+
+def test_servers_on_a_host_of_their_own_take_no_gpus():
+    for rank, local in ((2, 0), (3, 1)):
+        found = resolvers.find(slurm("a,b", "2(x2)", rank, 1, local, CUDA_VISIBLE_DEVICES="0,1"), ps=2)
+        assert (found.task.type, found.environ["CUDA_VISIBLE_DEVICES"]) == ("ps", "")
 
 
 def test_tasks_of_several_hosts_share_their_own_hosts_gpus():
@@ -329,7 +351,9 @@ def test_node_lists(text, expected):
     assert node_lists.hosts(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "n[", "n]", "n[3-1]", "a,,b", "n[a]", "n[]", "n[1-99999999999]", "n[1][", ","])
+@pytest.mark.parametrize(
+    "text", ["", "n[", "n]", "n[3-1]", "a,,b", "n[a]", "n[]", "n[1-99999999999]", "n[1][", ",", f"n[{'1' * 5000}]"]
+)
 def test_what_is_no_node_list_is_refused(text):
     with pytest.raises(ConfigError, match="a node list must be such as"):
         node_lists.hosts(text)
@@ -364,7 +388,7 @@ def test_places_are_each_nodes_tasks_once(counts, distribution):
 
 def test_tasks_per_node():
     assert node_lists.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    for text in ("", "2(x3", "x", "1,", "1(x999999999)"):
+    for text in ("", "2(x3", "x", "1,", "1(x999999999)", "1" * 5000):
         with pytest.raises(ConfigError, match="tasks per node must be a list such as"):
             node_lists.tasks_per_node(text)
 
@@ -406,6 +430,9 @@ def test_a_hostfile(tmp_path):
     path.write_text("# two\nh1 slots=2\n\nh2  # one\n")
     spec, task = host_list.cluster(hostfile=str(path), task="worker:2")
     assert (spec.jobs["worker"], task) == (("h1:2222", "h1:2223", "h2:2222"), TaskSpec("worker", 2))
+    path.write_text("h1 slots=2 max_slots=4\nh2 max_slots=4\n")
+    spec, task = host_list.cluster(hostfile=str(path), task="worker:2")
+    assert spec.jobs["worker"] == ("h1:2222", "h1:2223", "h2:2222")
     path.write_text("h1 slot=2\nh2 a b\n")
     with pytest.raises(ConfigError) as raised:
         host_list.cluster(hostfile=str(path))
@@ -443,6 +470,8 @@ def test_json_of_a_cluster_is_what_tf_config_has():
 
 def test_a_job_without_srun_is_told():
     assert "this Slurm job has 2 tasks" in resolvers.overlooked(RECORDED_BATCH)
+    interactive = {**RECORDED_BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}  # written by hand
+    assert "this Slurm job has 2 tasks" in resolvers.overlooked(interactive)
     assert resolvers.overlooked({}) == resolvers.overlooked(RECORDED_SLURM) == ""
 
 

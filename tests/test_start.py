@@ -38,11 +38,13 @@ class Tasks:
             process.wait()
 
     def start(self, cluster, index, *options, before=(), **environ):
-        """Starts a task, with TF_CONFIG where there is a cluster."""
+        """Starts a task, given as itself or as a worker's index, with TF_CONFIG where there is a cluster."""
+        task = index if isinstance(index, TaskSpec) else TaskSpec("worker", index)
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
-        environ.pop("TF_CONFIG", None)
+        for name in ("TF_CONFIG", "no_proxy", "NO_PROXY", "no_grpc_proxy"):
+            environ.pop(name, None)
         if cluster:
-            environ["TF_CONFIG"] = cluster.to_tf_config(TaskSpec("worker", index))
+            environ["TF_CONFIG"] = cluster.to_tf_config(task)
         command = [*before, sys.executable, "-m", "tfdist.train", *CONFIG, f"--workdir={self.folder / 'run'}", *options]
         with (self.folder / f"log{len(self.processes)}").open("wb") as log:
             process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
@@ -75,6 +77,24 @@ def test_a_task_alone_ends_in_time_and_names_whom_it_waited_for(tasks):
     assert f"tfdist: Waited 15 s for worker:1 at {address} (connection refused)." in tasks.log()
     assert f"tfdist: waiting for worker:1 at {address} (connection refused)" in tasks.log()
     assert "Traceback" not in tasks.log()
+
+
+def test_roles_that_wait_for_each_other_in_vain_say_so(tasks):
+    """A chief whose worker does not come, and in another cluster those whose chief does not; one whose port is taken."""
+    options = ["--config.strategy.name=parameter_server", "--config.start_timeout=8"]
+    first, second = local_cluster(1, ps=1), local_cluster(1, ps=1)
+    (taken,) = (int(address.rpartition(":")[2]) for address in local_cluster(1).jobs["worker"])
+    third = ClusterSpec({**second.jobs, "ps": [f"127.0.0.1:{taken}"]})
+    with socket.create_server(("", taken)):
+        tasks.start(first, first.chief, *options)
+        tasks.start(second, TaskSpec("worker", 0), *options)
+        tasks.start(second, TaskSpec("ps", 0), *options)
+        tasks.start(third, TaskSpec("ps", 0), *options)
+        assert [process.wait(60) for process in tasks.processes] == [1] * 4
+    assert f"Waited 8 s for worker:0 at {first.jobs['worker'][0]} (connection refused), ps:0 at" in tasks.log(0)
+    for number in (1, 2):
+        assert f"Waited 8 s for chief:0 at {second.jobs['chief'][0]} (connection refused)" in tasks.log(number)
+    assert f"ps:0 cannot listen at 127.0.0.1:{taken}: port {taken} is taken by pid {os.getpid()}" in tasks.log(3)
 
 
 def test_tasks_may_start_in_any_order(tasks):

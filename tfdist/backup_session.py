@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -242,7 +243,8 @@ class BackupSession:
         """Saves, and ends this process with the exit code that asks for another start."""
         self.writer.finish()
         self._write(copy)
-        self._ranks.barrier()  # or a scheduler might kill those that still write, as one has ended
+        with contextlib.suppress(tf.errors.OpError):  # of one that could not save
+            self._ranks.barrier()  # or a scheduler might kill those that still write, as one has ended
         if self._ranks.is_chief:
             say(f"told to end (SIGTERM): saved at step {int(copy.step)}")
         sys.exit(progress.PREEMPTED)

@@ -81,6 +81,10 @@ def slurm(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[st
         ConfigError: With every fault of `job`, or the configuration has a cluster of its own.
     """
     _check(config, job)
+    if job.notice < config.grace_seconds:
+        raise ConfigError(
+            f"notice must be grace_seconds, {config.grace_seconds:g} s, or more, in which tasks save. Received: {job.notice}."
+        )
     options = [
         f"--job-name={job.name}",
         f"--ntasks={tasks(config)}",

@@ -82,8 +82,10 @@ def _read(path: str) -> list[str]:
     faults: list[str] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
-        slots = re.fullmatch(r"(?:slots|max_slots)=([0-9]{1,6})", words[1]) if len(words) == 2 else None
-        if len(words) > 1 and not slots:
+        # `max_slots`, of which mpirun knows too, is a limit of its own.
+        more = [word for word in words[1:] if not word.startswith(("max_slots=", "max-slots="))]
+        slots = re.fullmatch(r"slots=([0-9]{1,6})", more[0]) if len(more) == 1 else None
+        if more and not slots:
             faults.append(
                 f"hostfile {path}, line {number}: expected 'host' or 'host slots=2'. Received: {shown(line)}."
             )

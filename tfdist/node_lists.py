@@ -9,8 +9,8 @@ from tfdist.errors import ConfigError, shown
 
 _MOST = 100_000  # names; a range that is longer is a mistake
 _PART = re.compile(r"(?P<text>[^\[\],]*)(?:\[(?P<ranges>[^\[\]]*)\])?")
-_RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
-_COUNT = re.compile(r"(?P<count>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
+_RANGE = re.compile(r"(?P<first>[0-9]{1,18})(?:-(?P<last>[0-9]{1,18}))?")
+_COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<times>[0-9]{1,9})\))?")
 
 
 def hosts(text: str) -> list[str]:

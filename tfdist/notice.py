@@ -6,7 +6,6 @@ others with which exit code: whether they are needed again.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import sys
 import time
@@ -19,7 +18,7 @@ from tfdist.cluster import ClusterSpec, TaskSpec
 
 _WITHIN_MS = 5000
 _LOOK_EVERY = 0.5  # seconds
-_FAREWELL = 10.0  # seconds, after which those that are left are not told
+_FAREWELL = 5.0  # seconds, after which those that are left are not told
 _TOLD_TO_GO, _ENDS = "told_to_go", "ends"
 
 
@@ -51,28 +50,22 @@ class Listener:
 
 
 def tell_end(cluster: ClusterSpec) -> None:
-    """Has the chief's process tell the others, as it ends, with which exit code; not if it is killed.
-
-    What ends a process is not told to what runs at its end: it is what `progress.exit_code` says, or an exception.
-    """
-
-    def tell() -> None:
-        code = progress.exit_code or int(getattr(sys, "last_value", None) is not None)
-        ends = time.monotonic() + _FAREWELL
-        for task in cluster.tasks():  # one after the other, as an interpreter that ends starts no threads
-            if task != cluster.chief and time.monotonic() < ends and not preflight.unreachable(cluster.address(task)):
-                _put(cluster, task, _ENDS, str(code))
-
-    atexit.register(tell)
+    """Tells the others, on the chief, with which exit code its process ends: that of `progress`, or 1 after an exception."""
+    code = progress.exit_code or int(getattr(sys, "last_value", None) is not None)
+    ends = time.monotonic() + _FAREWELL
+    for task in cluster.tasks():  # one after the other, as an interpreter that ends starts no threads
+        if task != cluster.chief and time.monotonic() < ends and not preflight.unreachable(cluster.address(task)):
+            _put(cluster, task, _ENDS, str(code))
 
 
 def end(cluster: ClusterSpec, task: TaskSpec) -> int | None:
     """Returns the exit code of which the chief has told this task, or None where it has not."""
-    with _on(cluster, task) as session:
+    with contextlib.suppress(tf.errors.OpError), _on(cluster, task) as session:
         handle = _queue(_ENDS)
         if not session.run(tf.raw_ops.QueueSizeV2(handle=handle)):
             return None
         return int(session.run(tf.raw_ops.QueueDequeueV2(handle=handle, component_types=[tf.string]))[0])
+    return None
 
 
 def _put(cluster: ClusterSpec, task: TaskSpec, name: str, text: str) -> None:

@@ -10,9 +10,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 from tfdist import progress
 
+GRACE_SECONDS = 25.0
 _SHARE = 0.9  # of the grace, after which a save that has not come to an end is given up
 _ONE_SIGNAL = 1.0  # seconds in which several count as one, as they reach a task directly and through its supervisor
 
@@ -29,12 +31,14 @@ class Preemption:
     Attributes:
         noticed: Whether SIGTERM has come.
         training: Whether a training looks at `noticed` between its steps.
+        last_words: Called before this process is ended with exit code 75 in this way.
     """
 
-    def __init__(self, grace_seconds: float = 25.0):
+    def __init__(self, grace_seconds: float = GRACE_SECONDS):
         self.grace_seconds = grace_seconds
         self.noticed = False
         self.training = False
+        self.last_words: Callable[[], object] = lambda: None
         self._pipe: tuple[int, int] | None = None
 
     def listen(self) -> None:
@@ -62,10 +66,17 @@ class Preemption:
                 os._exit(128 + signal.SIGTERM)
             self.noticed, first = True, now
             if not self.training:
-                os._exit(progress.PREEMPTED)
-            timer = threading.Timer(_SHARE * self.grace_seconds, os._exit, [progress.PREEMPTED])
+                self._end()
+            timer = threading.Timer(_SHARE * self.grace_seconds, self._end)
             timer.daemon = True
             timer.start()
+
+    def _end(self) -> None:
+        progress.exit_code = progress.PREEMPTED
+        try:
+            self.last_words()
+        finally:
+            os._exit(progress.PREEMPTED)
 
 
 def _ignore(*_: object) -> None:

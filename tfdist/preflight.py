@@ -6,7 +6,6 @@ start in any order, and one that has another cluster in mind, or is another prog
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import hashlib
@@ -24,7 +23,6 @@ from tfdist.errors import ClusterError
 START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 _ANSWER = 3.0  # how long an address may take to answer
-_AT_ONCE = 32  # addresses that are asked
 _GREETING = b"tfdist "
 _SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
 
@@ -79,15 +77,38 @@ def greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
 
 def missing(cluster: ClusterSpec, tasks: Iterable[TaskSpec]) -> dict[TaskSpec, str]:
     """Returns those of `tasks` at whose addresses nothing listens, and why; the system answers for a process that is busy."""
-    return _ask(tasks, lambda task: unreachable(cluster.address(task)))
+    return _Inquiry(lambda task, seconds: unreachable(cluster.address(task), seconds)).ask(tasks)
 
 
-def _ask(tasks: Iterable[TaskSpec], why_not: Callable[[TaskSpec], str]) -> dict[TaskSpec, str]:
-    """Returns what `why_not` says of those tasks of which it says something; each may take its time."""
-    tasks = list(tasks)
-    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-        reasons = list(pool.map(why_not, tasks))
-    return {task: reason for task, reason in zip(tasks, reasons, strict=True) if reason}
+class _Inquiry:
+    """Asks tasks at once, each in a thread: the system may look for a name for as long as it likes.
+
+    Args:
+        why_not: Returns why a task cannot be reached, given the seconds that its address has to answer, or an empty text.
+    """
+
+    def __init__(self, why_not: Callable[[TaskSpec, float], str]):
+        self._why_not = why_not
+        self._threads: dict[TaskSpec, threading.Thread] = {}
+        self._reasons: dict[TaskSpec, str] = {}
+
+    def ask(self, tasks: Iterable[TaskSpec], seconds: float = _ANSWER) -> dict[TaskSpec, str]:
+        """Returns the reasons of those that cannot be reached; those of the round before may still be under way."""
+        tasks = list(tasks)
+        for task in tasks:
+            if task not in self._threads:
+                self._reasons[task] = "its name is not resolved yet"
+                self._threads[task] = threading.Thread(target=self._ask, args=(task, seconds), daemon=True)
+                self._threads[task].start()
+        ends = time.monotonic() + seconds + 0.5
+        for task in tasks:
+            self._threads[task].join(max(0.0, ends - time.monotonic()))
+            if not self._threads[task].is_alive():
+                del self._threads[task]
+        return {task: self._reasons[task] for task in tasks if self._reasons[task]}
+
+    def _ask(self, task: TaskSpec, seconds: float) -> None:
+        self._reasons[task] = self._why_not(task, seconds)
 
 
 def describe(cluster: ClusterSpec, absent: dict[TaskSpec, str]) -> str:
@@ -118,11 +139,11 @@ def wait_for(
     """
     started = reported = now = clock()
 
-    def why_not(task: TaskSpec) -> str:
-        left = min(_ANSWER, max(0.1, started + timeout - now))
-        return unreachable(cluster.address(task), timeout=left, expected=greeting(cluster, task), serving=serving)
+    def why_not(task: TaskSpec, seconds: float) -> str:
+        return unreachable(cluster.address(task), seconds, expected=greeting(cluster, task), serving=serving)
 
-    while absent := _ask(tasks, why_not):
+    inquiry = _Inquiry(why_not)
+    while absent := inquiry.ask(tasks, min(_ANSWER, max(0.1, started + timeout - now))):
         now = clock()
         if now - started >= timeout:
             raise ClusterError(
@@ -272,8 +293,12 @@ def watched(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> Iterator[No
     def watch() -> None:
         while not done.wait(min(_REPORT_EVERY, max(0.0, ends - time.monotonic()))):
             absent = describe(cluster, missing(cluster, others)) or "others, though all can be reached: see their logs"
-            print(f"tfdist: {task}: TensorFlow waits for {absent}", file=sys.stderr, flush=True)
-            if time.monotonic() >= ends:
+            over = time.monotonic() >= ends
+            if done.is_set():  # while the others were asked
+                return
+            waits = f"has waited {timeout:.0f} s, and is ended," if over else "waits"
+            print(f"tfdist: {task}: TensorFlow {waits} for {absent}", file=sys.stderr, flush=True)
+            if over:
                 os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="tfdist-start").start()

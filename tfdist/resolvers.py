@@ -122,6 +122,8 @@ def find(
     if source not in ("auto", "none", *RESOLVERS):
         raise ConfigError(unknown("cluster source", source, ("auto", "none", *RESOLVERS)))
     if any(given.values()):
+        if source != "auto":
+            raise ConfigError(f"cluster source {source} and a list of hosts are given; leave out one of them.")
         return Found(*host_list.cluster(ps=ps, **given), "hosts", {name: text for name, text in given.items() if text})
     environ = os.environ if environ is None else environ
     if source in RESOLVERS and not environ.get(sign := RESOLVERS[source][0]):
@@ -136,7 +138,7 @@ def overlooked(environ: Mapping[str, str] | None = None) -> str:
     """Returns what seems to be meant where there is no cluster, or an empty text."""
     environ = os.environ if environ is None else environ
     tasks = environ.get("SLURM_NTASKS", "1")
-    if tasks != "1" and not environ.get("SLURM_STEP_ID"):
+    if tasks != "1" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return (
             f"this Slurm job has {tasks} tasks, of which a script's own shell starts one: put srun before the command"
         )
@@ -189,10 +191,13 @@ def _open_mpi(variables: Variables) -> _Ranks | None:
     if here == size:
         return _Ranks([f"127.0.0.1:{port + each}" for each in range(size)], rank)
     # mpirun tells nobody where the others are.
-    folder = variables.need("TFDIST_RENDEZVOUS")
+    if not (folder := variables.get("TFDIST_RENDEZVOUS")):
+        raise ConfigError(
+            "TFDIST_RENDEZVOUS must name a folder that all hosts share, as mpirun tells none of the others."
+        )
     # A job id may come again, this random key does not.
     start = variables.get("OMPI_MCA_orte_precondition_transports") or job
-    address = f"{socket.gethostname()}:{port + local}"
+    address = f"{variables.get('TFDIST_HOST') or socket.gethostname()}:{port + local}"
     return _Ranks(rendezvous.exchange(folder, start, rank, size, address, variables.timeout), rank)
 
 
@@ -210,6 +215,8 @@ def _slurm(variables: Variables) -> _Ranks | None:
         tasks_of = dict(zip(nodes, counts, strict=True))
         nodes = [node for node in _nodes_of_components(variables) if node in tasks_of]
         counts = [tasks_of[node] for node in nodes]
+        if len(nodes) != len(tasks_of):
+            raise ConfigError(f"components that share a node are not known. Received: {', '.join(nodes)}.")
     # Components of a heterogeneous job come one after the other, whatever it says.
     distribution = "" if variables.get(*_HET_SIZE) else variables.get("SLURM_DISTRIBUTION")
     places = node_lists.places(counts, distribution, variables.get("SLURM_DIST_PLANESIZE"))
@@ -297,14 +304,17 @@ def share_of_gpus(variables: Variables, cluster: ClusterSpec, task: TaskSpec) ->
         cluster: The addresses of all tasks.
         task: This process's.
     """
-    bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU", _SHARED)
-    if bound or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
+    bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", _SHARED)
+    if bound or variables.get("SLURM_GPU_BIND") not in ("", "none") or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
         return {}
     host = cluster.address(task).rpartition(":")[0]
     here = [other for other in cluster.tasks() if cluster.address(other).rpartition(":")[0] == host]
     workers = [other for other in here if other.type == "worker"]
     visible = [each.strip() for each in variables.get("CUDA_VISIBLE_DEVICES").split(",") if each.strip()]
-    if len(here) == 1 or not workers or not (each := len(visible) // len(workers)):
+    if task not in workers:
+        return {"CUDA_VISIBLE_DEVICES": "", _SHARED: "1"} if visible else {}
+    each = len(visible) // len(workers)
+    if len(workers) == 1 or not each:
         return {}
-    first = workers.index(task) * each if task in workers else len(visible)
+    first = workers.index(task) * each
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + each]), _SHARED: "1"}

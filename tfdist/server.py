@@ -12,23 +12,29 @@ import tensorflow as tf
 from tfdist import notice, preflight, progress
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.errors import ClusterError
-from tfdist.preemption import Preemption
+from tfdist.preemption import GRACE_SECONDS, Preemption
 
 _ASK_EVERY, _ASK_EVERY_IF_TOLD = 1.0, 0.2  # seconds
 _MISSES = 3  # a chief that is busy may miss one
 
 
-def serve(cluster: ClusterSpec, task: TaskSpec, start_timeout: float = preflight.START_TIMEOUT) -> NoReturn:
+def serve(
+    cluster: ClusterSpec,
+    task: TaskSpec,
+    start_timeout: float = preflight.START_TIMEOUT,
+    grace_seconds: float = GRACE_SECONDS,
+) -> NoReturn:
     """Serves until the chief, once it was there, has gone; then leaves this process with the chief's exit code.
 
     TensorFlow's servers never end by themselves. SIGINT ends this one, too. On SIGTERM it serves until the chief has saved
-    and gone, but for 25 s at most. A parameter server, without which the others cannot go on, tells the chief. A chief that
+    and gone, but for the grace at most. A parameter server, without which the others cannot go on, tells the chief. A chief that
     was killed says nothing: the exit code is then 75 after SIGTERM, and else 1, so that schedulers start this task again, too.
 
     Args:
         cluster: The cluster, which has a chief.
         task: This process's task.
         start_timeout: Seconds to wait for the chief.
+        grace_seconds: How long the process may take to end after SIGTERM.
 
     Raises:
         ClusterError: The task's port is taken, or the chief has not been there in time.
@@ -44,7 +50,7 @@ def serve(cluster: ClusterSpec, task: TaskSpec, start_timeout: float = preflight
         raise ClusterError(
             f"{task} cannot serve at {cluster.address(task)}: {str(e).splitlines()[0]}. Is the port taken?"
         ) from e
-    heard = Preemption()
+    heard = Preemption(grace_seconds)
     heard.listen()
     print(f"tfdist: {task} serves at {cluster.address(task)}", flush=True)
     preflight.wait_for(cluster, [cluster.chief], start_timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import random
@@ -16,12 +17,14 @@ from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.config import StrategyConfig
 from tfdist.errors import ClusterError, ConfigError, unknown
 from tfdist.parameter_servers import ParameterServerStrategy
+from tfdist.preemption import GRACE_SECONDS
 
 
 def create_strategy(
     strategy: str | StrategyConfig = "mirrored",
     cluster: tuple[ClusterSpec, TaskSpec] | Literal[False] | None = None,
     start_timeout: float = preflight.START_TIMEOUT,
+    grace_seconds: float = GRACE_SECONDS,
     **options: Any,
 ) -> tf.distribute.Strategy:
     """Creates a `tf.distribute` strategy under which stock Keras 3 `model.fit` is right.
@@ -36,6 +39,7 @@ def create_strategy(
             means what the environment says (see `resolvers`), and if it says nothing, for the former, a cluster of this
             process alone; so does False, whatever the environment says.
         start_timeout: Seconds to wait for the other tasks.
+        grace_seconds: How long workers and servers that are told to go (SIGTERM) wait for the chief to save.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
             `implementation="ring"`, `bytes_per_pack=8_000_000`, `timeout_seconds=600`.
 
@@ -61,7 +65,7 @@ def create_strategy(
         _make_virtual_cpus(strategy.virtual_cpus)
     if cluster is None and strategy.name in ("multi_worker_mirrored", "parameter_server"):
         cluster = resolvers.find_cluster(timeout=start_timeout)
-    return _FACTORIES[strategy.name](strategy, cluster or None, start_timeout)
+    return _FACTORIES[strategy.name](strategy, cluster or None, start_timeout, grace_seconds)
 
 
 def _one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
@@ -84,8 +88,10 @@ def _central_storage(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
 
 
 def _multi_worker_mirrored(
-    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float
+    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float, *_: Any
 ) -> tf.distribute.Strategy:
+    if cluster is None and (hint := resolvers.overlooked()):
+        print(f"tfdist: training on this host alone, though {hint}.", flush=True)
     resolver = None
     watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if cluster is not None:
@@ -121,7 +127,7 @@ def _multi_worker_mirrored(
 
 
 def _parameter_server(
-    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float
+    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float, grace_seconds: float
 ) -> tf.distribute.Strategy:
     if cluster is None:
         raise ConfigError(
@@ -138,7 +144,7 @@ def _parameter_server(
     if task.type != "chief":
         with preflight.at_own_address(spec, task):
             pass
-        server.serve(spec, task, start_timeout)
+        server.serve(spec, task, start_timeout, grace_seconds)
     with preflight.at_own_address(spec, task):
         # TensorFlow would wait in silence.
         preflight.wait_for(spec, [other for other in spec.tasks() if other != task], start_timeout)
@@ -149,7 +155,7 @@ def _parameter_server(
         raise ClusterError(
             f"{task} cannot serve at {spec.address(task)}: {e.message.splitlines()[0]}. Is the port taken?"
         ) from e
-    notice.tell_end(spec)
+    atexit.register(notice.tell_end, spec)
     return made
 
 

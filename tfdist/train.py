@@ -12,7 +12,9 @@ import json
 import os
 import pathlib
 import platform
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -199,6 +201,11 @@ def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Runs `python -m tfdist.train`; returns the exit code."""
+    progress.exit_code = _main(argv)
+    return progress.exit_code
+
+
+def _main(argv: Sequence[str]) -> int:
     # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     faults: list[str] = []
@@ -218,10 +225,13 @@ def main(argv: Sequence[str]) -> int:
                 return 0
             if not faults:
                 config, workdir = parsed
+                if found is None and (hint := resolvers.overlooked()):
+                    print(f"tfdist: training on this host alone, though {hint}.", flush=True)
                 if found is None and (config.cluster.workers > 1 or config.cluster.ps):
                     return launch(config, argv, workdir)
-                if found is None and (hint := resolvers.overlooked()):
-                    print(f"tfdist: training in one process, though {hint}.", flush=True)
+                if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
+                    # From here on, as the Trainer, which comes with TensorFlow, some seconds later.
+                    signal.signal(signal.SIGTERM, lambda *_: os._exit(progress.PREEMPTED))
                 train(config, workdir, cluster=found.enter() if found else False)
     except (ClusterError, BackupError) as e:
         print(f"tfdist: {e}", file=sys.stderr)
@@ -232,5 +242,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    progress.exit_code = main(sys.argv)
-    sys.exit(progress.exit_code)
+    sys.exit(main(sys.argv))

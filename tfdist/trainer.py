@@ -24,6 +24,7 @@ from tfdist.config import CompressionConfig, StrategyConfig
 from tfdist.coordinator import Coordinator
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.parameter_servers import ParameterServerStrategy, bytes_per_server
+from tfdist.preemption import GRACE_SECONDS
 from tfdist.strategies import create_strategy
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -83,7 +84,8 @@ class Trainer:
             listens.listen()  # from now on: a strategy may wait for its peers
         found = resolvers.find_cluster(timeout=start_timeout) if cluster is None else cluster or None
         if not isinstance(strategy, tf.distribute.Strategy):
-            strategy = create_strategy(strategy, found or False, start_timeout, **options)
+            grace = listens.grace_seconds if listens else GRACE_SECONDS
+            strategy = create_strategy(strategy, found or False, start_timeout, grace, **options)
         elif not hasattr(strategy, "statistics") or options:
             raise ConfigError(
                 "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
@@ -100,6 +102,8 @@ class Trainer:
         self._coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
         if self._coordinator:
             found = (strategy.cluster, strategy.cluster.chief)
+            if listens:
+                listens.last_words = functools.partial(notice.tell_end, strategy.cluster)
         elif not multi_worker:
             _refuse_to_train_alone(found, type(strategy).__name__)
             found = None
@@ -389,5 +393,6 @@ def _refuse_to_train_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy:
     if found and found[1].type != "evaluator" and len(found[0].training_tasks()) > 1:
         raise ConfigError(
             f"{strategy} trains in one process, but this one is {found[1]} of {len(found[0].training_tasks())} training "
-            "tasks; use strategy multi_worker_mirrored, or start one task alone (and unset TF_CONFIG)."
+            "tasks; use strategy multi_worker_mirrored, or, for trainings apart from each other, cluster=False "
+            "(--config.cluster.source=none)."
         )

@@ -1,4 +1,5 @@
-"""How a parameter-server cluster ends. Arguments: what happens at step 20, one of `servers`, `workers`, `error`, `interrupt`."""
+"""How a parameter-server cluster ends. Arguments: what happens at step 20, one of `servers`, `workers`, `error`, `interrupt`, `chief`,
+`exit`."""
 
 import os
 import signal
@@ -20,6 +21,8 @@ HAPPENS = {
     "workers": lambda: [ask("kill", f"worker:{index}") for index in range(2)],
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "error": lambda: None,
+    "chief": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: sys.exit(3),
 }
 
 

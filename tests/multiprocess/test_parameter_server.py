@@ -321,6 +321,22 @@ def test_all_roles_end(tmp_path, what, workers, ps, sentence):
             assert "ends with exit code 1, as the chief has\n" in roles.log(task)
 
 
+@pytest.mark.parametrize(
+    ("what", "chiefs", "others", "said"),
+    [
+        ("chief", -9, 1, "ends with exit code 1, as the chief has gone without a word"),
+        pytest.param("exit", 3, 3, "ends with exit code 3, as the chief has\n", marks=pytest.mark.slow),
+    ],
+)
+def test_those_who_serve_end_as_the_chief_does(tmp_path, what, chiefs, others, said):
+    command = [sys.executable, "-m", "tests.multiprocess.ps_end_program", what]
+    with Roles(command, tmp_path / "roles", 1, 1) as roles:
+        assert roles.wait("chief:0", 90) == chiefs
+        for task in ("worker:0", "ps:0"):
+            assert roles.wait(task, 20) == others
+            assert said in roles.log(task)
+
+
 def test_all_workers_update_the_moving_statistics(results):
     assert 0.5 < results["statistics"] < 9.5
 

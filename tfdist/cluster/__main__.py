@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
     except ClusterError as e:
         print(e, file=sys.stderr)
         return 1
+    if found is None and (hint := resolvers.overlooked()):
+        print(f"tfdist: {hint}", file=sys.stderr)
     if command == "show":
         print(show(found, values.format))
         return 0
