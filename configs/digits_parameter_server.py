@@ -2,7 +2,7 @@
 
     python -m tfdist.train --config=configs/digits_parameter_server.py --workdir=runs/parameter_server
 
-Half a minute on two cores; validation accuracy at least 0.97.
+Half a minute on two cores; validation accuracy about 0.99 (the order of updates differs from run to run).
 """
 
 from configs import digits

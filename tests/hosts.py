@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 ADDRESSES = ("10.211.0.1", "10.211.0.2")
 NAMES = ("node0", "node1")
+_COUNT = itertools.count()  # a process may have two at once
 
 
 def missing() -> str:
@@ -28,8 +30,9 @@ def two(folder: pathlib.Path) -> Iterator[list[list[str]]]:
     Args:
         folder: For a file of their names, `NAMES`, which stand for `ADDRESSES`.
     """
-    spaces = [f"tfdist{os.getpid()}-{number}" for number in range(2)]
-    ends = [f"tf{os.getpid() % 10**7}{letter}" for letter in "ab"]
+    mine = f"{os.getpid() % 10**7}x{next(_COUNT)}"
+    spaces = [f"tfdist{mine}{letter}" for letter in "ab"]
+    ends = [f"tf{mine}{letter}" for letter in "ab"]
     known = folder / "hosts"
     known.write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(ADDRESSES, NAMES, strict=True)))
 

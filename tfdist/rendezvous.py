@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
 import pathlib
 import time
@@ -33,7 +31,6 @@ def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout:
         partial = place / f".{rank}.{os.getpid()}"
         partial.write_text(address)
         partial.replace(place / str(rank))
-        atexit.register(_remove, place, rank)
     except OSError as e:
         raise ClusterError(f"rank {rank} cannot write its address to {place}: {e.strerror or e}.") from e
     found: dict[int, str] = {}
@@ -56,9 +53,3 @@ def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout:
             print(f"tfdist: waiting for the addresses of rank {missing} in {place}", flush=True)
             reported = now
         time.sleep(0.1)
-
-
-def _remove(place: pathlib.Path, rank: int) -> None:
-    with contextlib.suppress(OSError):
-        (place / str(rank)).unlink()
-        place.rmdir()  # unless others are there

@@ -8,6 +8,8 @@ configuration is faulty; 75, that it was told to end (SIGTERM), has saved, and t
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import pathlib
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import tfdist
 from tfdist import cluster as cluster_lib
@@ -241,5 +243,21 @@ def _main(argv: Sequence[str]) -> int:
     return 2 if faults else 0
 
 
+def leave(code: int) -> NoReturn:
+    """Ends this process, once what is registered for its end has run; for `python -m tfdist.train` alone.
+
+    To take TensorFlow down as well would need a second, on a busy machine many, in which tasks that are done with it first are
+    missed by the others ("stopped sending heartbeats").
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    exit_code = main(sys.argv)
+    if "tensorflow" in sys.modules:
+        leave(exit_code)
+    sys.exit(exit_code)
