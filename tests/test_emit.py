@@ -100,3 +100,11 @@ def test_a_job_has_no_cluster_of_its_own():
 def test_the_notice_is_long_enough_to_save():
     with pytest.raises(ConfigError, match="notice must be grace_seconds, 300 s, or more"):
         emit.slurm(config(2, grace_seconds=300.0), WORKDIR, [], emit.Job())
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(ConfigError) as raised:
+        emit.kubernetes(
+            TrainConfig(cluster=ClusterConfig(2, hosts="h")), pathlib.PurePath("run"), [], emit.Job("A", cpus=0)
+        )
+    assert len(raised.value.faults) == 4

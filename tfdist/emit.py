@@ -80,11 +80,8 @@ def slurm(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[st
     Raises:
         ConfigError: With every fault of `job`, or the configuration has a cluster of its own.
     """
-    _check(config, job)
-    if job.notice < config.grace_seconds:
-        raise ConfigError(
-            f"notice must be grace_seconds, {config.grace_seconds:g} s, or more, in which tasks save. Received: {job.notice}."
-        )
+    short = f"notice must be grace_seconds, {config.grace_seconds:g} s, or more, in which tasks save. Received: {job.notice}."
+    _check(config, job, short if job.notice < config.grace_seconds else "")
     options = [
         f"--job-name={job.name}",
         f"--ntasks={tasks(config)}",
@@ -126,11 +123,8 @@ def kubernetes(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequen
     """
     import yaml
 
-    _check(config, job)
-    if not workdir.is_absolute():
-        raise ConfigError(
-            f"workdir must be an absolute path, where the volume is mounted. Received: {shown(str(workdir))}."
-        )
+    relative = f"workdir must be an absolute path, where the volume is mounted. Received: {shown(str(workdir))}."
+    _check(config, job, "" if workdir.is_absolute() else relative)
     size = tasks(config)
     labels = {"app.kubernetes.io/name": job.name}
     resources: dict[str, Any] = {"cpu": str(job.cpus), "memory": f"{job.memory}i"}
@@ -187,8 +181,8 @@ def kubernetes(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequen
     return str(yaml.safe_dump_all([service, training], sort_keys=False))
 
 
-def _check(config: TrainConfig, job: Job) -> None:
-    faults = list(job.faults())
+def _check(config: TrainConfig, job: Job, fault: str) -> None:
+    faults = [*job.faults(), *([fault] if fault else [])]
     for name in (*host_list.FLAGS, "source"):
         if (value := getattr(config.cluster, name)) not in ("", "auto"):
             faults.append(
