@@ -40,6 +40,7 @@ def test_every_pod_finds_the_same_cluster(cluster, expected):
     template = job["spec"]["template"]["spec"]
     (container,) = template["containers"]
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == expected
+    assert service["spec"]["publishNotReadyAddresses"], "or pods that look for each other never get ready"
     assert template["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
     found = []
     for index in range(expected):  # as Kubernetes sets an Indexed Job's

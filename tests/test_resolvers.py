@@ -478,7 +478,7 @@ def test_a_job_without_srun_is_told():
 def test_ranks_meet_in_a_folder(tmp_path):
     """Open MPI on two hosts, whose environments say nothing of each other; written by hand."""
 
-    def resolve(rank, start):
+    def resolve(rank, start, seconds=10):
         environ = {**RECORDED_OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
         environ |= {
             "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
@@ -486,12 +486,14 @@ def test_ranks_meet_in_a_folder(tmp_path):
             "TFDIST_RENDEZVOUS": str(tmp_path),
             "TFDIST_PORT": str(2000 + 100 * start + rank),
         }
-        return resolvers.find(environ, timeout=10)
+        return resolvers.find(environ, timeout=seconds)
 
     for start in range(2):  # of one job id: what the first has left there is not taken for the second's
         with concurrent.futures.ThreadPoolExecutor() as pool:
             found = list(pool.map(resolve, range(2), [start] * 2))
         assert [str(each.task) for each in found] == ["worker:0", "worker:1"]
+        with pytest.raises(ClusterError, match="addresses of rank 1 in"):
+            resolve(0, start + 1, seconds=0.2)
         addresses = [f"{OWN}:{2000 + 100 * start + rank}" for rank in range(2)]
         assert found[0].cluster == found[1].cluster == ClusterSpec({"worker": addresses})
 
