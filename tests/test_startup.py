@@ -1,5 +1,6 @@
 """Untested versions, and strategies that come too late."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -74,3 +75,23 @@ def test_a_strategy_that_comes_too_late_names_the_place_and_where_to_go(tmp_path
     assert f"{script}:{len(script.read_text().splitlines())}: " in message
     assert "cannot be" in message and "after TensorFlow has started" in message
     assert line in message
+
+
+@pytest.mark.parametrize(("environ", "threads"), [({}, 2), ({"TF_NUM_INTEROP_THREADS": "1"}, 0)])
+def test_on_one_core_operations_run_beside_each_other(environ, threads):
+    cluster = local_cluster(1)
+    script = """
+import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import tfdist, tensorflow as tf
+tfdist.create_strategy("multi_worker_mirrored")
+print(tf.config.threading.get_inter_op_parallelism_threads())
+"""
+    task = next(iter(cluster.tasks()))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environ, "TF_CONFIG": cluster.to_tf_config(task)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == [str(threads)], done.stderr

@@ -1,0 +1,30 @@
+"""How this process gives memory back to the system. No TensorFlow here.
+
+By default glibc returns each large block as soon as it is freed. A training step frees and takes the same blocks again and again,
+tens of megabytes each, and the system fills each page with zeros anew. So large blocks are kept here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of <malloc.h>
+_LARGE, _OLD = 2**30, 2**25  # bytes; glibc before 2.35 takes no more than the latter
+
+
+def keep_large_blocks() -> bool:
+    """Has glibc keep what is freed, in as many arenas as there are cores: in other threads' arenas it keeps no large blocks.
+
+    Returns:
+        Whether it does. It does not where the user has chosen (`MALLOC_...`, `GLIBC_TUNABLES`, or another allocator by
+        `LD_PRELOAD`), or where the C library is another one.
+    """
+    if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    if not (mallopt(_MMAP_THRESHOLD, _LARGE) or mallopt(_MMAP_THRESHOLD, _OLD)):
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_ARENA_MAX, len(os.sched_getaffinity(0))))
