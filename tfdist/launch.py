@@ -9,10 +9,11 @@ killed: each task leads a process group, and a guardian process kills the groups
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
-from tfdist.cluster import local_cluster
+from tfdist import namespaces
 from tfdist.errors import ConfigError
 from tfdist.launcher import Launcher
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
         "grace_seconds", 25.0, "Time to end after a signal before SIGKILL.", lower_bound=0, flag_values=values
     )
     flags.DEFINE_integer("max_restarts", 0, "Restarts that failures may cost.", lower_bound=0, flag_values=values)
+    flags.DEFINE_string("netns", os.environ.get(namespaces.VARIABLE, ""), namespaces.HELP, flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     arguments = list(argv[1:])
     split = arguments.index("--") if "--" in arguments else len(arguments)
@@ -42,14 +44,16 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if rest or not command:
             raise ConfigError(
-                "Usage: python -m tfdist.launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] "
+                "Usage: python -m tfdist.launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--netns=A,B] "
                 "-- COMMAND. "
                 f"Received: {' '.join(arguments) or 'nothing'}"
             )
+        cluster, prefixes = namespaces.place(values.workers, values.ps, values.netns)
         launcher = Launcher(
             command,
-            local_cluster(values.workers, values.ps),
+            cluster,
             values.log_dir,
+            prefixes=prefixes,
             grace_seconds=values.grace_seconds,
             max_restarts=values.max_restarts,
         )

@@ -41,6 +41,7 @@ class Launcher:
             not heed a signal.
         output: Where tasks' lines go. None means this process's standard output.
         max_restarts: How many restarts failures may cost; 0 means that the first failure ends the job.
+        prefixes: For a task, words before its command, which run the command in their place, such as `nsenter`.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -57,8 +58,10 @@ class Launcher:
         grace_seconds: float = 25.0,
         output: IO[bytes] | None = None,
         max_restarts: int = 0,
+        prefixes: Mapping[TaskSpec, Sequence[str]] | None = None,
     ):
         self._command = list(command)
+        self._prefixes = prefixes or {}
         self._cluster = cluster
         self._log_dir = pathlib.Path(log_dir)
         self._environ = dict(os.environ if environ is None else environ)
@@ -130,7 +133,9 @@ class Launcher:
         environ[progress.FOLDER] = self._progress
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's C++ log: errors only
         log_path = self._log_dir / f"{spec.name}.log"
-        task = TaskProcess(spec, self._command, environ, log_path, append=self.restarts.total > 0)
+        task = TaskProcess(
+            spec, [*self._prefixes.get(spec, ()), *self._command], environ, log_path, append=self.restarts.total > 0
+        )
         self._tasks.append(task)
         self._running.append(task)
         self._selector.register(task.pipe, selectors.EVENT_READ, task)

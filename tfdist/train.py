@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import tfdist
-from tfdist import cluster as cluster_lib
 from tfdist import config as config_lib
 from tfdist import flags as flags_lib
-from tfdist import progress, registry, resolvers
+from tfdist import namespaces, progress, registry, resolvers
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.config import TrainConfig
 from tfdist.errors import BackupError, ClusterError, ConfigError, collected
@@ -176,10 +175,13 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     """Runs this same command as every task of a cluster on this machine; returns the exit code."""
     # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
     command = [sys.executable, "-m", "tfdist.train", *argv[1:], "--config.cluster.source=tf_config"]
+    netns = os.environ.get(namespaces.VARIABLE, "")
+    cluster, prefixes = namespaces.place(config.cluster.workers, config.cluster.ps, netns)
     launcher = Launcher(
         command,
-        cluster_lib.local_cluster(config.cluster.workers, config.cluster.ps),
+        cluster,
         workdir / "logs",
+        prefixes=prefixes,
         grace_seconds=config.grace_seconds,
         max_restarts=config.max_restarts,
     )

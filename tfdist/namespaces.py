@@ -1,0 +1,92 @@
+"""Tasks in network namespaces of this machine, which stand for hosts: `tfdist.launch --netns`. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
+from tfdist.errors import ConfigError, shown
+
+VARIABLE = "TFDIST_NETNS"
+HELP = (
+    f"Network namespaces in which the tasks run in turn, by name or path, between commas; default: {VARIABLE}. Each gets an "
+    "equal share of the cores."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Namespace:
+    """A network namespace.
+
+    Attributes:
+        path: The file by which it is entered.
+        address: Its IPv4 address.
+        cores: Which of the machine's cores are its own.
+    """
+
+    path: str
+    address: str
+    cores: Sequence[int]
+
+    def words(self) -> list[str]:
+        """Returns the words that run a command there."""
+        return ["taskset", "--cpu-list", ",".join(map(str, self.cores)), "nsenter", f"--net={self.path}"]
+
+
+def place(workers: int, ps: int, netns: str) -> tuple[ClusterSpec, Mapping[TaskSpec, Sequence[str]]]:
+    """Returns a cluster of this machine, and for each task the words that go before its command.
+
+    Args:
+        workers: As for `local_cluster`.
+        ps: As for `local_cluster`.
+        netns: Namespaces by name or path, between commas; empty means none.
+
+    Raises:
+        ConfigError: With every fault of them.
+    """
+    if not netns:
+        return local_cluster(workers, ps), {}
+    names = [each.strip() for each in netns.split(",") if each.strip()]
+    if not names:
+        raise ConfigError(f"netns must name network namespaces, between commas. Received: {shown(netns)}.")
+    spaces = _find(names)
+    local = local_cluster(workers, ps)
+    turns = {task: spaces[number % len(spaces)] for number, task in enumerate(local.tasks())}
+    ports = {task: local.address(task).rpartition(":")[2] for task in turns}
+    cluster = ClusterSpec(
+        {
+            job: [f"{turns[TaskSpec(job, i)].address}:{ports[TaskSpec(job, i)]}" for i in range(len(addresses))]
+            for job, addresses in local.jobs.items()
+        }
+    )
+    return cluster, {task: space.words() for task, space in turns.items()}
+
+
+def _find(names: Sequence[str]) -> list[Namespace]:
+    if lacking := [tool for tool in ("nsenter", "taskset", "ip") if not shutil.which(tool)]:
+        raise ConfigError(f"netns needs {', '.join(lacking)}, of util-linux and iproute2.")
+    cores = sorted(os.sched_getaffinity(0))
+    found: list[Namespace] = []
+    faults: list[str] = []
+    for number, name in enumerate(names):
+        path = name if "/" in name else f"/run/netns/{name}"
+        asked = subprocess.run(
+            ["nsenter", f"--net={path}", "ip", "-4", "-oneline", "address", "show", "scope", "global"],
+            capture_output=True,
+            text=True,
+        )
+        words = asked.stdout.split()
+        if asked.returncode or "inet" not in words:
+            why = asked.stderr.strip() or "it has no IPv4 address"
+            faults.append(f"netns: {shown(name)} cannot be used: {why}")
+            continue
+        share = max(1, len(cores) // len(names))
+        own = [cores[(number * share + each) % len(cores)] for each in range(share)]
+        found.append(Namespace(path, words[words.index("inet") + 1].partition("/")[0], own))
+    if faults:
+        raise ConfigError(faults)
+    return found

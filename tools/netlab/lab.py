@@ -1,0 +1,160 @@
+"""Hosts that are network namespaces on one bridge, each on a link that is limited in both directions.
+
+A namespace has no name: a process of its own holds it open, which the system kills when this process ends, however it does. So
+nothing is left over, laboratories do not meet, and none of their traffic touches an interface of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+
+TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
+_RATE = re.compile(r"[1-9][0-9]*(kbit|mbit|gbit)")
+_DEVICE = "eth0"
+_MOST = 250  # addresses of 10.77.0.0/24
+
+
+def missing() -> str:
+    """Returns why there can be no laboratory here, or an empty text."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if lacking := [tool for tool in TOOLS if not shutil.which(tool)]:
+        return f"{', '.join(lacking)} not found: make system-deps"
+    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    return "" if tried.returncode == 0 else f"no network namespaces here: {tried.stderr.strip()}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """One of a laboratory's hosts.
+
+    Attributes:
+        netns: The path of its network namespace, as for `tfdist.launch --netns`.
+        address: Its IPv4 address.
+    """
+
+    netns: str
+    address: str
+
+    def on(self, *command: str) -> list[str]:
+        """Returns the words that run a command there."""
+        return ["nsenter", f"--net={self.netns}", *command]
+
+    def counters(self) -> tuple[int, int]:
+        """Returns the bytes that its interface has received and sent so far."""
+        shown = subprocess.run(self.on("cat", "/proc/net/dev"), capture_output=True, text=True, check=True).stdout
+        (line,) = (line for line in shown.splitlines() if line.strip().startswith(f"{_DEVICE}:"))
+        numbers = line.partition(":")[2].split()
+        return int(numbers[0]), int(numbers[8])
+
+
+class Lab:
+    """A context manager: makes the hosts, and ends them.
+
+    Args:
+        hosts: How many, 1 to 250.
+        rate: Of each host's link, in both directions, as `tc` writes it: `100mbit`, `1gbit`. Empty means unlimited.
+
+    Attributes:
+        hosts: The hosts, inside.
+
+    Raises:
+        ValueError: An argument is not such.
+        RuntimeError: The rights or tools are missing, or a command has failed.
+    """
+
+    def __init__(self, hosts: int, rate: str = ""):
+        if not 1 <= hosts <= _MOST:
+            raise ValueError(f"hosts must be 1 to {_MOST}. Received: {hosts}.")
+        if rate and not _RATE.fullmatch(rate):
+            raise ValueError(f"rate must be such as 100mbit or 1gbit, or empty. Received: {rate!r}.")
+        self.rate = rate
+        self.hosts: list[Host] = []
+        self._count = hosts
+        self._holders: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Lab:
+        if reason := missing():
+            raise RuntimeError(reason)
+        try:
+            switch = self._hold()
+            self._ip(switch, "link add br0 type bridge", "link set br0 up")
+            self.hosts = [self._host(switch, number) for number in range(self._count)]
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all that still runs on the hosts, and with it the hosts."""
+        ours = {_identity(holder.pid) for holder in self._holders} - {None, _identity(os.getpid())}
+        for holder in self._holders:
+            holder.kill()
+            holder.wait()
+        for _ in range(3):  # one that was on its way there is there by now
+            for path in pathlib.Path("/proc").glob("[0-9]*"):
+                if _identity(path.name) in ours:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(path.name), 9)
+            time.sleep(0.05)
+        self._holders = []
+        self.hosts = []
+
+    def _hold(self) -> int:
+        """Returns the id of a process in a network namespace of its own."""
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"]
+        holder = subprocess.Popen(command, start_new_session=True)  # Ctrl-C is for others
+        self._holders.append(holder)
+        deadline = time.monotonic() + 10
+        while _identity(holder.pid) in (None, _identity(os.getpid())):
+            if time.monotonic() > deadline or holder.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)} makes no network namespace")
+            time.sleep(0.005)
+        return holder.pid
+
+    def _host(self, switch: int, number: int) -> Host:
+        holder = self._hold()
+        address, port = f"10.77.0.{number + 1}", f"port{number}"
+        # Made where its ends belong, never in the machine's own namespace.
+        _run(
+            f"ip link add {port} netns {switch} type veth peer name {_DEVICE} netns {holder}".split(),
+        )
+        self._ip(holder, f"address add {address}/24 dev {_DEVICE}", f"link set {_DEVICE} up", "link set lo up")
+        self._ip(switch, f"link set {port} master br0", f"link set {port} up")
+        if self.rate:
+            for place, device in ((holder, _DEVICE), (switch, port)):
+                limit = f"tc qdisc add dev {device} root tbf rate {self.rate} burst 256kb latency 100ms"
+                _run(["nsenter", f"--net={_path(place)}", *limit.split()])
+        return Host(_path(holder), address)
+
+    def _ip(self, place: int, *lines: str) -> None:
+        _run(["nsenter", f"--net={_path(place)}", "ip", "-batch", "-"], "\n".join(lines))
+
+
+def _path(pid: int) -> str:
+    return f"/proc/{pid}/ns/net"
+
+
+def _identity(pid: int | str) -> str | None:
+    """Returns which network namespace a process is in, None where it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def _run(command: Sequence[str], text: str = "") -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
