@@ -1,12 +1,14 @@
-"""Every task of `tools.bench.ps`. Arguments: model, rounds, steps, file for the results."""
+"""Every task of `tools.bench.ps`. Arguments: output folder, options as JSON."""
 
 import json
+import pathlib
 import sys
 import time
 
 import tfdist
 
-MODEL, ROUNDS, STEPS, OUT = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4]
+FOLDER, OPTIONS = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+MODEL, ROUNDS, STEPS = (OPTIONS[name] for name in ("model", "rounds", "steps"))
 trainer = tfdist.Trainer("parameter_server")  # workers and servers stay here
 
 import keras  # noqa: E402 (the strategy comes first)
@@ -134,15 +136,12 @@ def of_tf_keras():
     return run
 
 
-contenders = {"trainer": of_trainer(), "loop": of_loop(), "tf_keras": of_tf_keras()}
+made = {"trainer": of_trainer, "loop": of_loop, "tf_keras": of_tf_keras}
+contenders = {name: make() for name, make in made.items() if name in (OPTIONS["contenders"] or made)}
 rates = {name: [] for name in contenders}
-for _ in range(ROUNDS + 1):
+for number in range(ROUNDS + 1):
     for name, run in contenders.items():
-        rates[name].append(run())
-tasks = strategy.cluster.jobs
-result = {"model": MODEL, "workers": len(tasks["worker"]), "ps": len(tasks["ps"])}
-versions = {"tensorflow": tf.__version__, "keras": keras.__version__, "tf_keras": tf_keras.__version__}
-# The first round traces.
-result |= {"steps_per_second": {name: rounds[1:] for name, rounds in rates.items()}, "versions": versions}
-with open(OUT, "w") as file:
-    json.dump(result, file)
+        found = run()
+        if number:  # the first round traces
+            rates[name].append(found)
+(FOLDER / "results.json").write_text(json.dumps({"steps_per_second": rates}))

@@ -1,4 +1,4 @@
-"""One task of `tools.bench.recovery`. Arguments: mode, folder, rounds, steps, save_freq."""
+"""One task of `tools.bench.recovery`. Arguments: output folder, options as JSON."""
 
 import json
 import os
@@ -11,7 +11,8 @@ MOMENTS = {"started": time.time()}
 
 import tfdist  # noqa: E402 (the clock comes first)
 
-MODE, FOLDER, ROUNDS, STEPS, SAVE_FREQ = sys.argv[1], pathlib.Path(sys.argv[2]), *map(int, sys.argv[3:6])
+FOLDER, OPTIONS = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+MODE, ROUNDS, STEPS, SAVE_FREQ = (OPTIONS[name] for name in ("what", "rounds", "steps", "save_freq"))
 RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, {cores[RANK % len(cores)]})
@@ -43,7 +44,7 @@ class Stamp(keras.callbacks.Callback):
         self.steps += 1
         if self.steps == 1:
             MOMENTS["stepped"] = time.time()
-        if MODE == "recovery" and self.steps == 25 and not progress.restarts() and trainer.num_replicas - 1 == RANK:
+        if MODE == "restart" and self.steps == 25 and not progress.restarts() and trainer.num_replicas - 1 == RANK:
             (FOLDER / "killed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -59,7 +60,8 @@ class Backup(tfdist.BackupAndRestore):
 
 def fit(backup):
     clock = Throughput(BATCH)
-    trainer.fit(
+    # A Trainer keeps the last backup that it was given.
+    (trainer if backup else Trainer(trainer.strategy)).fit(
         model,
         lambda context: data.epochs((X, Y), context, BATCH, seed=1),
         steps_per_epoch=STEPS,
@@ -76,7 +78,7 @@ with trainer.scope():
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 MOMENTS["built"] = time.time()
 
-if MODE == "recovery":
+if MODE == "restart":
     fit(Backup(FOLDER / "backup", SAVE_FREQ))
     results = {**MOMENTS, "killed": float((FOLDER / "killed").read_text())}
 else:

@@ -1,13 +1,16 @@
-"""One task of `tools.bench.step`. Arguments: model, steps per execution, rounds, steps, file for the results."""
+"""One task of `tools.bench.step`. Arguments: output folder, options as JSON."""
 
+import functools
 import json
 import os
+import pathlib
 import sys
 import time
 
 import tfdist
 
-MODEL, EXECUTION, ROUNDS, STEPS, OUT = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+FOLDER, OPTIONS = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+MODEL, EXECUTION, ROUNDS, STEPS = (OPTIONS[name] for name in ("model", "steps_per_execution", "rounds", "steps"))
 RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, {cores[RANK % len(cores)]})
@@ -157,18 +160,15 @@ def of_tf_keras():
     return run
 
 
-contenders = {"trainer": of_trainer(), "loop": of_loop(1)}
+made = {"trainer": of_trainer, "loop": functools.partial(of_loop, 1), "tf_keras": of_tf_keras}
 if EXECUTION > 1:
-    contenders["loop of executions"] = of_loop(EXECUTION)
-contenders["tf_keras"] = of_tf_keras()
+    made["loop of executions"] = functools.partial(of_loop, EXECUTION)
+contenders = {name: make() for name, make in made.items() if name in (OPTIONS["contenders"] or made)}
 seconds = {name: [] for name in contenders}
-for _ in range(ROUNDS + 1):
+for number in range(ROUNDS + 1):
     for name, run in contenders.items():
-        seconds[name].append(run())
+        found = run()
+        if number:  # the first round compiles
+            seconds[name].append(found)
 if RANK == 0:
-    result = {"model": MODEL, "workers": strategy.num_replicas_in_sync, "steps_per_execution": EXECUTION}
-    versions = {"tensorflow": tf.__version__, "keras": keras.__version__, "tf_keras": tf_keras.__version__}
-    # The first round compiles.
-    result |= {"seconds": {name: rounds[1:] for name, rounds in seconds.items()}, "versions": versions}
-    with open(OUT, "w") as file:
-        json.dump(result, file)
+    (FOLDER / "results.json").write_text(json.dumps({"seconds": seconds}))

@@ -1,4 +1,4 @@
-"""A task of `tools.bench.start`: `tfdist.train`, which notes when it is where. Arguments: folder, number of tasks."""
+"""A task of `tools.bench.startup`: `tfdist.train`, which notes when it is where. Arguments: folder, options as JSON."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-folder, tasks = sys.argv[1], int(sys.argv[2])
+folder, tasks = sys.argv[1], json.loads(sys.argv[2])["tasks"]
 moments = {"started": psutil.Process().create_time()}
 
 from tfdist import preflight, resolvers, train  # noqa: E402 (the clock runs)
@@ -52,5 +52,5 @@ ends = {
     "all": ("started", "stepped"),
 }
 parts = {part: moments[end] - moments[begin] for part, (begin, end) in ends.items()}
-pathlib.Path(folder, f"start{index}.json").write_text(json.dumps(parts))
+pathlib.Path(folder, f"results-{index}.json").write_text(json.dumps(parts))
 sys.exit(code)

@@ -1,0 +1,70 @@
+"""Steps to a target accuracy of each compressor, and the time that they take on a slow link.
+
+Steps: the digits network (convolutions, dropout), two replicas, SGD with momentum, until 97 % of the test images are classified
+rightly; for each compressor the learning rate of the same four that needs the fewest steps (median of three seeds). Time: these
+steps by the median step of the 10.5 million parameter MLP with two workers at 100 Mbit/s, as `link` has measured it. Check: the
+digits network trained from start to target at 100 Mbit/s, and its steps by its own median step, in seconds.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from tools.bench import report
+from tools.bench.frame import run as run_cluster
+from tools.bench.record import Record, read
+
+NEEDS_LAB = True
+NAMES = ("none", "bf16", "fp16", "int8", "int8 sum", "powersgd", "topk")
+RATES = (0.02, 0.05, 0.1, 0.2)
+SEEDS = 3
+STEPS = 200
+CASES = [{"model": "digits", "target": "0.97", "workers": 2, "rate": "100mbit"}]
+
+
+def run(case: dict[str, Any], rounds: int, names: Sequence[str] = ()) -> Record:
+    """Returns the steps of each compressor, a sample for each seed."""
+    chosen = list(names or NAMES)
+    options = {"target": float(case["target"]), "steps": STEPS, "replicas": case["workers"]}
+    runs = [[name, rate, seed] for name in chosen for rate in RATES for seed in range(SEEDS)]
+    found = run_cluster("tools.bench.accuracy_program", {**options, "runs": runs}, 1)["runs"]
+    samples, best = {}, {}
+    for name in chosen:
+        by_rate = {rate: [each for each in found if each["name"] == name and each["rate"] == rate] for rate in RATES}
+        best[name] = min(RATES, key=lambda rate: statistics.median(each["steps"] for each in by_rate[rate]))
+        samples[name] = [each["steps"] for each in by_rate[best[name]]]
+    finals = {
+        name: statistics.mean(e["accuracy"] for e in found if e["name"] == name and e["rate"] == best[name])
+        for name in chosen
+    }
+    runs = [[name, best[name], 0] for name in chosen]
+    options |= {"stop": True}
+    real = run_cluster("tools.bench.accuracy_program", {**options, "runs": runs}, case["workers"], rate=case["rate"])
+    checks = {each["name"]: each for each in real["runs"]}
+    columns = {
+        "learning rate": best,
+        "accuracy at the end": finals,
+        "check: start to target, s": {name: each["seconds"] for name, each in checks.items()},
+        "check: steps by step, s": {name: each["steps"] * each["step_seconds"] for name, each in checks.items()},
+    }
+    if step_ms := slow_steps(report.FOLDER / "results" / "link.jsonl"):
+        columns["MLP's step, ms"] = {name: step_ms[name] for name in chosen if name in step_ms}
+        columns["time to accuracy, s"] = {
+            name: statistics.median(samples[name]) * step_ms[name] / 1000 for name in chosen if name in step_ms
+        }
+    note = f"At most {STEPS} steps"
+    if missed := {each["name"] for each in found if each["rate"] == best[each["name"]] and not each["reached"]}:
+        note += f"; the target was not reached in them in every run of {', '.join(sorted(missed))}"
+    return Record("accuracy", case, "steps", samples, columns=columns, note=note + ".")
+
+
+def slow_steps(path: pathlib.Path) -> dict[str, float]:
+    """Returns the median step of each compressor on the slow link, in ms; nothing where it was not measured."""
+    wanted = {"model": "mlp", "workers": 2, "rate": "100mbit"}
+    for found in read(path) if path.exists() else ():
+        if found.case == wanted:
+            return {name: statistics.median(values) for name, values in found.samples.items()}
+    return {}
