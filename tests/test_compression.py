@@ -12,6 +12,7 @@ from tfdist.compression.base import NONE, Layout
 from tfdist.compression.cast import BF16, FP16
 from tfdist.compression.comm import LocalGroup
 from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.exchange import buckets
 from tfdist.compression.int8 import Int8
 from tfdist.compression.per_variable import PerVariable
 from tfdist.compression.powersgd import PowerSGD
@@ -38,6 +39,7 @@ ALL = {
     "warmup": Warmup(ErrorFeedback(PowerSGD(2)), 2),
     "rules": PerVariable({"^0": ErrorFeedback(TopK()), "^2": None}, ErrorFeedback(Int8())),
 }
+BUCKET_BYTES = 2000  # two buckets or more of SHAPES
 FEEDBACK = ["int8_feedback", "powersgd_feedback", "topk_feedback", "topk_sampled", "warmup"]
 RANKS = [1, 2, 3]
 DENORMAL = 1e-70  # the squares of what may count as zero
@@ -78,8 +80,7 @@ class Run:
         self.states, self.steps = self._initial, 0
 
     def _exchange(self, values, states, step):
-        members = self.group.members(step)
-        return self.group.run([self.layout.exchange(v, s, m) for v, s, m in zip(values, states, members, strict=True)])
+        return self.layout.run(self.group, values, states, self.group.members(step), bucket_bytes=BUCKET_BYTES)
 
     def step(self, values):
         """Returns each rank's `Reduced`, of a list of values for each rank."""
@@ -375,3 +376,39 @@ def test_compressors_refuse_the_same(make, message):
 def test_a_sum_of_few_bits_is_for_few_ranks():
     with pytest.raises(ConfigError, match=r"for 127 ranks at most\. Received: 200; use 'two_shot'"):
         Int8(transport="sum").plan([(100, 100)], 200)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [
+        ([4, 4, 4], 8, [[2, 1], [0]]),
+        ([4, 4, 4], 0, [[2, 1, 0]]),
+        ([4, 4, 4], 1, [[2], [1], [0]]),
+        ([1, 100, 1, 1], 8, [[3, 2], [1], [0]]),
+        ([8, 0], 8, [[1, 0]]),
+        ([], 8, []),
+    ],
+)
+def test_buckets_begin_with_the_last_gradient(sizes, most, expected):
+    assert buckets(sizes, most) == expected
+
+
+def test_buckets_are_of_what_is_sent():
+    shapes = [("", (100, 100))] * 4  # 40 kB each
+    lanes = []
+
+    class Recording(LocalGroup):
+        def run(self, exchanges, lane=0):
+            lanes.append(lane)
+            return super().run(exchanges, lane)
+
+    def count(compressor, bucket_bytes):
+        lanes.clear()
+        layout, group = Layout(compressor, shapes), Recording(1)
+        values, states = [tf.ones(shape) for _, shape in shapes], [()] * 4
+        layout.run(group, [values], [states], group.members(tf.constant(0, tf.int64)), bucket_bytes=bucket_bytes)
+        return len(lanes)
+
+    assert [count(NONE, size) for size in (0, 40_000, 80_000, 160_000)] == [1, 4, 2, 1]
+    assert [count(BF16(), size) for size in (0, 20_000, 40_000, 80_000)] == [1, 4, 2, 1]
+    assert count(Int8(), 45_000) == 1

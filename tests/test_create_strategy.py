@@ -44,10 +44,10 @@ def test_devices_choose_by_number_name_and_list(trainer):
 def test_communication_options_pass_through(trainer):
     # Alone in its cluster, a multi-worker strategy needs no server.
     strategy = tfdist.create_strategy(
-        "multi_worker_mirrored", implementation="ring", bytes_per_pack=1000, timeout_seconds=5
+        "multi_worker_mirrored", implementation="ring", bucket_bytes=1000, timeout_seconds=5
     )
     options = strategy.extended._communication_options
-    assert (options.bytes_per_pack, options.timeout_seconds) == (1000, 5)
+    assert (strategy.bucket_bytes, options.timeout_seconds) == (1000, 5)
     assert options.implementation == tf.distribute.experimental.CommunicationImplementation.RING
 
 
@@ -58,7 +58,7 @@ def test_communication_options_pass_through(trainer):
         (["mirrored"], {"device": 2}, "did you mean 'devices'?"),
         (["multi_worker_mirrored"], {"implementation": "rings"}, "did you mean 'ring'?"),
         (["multi_worker_mirrored"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),
-        (["mirrored"], {"bytes_per_pack": -1}, "must be 0 \\(off\\) or more"),
+        (["mirrored"], {"bucket_bytes": -1}, "must be 0 \\(off\\) or more"),
         (["one_device"], {"devices": 2}, "use strategy.name=mirrored"),
         (
             ["mirrored"],

@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = {
     "tfdist": False,
     "tfdist.errors": False,
+    "tfdist.memory": False,
     "tfdist.cluster_faults": False,
     "tfdist.cluster": False,
     "tfdist.preflight": False,
@@ -36,6 +37,7 @@ FLOORS = {
     "tfdist.restarts": False,
     "tfdist.guardian": False,
     "tfdist.processes": False,
+    "tfdist.namespaces": False,
     "tfdist.launcher": False,
     "tfdist.launch": False,
     "tfdist.background": False,

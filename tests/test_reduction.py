@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import ConfigError
+from tfdist import ConfigError, gradients
 from tfdist.compression import BF16, FP16, ErrorFeedback, Int8, NoCompression, PerVariable, PowerSGD, TopK, Warmup
 from tfdist.compression.base import Slot
 from tfdist.optimizer import reduction_of
@@ -410,3 +410,16 @@ def test_one_device_has_nobody_to_send_to():
     optimizer.build(model.trainable_variables)
     optimizer.apply([tf.ones((3, 2)), tf.ones(2)], model.trainable_variables)
     assert reduction_of(optimizer) is None
+
+
+def test_gradients_have_their_variables_shapes():
+    variable = tf.Variable(tf.ones((2, 3)))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None])])
+    def shaped(grad):
+        rows = tf.IndexedSlices(grad, tf.range(2), tf.constant([2, 3]))
+        dense, none, same = gradients.of_known_shape([grad, None, rows], [variable] * 3)
+        assert dense.shape == (2, 3) and none is None and same is rows
+        return dense
+
+    np.testing.assert_array_equal(shaped(tf.ones((2, 3))), np.ones((2, 3)))

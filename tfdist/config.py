@@ -75,7 +75,8 @@ class StrategyConfig:
         devices: Device names, as `"GPU:0,GPU:1"` or a list of them, or a number of virtual CPUs of this process.
             Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
         implementation: How collectives of `multi_worker_mirrored` travel: `"auto"`, `"ring"` or `"nccl"`.
-        bytes_per_pack: Split the gradients' reduction into packs of about this many bytes; 0 means one pack.
+        bucket_bytes: `multi_worker_mirrored` sums gradients in buckets of so many bytes, as they are sent, which travel while
+            backward computes the others; 0 means one sum of all.
         placement: Which server of `parameter_server` gets the next variable: `"round_robin"`, the next one, or
             `"by_bytes"`, the one with the fewest bytes.
         timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.
@@ -84,7 +85,7 @@ class StrategyConfig:
     name: str = "one_device"
     devices: str = ""
     implementation: str = "auto"
-    bytes_per_pack: int = 0
+    bucket_bytes: int = 4_000_000
     timeout_seconds: float = 0.0
     placement: str = "round_robin"
 
@@ -115,10 +116,10 @@ class StrategyConfig:
             yield unknown("strategy.implementation", self.implementation, IMPLEMENTATIONS)
         if self.placement not in PLACEMENTS:
             yield unknown("strategy.placement", self.placement, PLACEMENTS)
-        if not (self.bytes_per_pack >= 0 and self.timeout_seconds >= 0):  # so that NaN is a fault, too
+        if not (self.bucket_bytes >= 0 and self.timeout_seconds >= 0):  # so that NaN is a fault, too
             yield (
-                "strategy.bytes_per_pack and strategy.timeout_seconds must be 0 (off) or more. "
-                f"Received: {self.bytes_per_pack} and {self.timeout_seconds}."
+                "strategy.bucket_bytes and strategy.timeout_seconds must be 0 (off) or more. "
+                f"Received: {self.bucket_bytes} and {self.timeout_seconds}."
             )
         if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
             yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {self.devices}."

@@ -217,9 +217,11 @@ class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirro
     """Trains on the devices of several workers, each with a copy of the variables.
 
     Attributes:
+        bucket_bytes: How large the buckets are in which gradients are summed; 0 means one sum of all.
         notes: Numbers by which this worker tells the others something at the next step, `[n]` float32, or None.
     """
 
+    bucket_bytes = 0
     notes: tf.Variable | None = None
 
     @property

@@ -52,6 +52,14 @@ def finite_on_all_or_none(grads: Sequence[Any]) -> list[Any]:
     return plus(grads, nothing)
 
 
+def of_known_shape(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the gradients, dense ones with their variables' shapes: an operation may not know what it returns."""
+    return [
+        tf.ensure_shape(grad, variable.shape) if isinstance(grad, tf.Tensor) and grad.shape != variable.shape else grad
+        for grad, variable in zip(grads, variables, strict=True)
+    ]
+
+
 def all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Any]) -> list[Any]:
     """Returns the gradients reduced over all replicas, in one call for each type of number."""
     context = tf.distribute.get_replica_context()

@@ -7,7 +7,6 @@ others with which exit code: whether they are needed again.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 
@@ -50,8 +49,8 @@ class Listener:
 
 
 def tell_end(cluster: ClusterSpec) -> None:
-    """Tells the others, on the chief, with which exit code its process ends: that of `progress`, or 1 after an exception."""
-    code = progress.exit_code or int(getattr(sys, "last_value", None) is not None)
+    """Tells the others, on the chief, with which exit code its process ends."""
+    code = progress.ends_with()
     ends = time.monotonic() + _FAREWELL
     for task in cluster.tasks():  # one after the other, as an interpreter that ends starts no threads
         if task != cluster.chief and time.monotonic() < ends and not preflight.unreachable(cluster.address(task)):

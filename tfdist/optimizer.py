@@ -16,15 +16,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_utils
 
 from tfdist import compression as compression_lib
 from tfdist import gradients
-from tfdist.compression.base import NONE, Compressor
-from tfdist.compression.comm import check_strategy, group_of
+from tfdist.compression.base import Compressor
+from tfdist.compression.comm import check_strategy
 from tfdist.config import CompressionConfig
 from tfdist.errors import ConfigError
-from tfdist.reduction import Reduction, sum_rows
+from tfdist.reduction import Reduction, sums, sums_here
 from tfdist.refusals import DISTRIBUTED
 from tfdist.update import KERAS_CLIP, KERAS_UPDATE, Update
 
@@ -50,7 +49,7 @@ def distribute_optimizer(
     Args:
         optimizer: Created in the strategy's scope. Distributing it again changes nothing.
         compression: What sums gradients with fewer bytes: a name, a `CompressionConfig` or a compressor (see
-            `tfdist.compression.create`); None means TensorFlow's all-reduce.
+            `tfdist.compression.create`); None means that they are summed as they are.
         clip_after_reduce: Whether `clipnorm`, `global_clipnorm` and `clipvalue` clip the reduced gradient, as one process
             would, which is what the Trainer asks for (tensorflow#33929). False keeps Keras' order: each replica clips its
             own share of the gradient, before the sum.
@@ -174,37 +173,34 @@ class _Reduce:
         context = tf.distribute.get_replica_context()
         if context and self._update.reduction and not self._update.reduces:
             variables = self._update.variables if trainable_variables is None else trainable_variables
+            grads = gradients.of_known_shape(grads, variables)
             present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
             if present:
                 mine, variables = zip(*present, strict=True)
                 context.merge_call(functools.partial(self._compressed, variables=variables), args=(list(mine),))
                 return
         if not self._update.reduces:
-            rows = self._rows(context, grads)
-            rest = [None if place in rows else grad for place, grad in enumerate(grads)]
-            rest = gradients.all_reduce(tf.distribute.ReduceOp.SUM, rest)
-            grads = [rows.get(place, grad) for place, grad in enumerate(rest)]
+            grads = self._summed(context, grads, trainable_variables)
         elif self._update.scaled:
             grads = gradients.finite_on_all_or_none(grads)
         self._apply(grads, trainable_variables)
 
-    def _rows(self, context: tf.distribute.ReplicaContext | None, grads: Sequence[Any]) -> dict[int, Any]:
-        """Returns all ranks' rows of the gradients that are rows, by place, where TensorFlow's own way to sum them fails.
-
-        Two steps of an execution with different numbers of rows: between processes it takes their messages for the same one.
-        """
-        places = [place for place, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-        if not places or not (context and isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy)):
-            return {}
-
-        def gather(strategy: tf.distribute.Strategy, slices: Sequence[Any]) -> list[Any]:
-            with tf.init_scope():
-                group = group_of(strategy)
-            step = tf.cast(self._optimizer.iterations, tf.int64)
-            local = strategy.experimental_local_results
-            return [distribute_utils.regroup(sum_rows(group, local(each), NONE.rows, step)) for each in slices]
-
-        return dict(zip(places, context.merge_call(gather, args=([grads[p] for p in places],)), strict=True))
+    def _summed(
+        self,
+        context: tf.distribute.ReplicaContext | None,
+        grads: Sequence[Any],
+        variables: Sequence[Any] | None,
+    ) -> list[Any]:
+        """Returns the gradients, None where there is none, summed over all replicas."""
+        if not (context and sums_here(context.strategy)):
+            return gradients.all_reduce(tf.distribute.ReduceOp.SUM, grads)
+        grads = gradients.of_known_shape(grads, self._update.variables if variables is None else variables)
+        places = [place for place, grad in enumerate(grads) if grad is not None]
+        present = [grads[place] for place in places]
+        step = tf.cast(self._optimizer.iterations, tf.int64)
+        totals = context.merge_call(functools.partial(sums, step=step), args=(present,)) if present else []
+        summed = dict(zip(places, totals, strict=True))
+        return [summed.get(place) for place in range(len(grads))]
 
     def _compressed(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         """Sums through the compressor, and skips the step where a gradient is not finite."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import struct
+import sys
 from typing import NamedTuple
 
 # The exit code of a task that has been told to go, has saved what it had, and wants to be started again: EX_TEMPFAIL.
@@ -74,6 +75,11 @@ def clear(folder: str | os.PathLike[str], restarts: int) -> None:
 def tell_restarts(folder: str | os.PathLike[str], restarts: int) -> None:
     """Tells the tasks of how many restarts they are."""
     pathlib.Path(folder, _RESTARTS).write_text(str(restarts))
+
+
+def ends_with() -> int:
+    """Returns the exit code with which this process, whose end has begun, ends: `exit_code`, or 1 after an exception."""
+    return exit_code or int(getattr(sys, "last_value", None) is not None)
 
 
 def restarts() -> int:

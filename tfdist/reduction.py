@@ -1,4 +1,4 @@
-"""Sums an optimizer's gradients over all replicas through a compressor, and keeps the compressor's state.
+"""Sums an optimizer's gradients over all replicas, as they are or through a compressor, of which it keeps the state.
 
 A step in which any replica's gradient is not finite changes no state, and tells so: what is not a number in an error that is
 fed back would stay there.
@@ -19,7 +19,9 @@ from tensorflow.python.distribute import distribute_utils
 from tfdist import gradients
 from tfdist.compression.base import NONE, Compressor, Layout, Rows, Slot
 from tfdist.compression.comm import Group, group_of
-from tfdist.compression.exchange import together
+from tfdist.compression.exchange import Member
+
+_NOTES, _OTHERS = -1, -2  # lanes beside those of buckets
 
 
 class Reduction(tf.Module):
@@ -31,7 +33,8 @@ class Reduction(tf.Module):
 
     Attributes:
         compressor: The compressor.
-        states: State variables of each variable, by its number, as the compressor describes them.
+        slots: What the compressor keeps for each variable, by its number.
+        states: The state variables.
         left_out: How many updates this process has left out, as a gradient was not finite.
     """
 
@@ -39,8 +42,10 @@ class Reduction(tf.Module):
         super().__init__(name="compression")
         self._strategy = variables[0].value.distribute_strategy
         self._group = group_of(self._strategy)
+        self._bucket_bytes = _bucket_bytes(self._strategy)
         self.compressor = compressor
         self._layout = Layout(compressor, [(v.path, tuple(v.shape)) for v in variables])
+        self.slots = self._layout.slots
         self.left_out = self._state(Slot("left_out", (), True), 0, "compression")
         self.states = [
             [self._state(slot, number, variable.path) for slot in slots]
@@ -79,23 +84,20 @@ class Reduction(tf.Module):
         owners = [numbers[place] for place in dense]
 
         members = self._group.members(tf.cast(step, tf.int64))
-        exchanges: list[Any] = []
-        for values, member in zip(mine, members, strict=True):
-            states = [tuple(local(s)[len(exchanges)].read_value() for s in self.states[number]) for number in owners]
-            as_they_are = [gradients.nothing_if_finite(values), *(values[p] for p in other)]
-            exchanges.append(
-                together(
-                    [
-                        self._layout.exchange([values[p] for p in dense], states, member, owners),
-                        NONE.exchange(as_they_are, [()] * len(as_they_are), member),
-                    ]
-                )
-            )
-        results = self._group.run(exchanges)
+        # What tells all of a number that is none needs every gradient, so it has a lane of its own.
+        notes = self._as_they_are([[gradients.nothing_if_finite(values)] for values in mine], members, _NOTES)
+        others = self._as_they_are([[values[p] for p in other] for values in mine], members, _OTHERS)
+        states = [
+            [tuple(local(s)[place].read_value() for s in self.states[number]) for number in owners]
+            for place in range(len(mine))
+        ]
+        packed = self._layout.run(
+            self._group, [[values[p] for p in dense] for values in mine], states, members, owners, self._bucket_bytes
+        )
         reduced: list[list[Any]] = [[None] * len(grads) for _ in mine]
-        for place, (packed, plain) in enumerate(results):
-            for p, total in zip((*dense, *other), (*packed.totals, *plain.totals[1:]), strict=True):
-                reduced[place][p] = total
+        for into, of_dense, of_others in zip(reduced, packed, others, strict=True):
+            for p, total in zip((*dense, *other), (*of_dense.totals, *of_others), strict=True):
+                into[p] = total
         for p in sparse:
             rows = self._layout.compressors[numbers[p]].rows if p in compressed else NONE.rows
             for place, total in enumerate(sum_rows(self._group, [values[p] for values in mine], rows, members[0].step)):
@@ -103,12 +105,12 @@ class Reduction(tf.Module):
         if scale is not None:
             reduced = [_times(values, compressed, scale) for values in reduced]
         # What has been sent is finite everywhere, and so is what has come of it, which is the same everywhere.
-        finite = tf.math.is_finite(results[0][1].totals[0] + gradients.nothing_if_finite(reduced[0]))
+        finite = tf.math.is_finite(notes[0][0] + gradients.nothing_if_finite(reduced[0]))
 
         def keep() -> tf.Tensor:
-            for place, (packed, _) in enumerate(results):
-                for number, states in zip(owners, packed.states, strict=True):
-                    for variable, state in zip(self.states[number], states, strict=True):
+            for place, found in enumerate(packed):
+                for number, news in zip(owners, found.states, strict=True):
+                    for variable, state in zip(self.states[number], news, strict=True):
                         local(variable)[place].assign(state)
             return tf.constant(True)
 
@@ -123,6 +125,15 @@ class Reduction(tf.Module):
             reduced = [gradients.times(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
         return [distribute_utils.regroup(each) for each in zip(*reduced, strict=True)], finite
 
+    def _as_they_are(self, values: Sequence[list[Any]], members: Sequence[Member], lane: int) -> list[list[Any]]:
+        """Returns the sums of some values for each of this process's ranks."""
+        if not values[0]:
+            return [[] for _ in values]
+        exchanges = [
+            NONE.exchange(each, [()] * len(each), member) for each, member in zip(values, members, strict=True)
+        ]
+        return [reduced.totals for reduced in self._group.run(exchanges, lane)]
+
     def seconds(self, repeats: int = 3) -> tuple[float, float]:
         """Returns how long gradients take to be summed through the compressor, and how long without. A collective.
 
@@ -136,7 +147,13 @@ class Reduction(tf.Module):
                 members = self._group.members(tf.constant(2**40, tf.int64))  # when warming up is long over
                 values = [tf.random.stateless_normal(shape, [1, 2]) for shape in layout.shapes]
                 states = [tuple(tf.zeros(slot.shape) for slot in slots) for slots in layout.slots]
-                results = self._group.run([layout.exchange(values, states, member) for member in members])
+                results = layout.run(
+                    self._group,
+                    [values] * len(members),
+                    [states] * len(members),
+                    members,
+                    bucket_bytes=self._bucket_bytes,
+                )
                 return tf.add_n([tf.reduce_sum(total) for total in results[0].totals])
 
             exchange()
@@ -148,6 +165,36 @@ class Reduction(tf.Module):
             return statistics.median(found)
 
         return timed(self._layout), timed(Layout(NONE, [("", shape) for shape in self._layout.shapes]))
+
+
+def sums_here(strategy: tf.distribute.Strategy) -> bool:
+    """Whether `sums` is for this strategy; TensorFlow itself sums the gradients of others."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return False
+    # Eagerly one device's collective would wait for the next one's, which TensorFlow calls from a thread each.
+    waits = tf.executing_eagerly() and len(strategy.extended.worker_devices) > 1
+    return strategy.extended._num_replicas_in_sync > 1 and not waits
+
+
+def sums(strategy: tf.distribute.Strategy, grads: Sequence[Any], step: tf.Tensor) -> list[Any]:
+    """Returns the gradients' sums over all replicas, in buckets. In cross-replica context.
+
+    Args:
+        strategy: The strategy, of several processes.
+        grads: A value per replica for each gradient, dense or `tf.IndexedSlices`.
+        step: How many updates there have been.
+    """
+    group, local = group_of(strategy), strategy.experimental_local_results
+    mine = [[local(grad)[place] for grad in grads] for place in range(len(group.ranks))]
+    dense = [place for place, grad in enumerate(mine[0]) if not isinstance(grad, tf.IndexedSlices)]
+    shapes = [("", tuple(mine[0][place].shape)) for place in dense]
+    values = [[each[place] for place in dense] for each in mine]
+    states = [[()] * len(dense) for _ in mine]
+    totals = Layout(NONE, shapes).run(group, values, states, group.members(step), bucket_bytes=_bucket_bytes(strategy))
+    summed = dict(zip(dense, zip(*(each.totals for each in totals), strict=True), strict=True))
+    for place in set(range(len(grads))) - set(dense):
+        summed[place] = tuple(sum_rows(group, [each[place] for each in mine], NONE.rows, step))
+    return [distribute_utils.regroup(summed[place]) for place in range(len(grads))]
 
 
 def sum_rows(group: Group, slices: Sequence[tf.IndexedSlices], rows: Rows, step: tf.Tensor) -> list[tf.IndexedSlices]:
@@ -171,3 +218,7 @@ def sum_rows(group: Group, slices: Sequence[tf.IndexedSlices], rows: Rows, step:
 def _times(values: Sequence[Any], places: Sequence[int], factor: tf.Tensor) -> list[Any]:
     """Returns the values, those at the places multiplied."""
     return [gradients.times([value], factor)[0] if p in places else value for p, value in enumerate(values)]
+
+
+def _bucket_bytes(strategy: tf.distribute.Strategy) -> int:
+    return getattr(strategy, "bucket_bytes", 0)

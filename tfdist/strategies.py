@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import os
 import random
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,12 +13,14 @@ from typing import Any, Literal
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import cures, notice, preflight, resolvers, server, startup
+from tfdist import cures, memory, notice, preflight, progress, resolvers, server, startup
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.config import StrategyConfig
 from tfdist.errors import ClusterError, ConfigError, unknown
 from tfdist.parameter_servers import ParameterServerStrategy
 from tfdist.preemption import GRACE_SECONDS
+
+_FAREWELL_MS = 10_000
 
 
 def create_strategy(
@@ -41,7 +44,7 @@ def create_strategy(
         start_timeout: Seconds to wait for the other tasks.
         grace_seconds: How long workers and servers that are told to go (SIGTERM) wait for the chief to save.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
-            `implementation="ring"`, `bytes_per_pack=8_000_000`, `timeout_seconds=600`.
+            `implementation="ring"`, `bucket_bytes=4_000_000`, `timeout_seconds=600`.
 
     Returns:
         The strategy: use its `scope()` to build and compile the model, then call `model.fit` (under `parameter_server`,
@@ -61,6 +64,7 @@ def create_strategy(
     if faults := list(strategy.faults()):
         raise ConfigError(faults)
     startup.check_versions()
+    memory.keep_large_blocks()
     if strategy.virtual_cpus:
         _make_virtual_cpus(strategy.virtual_cpus)
     if cluster is None and strategy.name in ("multi_worker_mirrored", "parameter_server"):
@@ -109,9 +113,9 @@ def _multi_worker_mirrored(
         if not startup.serves():  # this process, already, for a strategy before this one
             if startup.started():
                 raise startup.too_late("multi_worker_mirrored cannot be created")
+            _compute_beside()
             watched = preflight.passed(spec, task, start_timeout)
     options = tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=config.bytes_per_pack,
         timeout_seconds=config.timeout_seconds or None,
         implementation=tf.distribute.experimental.CommunicationImplementation[config.implementation.upper()],
     )
@@ -122,8 +126,23 @@ def _multi_worker_mirrored(
         if "program startup" not in str(e):
             raise
         raise startup.too_late("multi_worker_mirrored cannot be created") from e
+    strategy.bucket_bytes = config.bucket_bytes
     _agree_on_seed(strategy)
+    if resolver:
+        atexit.unregister(_end_together)  # for a strategy before this one
+        atexit.register(_end_together)
     return strategy
+
+
+def _end_together() -> None:
+    """Waits a while for the others before this task ends in success.
+
+    A task is through with a collective once it has what it needs of the others. They may still be receiving from it, and fail
+    ("Socket closed") where its process ends.
+    """
+    if not progress.ends_with():
+        with contextlib.suppress(tf.errors.OpError):  # some may have ended long ago
+            eager_context.context().wait_at_barrier("tfdist/end", _FAREWELL_MS)
 
 
 def _parameter_server(
@@ -191,6 +210,19 @@ def _make_virtual_cpus(count: int) -> None:
         # In use already: fine where it was for the same number.
         if (found := len(tf.config.list_logical_devices("CPU"))) != count:
             raise startup.too_late(f"strategy.devices={count} virtual CPUs cannot be made (there are {found})") from e
+
+
+def _compute_beside() -> None:
+    """Lets operations run beside each other even on one core, unless the user has said how many.
+
+    TensorFlow has a thread for each core, and on one core begins with the latest of those that are ready: gradients that could
+    travel are computed last.
+    """
+    threading = tf.config.threading
+    if not threading.get_inter_op_parallelism_threads() and "TF_NUM_INTEROP_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if cores == 1:
+            threading.set_inter_op_parallelism_threads(2)
 
 
 def _agree_on_seed(strategy: tf.distribute.Strategy) -> None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist import gradients
 from tfdist.compression.base import Compressor
-from tfdist.reduction import Reduction
+from tfdist.reduction import Reduction, sums, sums_here
 
 # The private names of Keras 3's optimizers that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_UPDATE = "_backend_apply_gradients"
@@ -118,10 +118,14 @@ class Update:
     def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         """Updates with what the steps have added up, which is encoded once."""
         call = strategy.extended.call_for_each_replica
-        if not self.reduction:
+        if not (self.reduction or sums_here(strategy)):
             call(self._update, args=(grads, variables))
             return
         shares = call(self._shares, args=(grads, variables))
+        if not self.reduction:
+            totals = sums(strategy, shares, tf.cast(self._optimizer.iterations, tf.int64))
+            call(self._step, args=(totals, variables))
+            return
         totals, finite = self.reduce(shares, variables)
         tf.cond(finite, lambda: call(self._step, args=(totals, variables)), lambda: None)
 
@@ -143,7 +147,7 @@ class Update:
         # A replica's gradient is its share of a sum, while accumulators are statistics, which average over the replicas:
         # so the mean of the accumulators is what one process would have.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        for grad, variable in zip(grads, variables, strict=True):
+        for grad, variable in zip(gradients.of_known_shape(grads, variables), variables, strict=True):
             index = self._optimizer._get_variable_index(variable)
             accumulator = getattr(self._optimizer, KERAS_ACCUMULATORS)[index].value
             yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas

@@ -20,12 +20,15 @@ from tfdist import wire  # noqa: E402
 from tfdist.compression.base import Layout  # noqa: E402
 from tfdist.compression.comm import group_of  # noqa: E402
 from tfdist.optimizer import reduction_of  # noqa: E402
+from tfdist.reduction import Reduction, sums  # noqa: E402
 from tfdist.tasks import digits, synthetic  # noqa: E402
 
 RANK, SIZE = trainer.task.index, trainer.num_replicas
 STEPS = 300
 tf.config.experimental.enable_op_determinism()
 local = trainer.strategy.experimental_local_results
+default_bucket_bytes = getattr(trainer.strategy, "bucket_bytes", 0)
+trainer.strategy.bucket_bytes = 4000  # several of each model below
 (x, y), validation = digits.load()
 x, y = x[:1280], y[:1280]
 
@@ -40,8 +43,7 @@ def exchanges(compressor):
 
     @tf.function(autograph=False)
     def exchange(values, states, step):
-        members = group.members(step)
-        return group.run([layout.exchange(v, s, m) for v, s, m in zip(values, states, members, strict=True)])
+        return layout.run(group, values, states, group.members(step), bucket_bytes=cases.BUCKET_BYTES)
 
     for step, kind in enumerate(("normal", "heavy_tails", "ties", "normal")):
         rng = np.random.default_rng(step)
@@ -192,7 +194,58 @@ results["inf"] = {
     for name, optimizer in {"sgd": sgd, "loss_scale": ADAM["loss_scale"]}.items()
 }
 
+
+def waiting(bucket_bytes):
+    """Returns how many collectives there are in an exchange, and how many of them wait for another one."""
+    group, shapes = group_of(trainer.strategy), [(100,)] * 4
+
+    def exchange():
+        layout, values = Layout(cases.NONE, [("", shape) for shape in shapes]), [tf.zeros(shape) for shape in shapes]
+        states, members = [()] * 4, group.members(tf.constant(0, tf.int64))
+        return layout.run(group, [values] * len(members), [states] * len(members), members, bucket_bytes=bucket_bytes)
+
+    return collectives_of(exchange)
+
+
+def collectives_of(function):
+    graph = tf.function(function, autograph=False).get_concrete_function().graph
+    collectives = [op for op in graph.get_operations() if op.type.startswith("Collective")]
+
+    def before(op):
+        found, left = set(), [op]
+        while left:
+            each = left.pop()
+            for other in (*each.control_inputs, *(tensor.op for tensor in each.inputs)):
+                if other not in found:
+                    found.add(other)
+                    left.append(other)
+        return found
+
+    return len(collectives), sum(bool(before(op).intersection(collectives)) for op in collectives)
+
+
+def waiting_optimizer(compressor):
+    """Returns the same of the sums that an optimizer asks for, and how many wait for all gradients."""
+    strategy = trainer.strategy
+    with trainer.scope():
+        variables = [keras.Variable(np.ones((50, 40), np.float32)) for _ in range(4)]
+        reduction = Reduction(compressor, variables) if compressor else None
+
+    def reduce():
+        grads = [strategy.run(lambda: tf.random.normal((50, 40))) for _ in variables]
+        step = tf.constant(0, tf.int64)
+        return reduction(grads, range(4), step)[0] if reduction else sums(strategy, grads, step)
+
+    return collectives_of(reduce)
+
+
+results["waiting"] = {size: waiting(size) for size in (0, 800, 400)}
+if trainer.cluster:
+    results["waiting_optimizer"] = {name: waiting_optimizer(cases.ALL[name]) for name in ("bf16", "int8_sum")}
+    results["waiting_optimizer"]["none"] = waiting_optimizer(None)
+
 # Bytes, of 42 MB of gradients, until 10 MB have been sent.
+trainer.strategy.bucket_bytes = default_bucket_bytes
 results["bytes"] = {}
 for name in BYTES if trainer.cluster else ():
     compressor = trainer.compression = BYTES[name]

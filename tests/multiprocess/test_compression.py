@@ -79,6 +79,16 @@ def test_processes_do_what_the_simulation_does(ranks, name):
                     np.testing.assert_array_equal(a, b)
 
 
+def test_buckets_do_not_wait_for_each_other(ranks):
+    for results in ranks[0]:
+        counts = {0: 1, 800: 2, 400: 4} if ranks[0][0]["bytes"] else dict.fromkeys((0, 800, 400), 0)
+        assert results["waiting"] == {size: (count, 0) for size, count in counts.items()}
+        if ranks[0][0]["bytes"]:
+            # Four buckets and, with a compressor, the note; int8's sum comes after its scales.
+            expected = {"none": (4, 0), "bf16": (5, 0), "int8_sum": (9, 4)}
+            assert results["waiting_optimizer"] == expected
+
+
 def test_after_many_steps_all_ranks_have_the_same_weights(ranks):
     for name, first in ranks[0][0]["trained"].items():
         assert len(first["weights"]) == 6

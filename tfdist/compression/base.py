@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.compression.comm import Counter
-from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced, together
+from tfdist.compression.comm import Counter, Group
+from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced, buckets, together
 from tfdist.config import argument_faults
 from tfdist.errors import ConfigError
 
@@ -192,6 +192,7 @@ class Layout:
     def __init__(self, compressor: Compressor, variables: Sequence[tuple[str, tuple[int, ...]]]):
         self.shapes = [tuple(shape) for _, shape in variables]
         self.compressors = [compressor.of(name, tuple(shape)) for name, shape in variables]
+        self._planned: dict[tuple[Compressor, tuple[int, ...]], int] = {}
         self.slots = [c.slots(tuple(shape)) for c, (_, shape) in zip(self.compressors, variables, strict=True)]
 
     def exchange(
@@ -216,9 +217,57 @@ class Layout:
         results = yield from together(
             [c.exchange([values[p] for p in mine], [states[p] for p in mine], member) for c, mine in places.items()]
         )
-        whole = Reduced(list(values), list(values), list(states))
-        for mine, reduced in zip(places.values(), results, strict=True):
-            for mine_all, into in zip(reduced, whole, strict=True):
-                for place, each in zip(mine, mine_all, strict=True):
-                    into[place] = each
-        return whole
+        return _put_together(zip(places.values(), results, strict=True), len(values))
+
+    def run(
+        self,
+        group: Group,
+        values: Sequence[Sequence[tf.Tensor]],
+        states: Sequence[Sequence[tuple[tf.Tensor, ...]]],
+        members: Sequence[Member],
+        variables: Sequence[int] | None = None,
+        bucket_bytes: int = 0,
+    ) -> list[Reduced]:
+        """Runs exchanges of a group, one for each bucket of gradients, which do not wait for each other.
+
+        Args:
+            group: The group.
+            values: Of each of its members here, as for `exchange`; likewise `states` and `members`.
+            states: Each value's state.
+            members: The members that are here.
+            variables: As for `exchange`.
+            bucket_bytes: How many bytes a bucket has, as sent; 0 means that there is one.
+        """
+        numbers = list(range(len(self.compressors)) if variables is None else variables)
+        found: list[list[tuple[list[int], Reduced]]] = [[] for _ in members]
+        sizes = [
+            self._sent(number, value) if bucket_bytes else 0 for number, value in zip(numbers, values[0], strict=True)
+        ]
+        for lane, bucket in enumerate(buckets(sizes, bucket_bytes)):
+            exchanges = [
+                self.exchange([v[p] for p in bucket], [s[p] for p in bucket], member, [numbers[p] for p in bucket])
+                for v, s, member in zip(values, states, members, strict=True)
+            ]
+            for mine, reduced in zip(found, group.run(exchanges, lane), strict=True):
+                mine.append((bucket, reduced))
+        return [_put_together(mine, len(sizes)) for mine in found]
+
+    def _sent(self, number: int, value: tf.Tensor) -> int:
+        """Returns the bytes of a variable's gradient as it is sent."""
+        compressor = self.compressors[number]
+        if compressor == NONE:
+            return value.shape.num_elements() * value.dtype.size
+        key = compressor, self.shapes[number]
+        if key not in self._planned:
+            self._planned[key] = compressor.plan([self.shapes[number]], 2)  # two ranks send once all there is
+        return self._planned[key]
+
+
+def _put_together(parts: Iterable[tuple[Sequence[int], Reduced]], count: int) -> Reduced:
+    """Returns as one what has been reduced in parts, each of which has some places."""
+    whole = Reduced([None] * count, [None] * count, [()] * count)
+    for places, reduced in parts:
+        for each, into in zip(reduced, whole, strict=True):
+            for place, value in zip(places, each, strict=True):
+                into[place] = value
+    return whole

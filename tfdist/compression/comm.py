@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.ops import collective_ops
+from tensorflow.python.ops import collective_ops, resource_variable_ops
 
 from tfdist.compression.exchange import AllGather, AllReduce, Choice, Member, flat, like
 from tfdist.errors import ConfigError
@@ -21,7 +21,9 @@ from tfdist.errors import ConfigError
 TF_CROSS_DEVICE_OPS = "_cross_device_ops"
 TF_LAUNCHERS = "_launchers"
 
+_PIECES = 8  # at most, of 4 MB or less, in which a rank's part of a sum travels: one is added while the next one comes
 _KEYS, _KEPT_APART = 2**20, 1000  # more keys than a step has collectives; more steps than an execution has
+_GROUP = "_tfdist_group"  # a strategy's attribute
 _STRATEGIES = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
@@ -41,13 +43,20 @@ class Group(abc.ABC):
     def __init__(self, ranks: Sequence[int], size: int):
         self.ranks = list(ranks)
         self.size = size
+        self._lane = 0
 
     def members(self, step: tf.Tensor) -> list[Member]:
         """Returns the members that are this process's."""
         return [Member(rank, self.size, step) for rank in self.ranks]
 
-    def run(self, exchanges: Sequence[Generator[Any, Any, Result]]) -> list[Result]:
-        """Runs the exchanges of this process's ranks to their ends, and returns their results."""
+    def run(self, exchanges: Sequence[Generator[Any, Any, Result]], lane: int = 0) -> list[Result]:
+        """Runs the exchanges of this process's ranks to their ends, and returns their results.
+
+        Args:
+            exchanges: Of each rank.
+            lane: Those of different lanes do not wait for each other.
+        """
+        before, self._lane = self._lane, lane
         answers: list[Any] = [None] * len(exchanges)
         while True:
             asked, results = [], []
@@ -57,6 +66,7 @@ class Group(abc.ABC):
                 except StopIteration as e:
                     results.append(e.value)
             if results:
+                self._lane = before
                 return results
             answers = self._answer(asked)
 
@@ -65,8 +75,8 @@ class Group(abc.ABC):
         if isinstance(first, Choice):
             return tf.cond(
                 first.condition,
-                lambda: self.run([request.if_true() for request in asked]),
-                lambda: self.run([request.if_false() for request in asked]),
+                lambda: self.run([request.if_true() for request in asked], self._lane),
+                lambda: self.run([request.if_false() for request in asked], self._lane),
             )
         if isinstance(first, AllReduce):
             return self._all_reduce([request.tensors for request in asked], first.largest)
@@ -119,21 +129,31 @@ class CollectiveGroup(Group):
 
     def __init__(self, strategy: tf.distribute.MultiWorkerMirroredStrategy):
         self._launchers = getattr(getattr(strategy.extended, TF_CROSS_DEVICE_OPS), TF_LAUNCHERS)
+        self._tokens: dict[tuple[str, int], Any] = {}
         ids = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
         ranks = [int(number) for number in strategy.experimental_local_results(ids)]
-        super().__init__(ranks, strategy.num_replicas_in_sync)
+        super().__init__(ranks, strategy.extended._num_replicas_in_sync)
 
     def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
         results = []
         for values, launcher in zip(tensors, self._launchers, strict=True):
             totals = list(values)
             for dtype in dict.fromkeys(value.dtype for value in values):
-                places = [place for place, value in enumerate(values) if value.dtype == dtype]
+                # TensorFlow refuses to cut nothing into pieces.
+                places = [
+                    p for p, value in enumerate(values) if value.dtype == dtype and value.shape.num_elements() != 0
+                ]
+                if not places:
+                    continue
                 same = [values[place] for place in places]
                 total = self._launch(
-                    collective_ops.all_reduce_v2, launcher, flat(same), merge_op="Max" if largest else "Add"
+                    collective_ops.all_reduce_v2,
+                    launcher,
+                    flat(same) if len(same) > 1 else same[0],
+                    merge_op="Max" if largest else "Add",
+                    max_subdivs_per_device=_PIECES,
                 )
-                for place, value in zip(places, like(total, same), strict=True):
+                for place, value in zip(places, like(total, same) if len(same) > 1 else [total], strict=True):
                     totals[place] = value
             results.append(totals)
         return results
@@ -186,9 +206,19 @@ class CollectiveGroup(Group):
                 launcher._next_instance_key() + key,
                 communication_hint=options.implementation.value,
                 timeout=options.timeout_seconds or 0,
-                ordering_token=launcher._get_ordering_token(),
+                ordering_token=self._token(launcher),
                 **how,
             )
+
+    def _token(self, launcher: Any) -> tf.Tensor:
+        """Returns that on which a lane's collectives wait for each other: TensorFlow lets all wait for all."""
+        if "GPU" in launcher._device:  # NCCL wants the same order on all ranks
+            return launcher._get_ordering_token()
+        key = launcher._device, self._lane
+        if key not in self._tokens:
+            with tf.init_scope(), tf.device(launcher._device):
+                self._tokens[key] = resource_variable_ops.ResourceVariable(0.0)
+        return self._tokens[key].handle
 
 
 class Counter(LocalGroup):
@@ -238,15 +268,18 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
 
 
 def group_of(strategy: tf.distribute.Strategy) -> Group:
-    """Returns the group of a strategy's replicas.
+    """Returns the group of a strategy's replicas, always the same one.
 
     Raises:
         ConfigError: As `check_strategy`.
     """
     check_strategy(strategy)
-    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return CollectiveGroup(strategy)
-    return LocalGroup(strategy.num_replicas_in_sync)
+    if not hasattr(strategy, _GROUP):
+        several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        with tf.init_scope():
+            made = CollectiveGroup(strategy) if several else LocalGroup(strategy.extended._num_replicas_in_sync)
+        setattr(strategy, _GROUP, made)
+    return getattr(strategy, _GROUP)
 
 
 def _bytes(tensor: tf.Tensor) -> int:
