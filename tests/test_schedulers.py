@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -33,14 +34,31 @@ def environ(more):
 
 
 def run(command, more, timeout=150):
+    """Returns the exit code and what was said; what takes longer fails with that, and with where its tasks were."""
+    more = {"PYTHONFAULTHANDLER": "1", **more}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, env=environ(more), cwd=ROOT, text=True, start_new_session=True, **both) as process:
         try:
             output, _ = process.communicate(timeout=timeout)
-        except BaseException:  # mpirun's tasks would stay
-            os.killpg(process.pid, signal.SIGTERM)
+        except BaseException as e:
+            if isinstance(e, subprocess.TimeoutExpired):
+                e.add_note(_aborted(process, command[-4:]))
+            with contextlib.suppress(ProcessLookupError):  # mpirun's tasks would stay
+                os.killpg(process.pid, signal.SIGTERM)
             raise
     return process.returncode, output
+
+
+def _aborted(process, last_words):
+    """Returns what was said, and where the tasks were, which end with these words, and may be no children of the command."""
+    for each in psutil.process_iter(["cmdline"]):
+        words = each.info["cmdline"] or [""]
+        if pathlib.Path(words[0]).name.startswith("python") and words[-4:] == last_words:
+            each.send_signal(signal.SIGABRT)
+    try:
+        return process.communicate(timeout=20)[0]
+    except subprocess.TimeoutExpired:
+        return "It does not end either when its tasks are aborted."
 
 
 @pytest.fixture(scope="module")
