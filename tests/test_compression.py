@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tfdist import ConfigError, compression
 from tfdist.compression.base import NONE, Layout
+from tfdist.compression.buckets import buckets
 from tfdist.compression.cast import BF16, FP16
-from tfdist.compression.comm import LocalGroup
+from tfdist.compression.comm import Counter, LocalGroup
 from tfdist.compression.error_feedback import ErrorFeedback
-from tfdist.compression.exchange import buckets
 from tfdist.compression.int8 import Int8
 from tfdist.compression.per_variable import PerVariable
 from tfdist.compression.powersgd import PowerSGD
@@ -39,7 +39,7 @@ ALL = {
     "warmup": Warmup(ErrorFeedback(PowerSGD(2)), 2),
     "rules": PerVariable({"^0": ErrorFeedback(TopK()), "^2": None}, ErrorFeedback(Int8())),
 }
-BUCKET_BYTES = 2000  # two buckets or more of SHAPES
+BUCKET_BYTES = 2000  # so that some of SHAPES are cut
 FEEDBACK = ["int8_feedback", "powersgd_feedback", "topk_feedback", "topk_sampled", "warmup"]
 RANKS = [1, 2, 3]
 DENORMAL = 1e-70  # the squares of what may count as zero
@@ -66,8 +66,9 @@ INPUTS = {
 class Run:
     """Ranks that exchange gradients, step by step."""
 
-    def __init__(self, compressor, ranks, shapes=SHAPES):
+    def __init__(self, compressor, ranks, shapes=SHAPES, bucket_bytes=BUCKET_BYTES):
         self.shapes = shapes
+        self.bucket_bytes = bucket_bytes
         self.group = LocalGroup(ranks)
         self.layout = Layout(compressor, [(str(number), shape) for number, shape in enumerate(shapes)])
         initial = [tuple(s.initial(s.shape, number) for s in slots) for number, slots in enumerate(self.layout.slots)]
@@ -80,7 +81,7 @@ class Run:
         self.states, self.steps = self._initial, 0
 
     def _exchange(self, values, states, step):
-        return self.layout.run(self.group, values, states, self.group.members(step), bucket_bytes=BUCKET_BYTES)
+        return self.layout.run(self.group, values, states, self.group.members(step), bucket_bytes=self.bucket_bytes)
 
     def step(self, values):
         """Returns each rank's `Reduced`, of a list of values for each rank."""
@@ -393,22 +394,49 @@ def test_buckets_begin_with_the_last_gradient(sizes, most, expected):
     assert buckets(sizes, most) == expected
 
 
-def test_buckets_are_of_what_is_sent():
-    shapes = [("", (100, 100))] * 4  # 40 kB each
-    lanes = []
+def lanes_of(compressor, shapes, bucket_bytes):
+    """Returns the bytes that are sent in each bucket, as planned for two ranks."""
+    lanes = {}
 
-    class Recording(LocalGroup):
+    class Recording(Counter):
         def run(self, exchanges, lane=0):
-            lanes.append(lane)
-            return super().run(exchanges, lane)
+            before = self.sent
+            results = super().run(exchanges, lane)
+            lanes[lane] = self.sent - before  # with an inner one's, of a choice
+            return results
 
-    def count(compressor, bucket_bytes):
-        lanes.clear()
-        layout, group = Layout(compressor, shapes), Recording(1)
-        values, states = [tf.ones(shape) for _, shape in shapes], [()] * 4
-        layout.run(group, [values], [states], group.members(tf.constant(0, tf.int64)), bucket_bytes=bucket_bytes)
-        return len(lanes)
+    layout, group = Layout(compressor, [("", shape) for shape in shapes]), Recording(2)
+    values = [tf.ones(shape) for shape in shapes]
+    states = [tuple(tf.zeros(slot.shape) for slot in slots) for slots in layout.slots]
+    layout.run(group, [values], [states], group.members(tf.constant(0, tf.int64)), bucket_bytes=bucket_bytes)
+    return list(lanes.values())
 
-    assert [count(NONE, size) for size in (0, 40_000, 80_000, 160_000)] == [1, 4, 2, 1]
-    assert [count(BF16(), size) for size in (0, 20_000, 40_000, 80_000)] == [1, 4, 2, 1]
-    assert count(Int8(), 45_000) == 1
+
+def test_buckets_have_so_many_bytes():
+    shapes = [(100, 100)] * 4  # 40 kB each
+    for compressor in (NONE, BF16(), Int8()):
+        assert [len(lanes_of(compressor, shapes, size)) for size in (0, 40_000, 80_000, 160_000)] == [1, 4, 2, 1]
+    whole = PowerSGD(2), TopK(0.05)  # of what they send
+    assert [len(lanes_of(compressor, shapes, 40_000)) for compressor in whole] == [1, 1]
+
+
+def test_large_gradients_are_cut_where_numbers_need_not_be_together():
+    shapes = [(100, 100), (10_000, 100)]  # 40 kB and 4 MB
+    assert [len(lanes_of(each, shapes, 10**6)) for each in (NONE, TopK(0.01), PowerSGD(2))] == [2, 1, 1]
+    for compressor in (BF16(), ErrorFeedback(BF16()), Warmup(BF16(), 2)):
+        assert lanes_of(compressor, shapes, 10**6) == [500_000] * 4 + [20_000]
+    *parts, rest = lanes_of(Int8(), shapes, 10**6)
+    assert len(parts) == 4 and sum(parts) + rest == pytest.approx(Int8().plan(shapes, 2), rel=1e-3)
+    assert max(parts) == pytest.approx(min(parts), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "compressor", [BF16(), FP16(), ErrorFeedback(BF16()), Int8(block=64), Int8(transport="sum")], ids=lambda c: c.name
+)
+def test_cuts_change_no_bit(compressor):
+    cut, whole, rng = Run(compressor, 2), Run(compressor, 2, bucket_bytes=0), np.random.default_rng(3)
+    for _ in range(3):
+        values, results = cut.random_step(rng)
+        for mine, other in zip(results, whole.step(values), strict=True):
+            for a, b in zip(*(tf.nest.flatten([each.totals, each.states]) for each in (mine, other)), strict=True):
+                np.testing.assert_array_equal(a, b)

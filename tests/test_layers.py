@@ -54,6 +54,7 @@ FLOORS = {
     "tfdist.strategies": True,
     "tfdist.monitor": True,
     "tfdist.compression.exchange": True,
+    "tfdist.compression.buckets": True,
     "tfdist.compression.comm": True,
     "tfdist.compression.base": True,
     "tfdist.compression.error_feedback": True,

@@ -75,8 +75,9 @@ class StrategyConfig:
         devices: Device names, as `"GPU:0,GPU:1"` or a list of them, or a number of virtual CPUs of this process.
             Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
         implementation: How collectives of `multi_worker_mirrored` travel: `"auto"`, `"ring"` or `"nccl"`.
-        bucket_bytes: `multi_worker_mirrored` sums gradients in buckets of so many bytes, as they are sent, which travel while
-            backward computes the others; 0 means one sum of all.
+        bucket_bytes: `multi_worker_mirrored` sums gradients in buckets of so many bytes, which travel while backward computes
+            the others; 0 means one sum of all. `bf16`, `fp16` and `int8` cut larger gradients; `powersgd` and `topk`, which
+            need a gradient whole, count its bytes as they send them.
         placement: Which server of `parameter_server` gets the next variable: `"round_robin"`, the next one, or
             `"by_bytes"`, the one with the fewest bytes.
         timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.

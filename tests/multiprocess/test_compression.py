@@ -84,8 +84,8 @@ def test_buckets_do_not_wait_for_each_other(ranks):
         counts = {0: 1, 800: 2, 400: 4} if ranks[0][0]["bytes"] else dict.fromkeys((0, 800, 400), 0)
         assert results["waiting"] == {size: (count, 0) for size, count in counts.items()}
         if ranks[0][0]["bytes"]:
-            # Four buckets and, with a compressor, the note; int8's sum comes after its scales.
-            expected = {"none": (4, 0), "bf16": (5, 0), "int8_sum": (9, 4)}
+            # Four buckets and, with a compressor, which cuts them, eight, and the note; int8's sum comes after its scales.
+            expected = {"none": (4, 0), "bf16": (9, 0), "int8_sum": (17, 8)}
             assert results["waiting_optimizer"] == expected
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist.compression.buckets import buckets, cut, put_together, split, split_state, whole
 from tfdist.compression.comm import Counter, Group
-from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced, buckets, together
+from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced, together
 from tfdist.config import argument_faults
 from tfdist.errors import ConfigError
 
@@ -74,6 +75,14 @@ class Compressor(abc.ABC):
     def suits_adaptive(self) -> bool:
         """Whether optimizers do well with it that divide by what gradients have been, as Adam."""
         return True
+
+    @property
+    def run_length(self) -> int:
+        """How many numbers in a row it treats as one, wherever they are: gradients and their state may be cut between such runs.
+
+        0 means that it needs a gradient whole.
+        """
+        return 0
 
     def of(self, name: str, shape: tuple[int, ...]) -> Compressor:
         """Returns what compresses the gradient of a variable: this one, or for vectors and small ones nothing."""
@@ -171,6 +180,11 @@ class Wrapper(Compressor):
         """Whether optimizers do well with it that divide by what gradients have been, as Adam."""
         return self.compressor.suits_adaptive
 
+    @property
+    def run_length(self) -> int:
+        """How many numbers in a row it treats as one."""
+        return self.compressor.run_length
+
     def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
         """Returns the state that a value of this shape has."""
         return self.compressor.slots(shape)
@@ -217,7 +231,7 @@ class Layout:
         results = yield from together(
             [c.exchange([values[p] for p in mine], [states[p] for p in mine], member) for c, mine in places.items()]
         )
-        return _put_together(zip(places.values(), results, strict=True), len(values))
+        return put_together(zip(places.values(), results, strict=True), len(values))
 
     def run(
         self,
@@ -236,38 +250,32 @@ class Layout:
             states: Each value's state.
             members: The members that are here.
             variables: As for `exchange`.
-            bucket_bytes: How many bytes a bucket has, as sent; 0 means that there is one.
+            bucket_bytes: How many bytes a bucket has: of gradients, or where the compressor needs them whole, as they are sent.
+                0 means that there is one bucket.
         """
         numbers = list(range(len(self.compressors)) if variables is None else variables)
+        cuts = [cut(math.prod(self.shapes[n]), self.compressors[n].run_length, bucket_bytes) for n in numbers]
+        owners = [number for number, counts in zip(numbers, cuts, strict=True) for _ in counts]
+        parts = [[part for pair in zip(v, cuts, strict=True) for part in split(*pair)] for v in values]
+        kept = [[part for pair in zip(s, cuts, strict=True) for part in split_state(*pair)] for s in states]
+        sizes = [self._size(number, part) if bucket_bytes else 0 for number, part in zip(owners, parts[0], strict=True)]
         found: list[list[tuple[list[int], Reduced]]] = [[] for _ in members]
-        sizes = [
-            self._sent(number, value) if bucket_bytes else 0 for number, value in zip(numbers, values[0], strict=True)
-        ]
         for lane, bucket in enumerate(buckets(sizes, bucket_bytes)):
             exchanges = [
-                self.exchange([v[p] for p in bucket], [s[p] for p in bucket], member, [numbers[p] for p in bucket])
-                for v, s, member in zip(values, states, members, strict=True)
+                self.exchange([v[p] for p in bucket], [s[p] for p in bucket], member, [owners[p] for p in bucket])
+                for v, s, member in zip(parts, kept, members, strict=True)
             ]
             for mine, reduced in zip(found, group.run(exchanges, lane), strict=True):
                 mine.append((bucket, reduced))
-        return [_put_together(mine, len(sizes)) for mine in found]
+        shapes = [self.shapes[number] for number in numbers]
+        return [whole(put_together(mine, len(sizes)), cuts, shapes) for mine in found]
 
-    def _sent(self, number: int, value: tf.Tensor) -> int:
-        """Returns the bytes of a variable's gradient as it is sent."""
-        compressor = self.compressors[number]
-        if compressor == NONE:
-            return value.shape.num_elements() * value.dtype.size
-        key = compressor, self.shapes[number]
+    def _size(self, number: int, part: tf.Tensor) -> int:
+        """Returns the bytes for which a variable's gradient, or a part of it, counts in a bucket."""
+        compressor, shape = self.compressors[number], self.shapes[number]
+        if compressor == NONE or compressor.run_length:
+            return part.shape.num_elements() * part.dtype.size
+        key = compressor, shape
         if key not in self._planned:
-            self._planned[key] = compressor.plan([self.shapes[number]], 2)  # two ranks send once all there is
+            self._planned[key] = compressor.plan([shape], 2)  # two ranks send once all there is
         return self._planned[key]
-
-
-def _put_together(parts: Iterable[tuple[Sequence[int], Reduced]], count: int) -> Reduced:
-    """Returns as one what has been reduced in parts, each of which has some places."""
-    whole = Reduced([None] * count, [None] * count, [()] * count)
-    for places, reduced in parts:
-        for each, into in zip(reduced, whole, strict=True):
-            for place, value in zip(places, each, strict=True):
-                into[place] = value
-    return whole

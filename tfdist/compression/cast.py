@@ -32,6 +32,10 @@ class _Cast(Compressor):
     def rows(self) -> Rows:
         return _Rows(self.dtype)
 
+    @property
+    def run_length(self) -> int:
+        return 1
+
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
     ) -> Exchange:

@@ -239,7 +239,7 @@ class Counter(LocalGroup):
 
     def _answer(self, asked: list[Any]) -> list[Any]:
         if isinstance(asked[0], Choice):  # what lasts
-            return self.run([asked[0].if_false()])
+            return self.run([asked[0].if_false()], self._lane)
         return super()._answer(asked)
 
     def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:

@@ -114,24 +114,3 @@ def like(numbers: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns numbers in the shapes of values: what `flat` put together."""
     parts = tf.split(numbers, [value.shape.num_elements() for value in values])
     return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]
-
-
-def buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Returns the places of gradients that are summed at the same time, bucket by bucket.
-
-    They begin with the last one, as backward does, so that the first buckets travel while backward computes the others (Li et
-    al., arXiv:2006.15704).
-
-    Args:
-        sizes: The bytes of each gradient, in the order of the model's variables.
-        most: The bytes of a bucket; a gradient that has more is a bucket of its own. 0 means one bucket.
-    """
-    found: list[list[int]] = []
-    left = 0
-    for place in reversed(range(len(sizes))):
-        left -= sizes[place]
-        if not found or (most and left < 0):
-            found.append([])
-            left = most - sizes[place]
-        found[-1].append(place)
-    return found

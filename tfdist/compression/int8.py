@@ -49,6 +49,10 @@ class Int8(Compressor):
     def rows(self) -> Rows:
         return _Rows()
 
+    @property
+    def run_length(self) -> int:
+        return self.block
+
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
     ) -> Exchange:
