@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from tools import netlab
-from tools.bench import link, record, report, scale
+from tools.bench import accuracy, link, record, report, scale
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -82,10 +82,10 @@ def a_record(**changes):
     return record.Record("link", {"model": "mlp"}, "ms", samples, record.against("none", samples), **changes)
 
 
-def test_ratios_are_of_the_same_round():
+def test_ratios_are_of_the_same_round(tmp_path):
     assert a_record().ratios("bf16") == [0.5, 0.25, 1.0]
-    assert "| bf16 | 1.00 (1.00 to 3.00) | 0.50 (0.25 to 1.00) x none |" in report.table(a_record())
-    assert "| none | 3.00 (2.00 to 4.00) |  |" in report.table(a_record())
+    assert "| bf16 | 1.00 (1.00 to 3.00) | 0.50 (0.25 to 1.00) x none |" in report.table(a_record(), tmp_path)
+    assert "| none | 3.00 (2.00 to 4.00) |  |" in report.table(a_record(), tmp_path)
 
 
 def test_a_case_that_is_measured_anew_is_replaced(tmp_path):
@@ -98,6 +98,17 @@ def test_a_case_that_is_measured_anew_is_replaced(tmp_path):
 def test_the_floor_is_wire_and_latency():
     assert link.floor(100.0, 2, 0.5, 50.0) == 2.5
     assert link.floor(0.0, 1, 0.5, 50.0) == 0
+
+
+def test_the_time_to_an_accuracy_is_of_the_steps_that_were_measured_beside_it(tmp_path):
+    steps = record.Record("accuracy", accuracy.CASES[0], "steps", {"none": [40, 36, 44], "bf16": [50, 60, 40]})
+    assert "time to accuracy" not in report.table(steps, tmp_path)
+    samples = {"none": [3000.0, 3600.0, 3200.0], "other": [1.0, 1.0, 1.0]}
+    record.write(tmp_path / "results" / "link.jsonl", [record.Record("link", accuracy.LINK, "ms", samples)])
+    table = report.table(steps, tmp_path)
+    assert "| steps | MLP's step, ms | time to accuracy, s |" in table
+    assert "| none | 40.0 (36.0 to 44.0) | 3200 | 128 |" in table
+    assert "| bf16 | 50.0 (40.0 to 60.0) |  |  |" in table
 
 
 def test_an_extrapolation_says_so():

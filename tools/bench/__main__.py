@@ -51,7 +51,7 @@ def run(name: str, wanted: dict[str, str], rounds: int, names: list[str], out: p
         if all(str(case.get(key)) == value for key, value in wanted.items()):
             found = bench.run(case, rounds, names)
             record.write(out / "results" / f"{name}.jsonl", [found])
-            print(report.table(found), flush=True)
+            print(report.table(found, out), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tools.bench import report
 from tools.bench.frame import run as run_cluster
 from tools.bench.record import Record, read
 
@@ -23,6 +22,7 @@ RATES = (0.02, 0.05, 0.1, 0.2)
 SEEDS = 3
 STEPS = 200
 CASES = [{"model": "digits", "target": "0.97", "workers": 2, "rate": "100mbit"}]
+LINK = {"model": "mlp", "workers": 2, "rate": "100mbit"}  # the case of `link` whose steps are counted
 
 
 def run(case: dict[str, Any], rounds: int, names: Sequence[str] = ()) -> Record:
@@ -50,21 +50,21 @@ def run(case: dict[str, Any], rounds: int, names: Sequence[str] = ()) -> Record:
         "check: start to target, s": {name: each["seconds"] for name, each in checks.items()},
         "check: steps by step, s": {name: each["steps"] * each["step_seconds"] for name, each in checks.items()},
     }
-    if step_ms := slow_steps(report.FOLDER / "results" / "link.jsonl"):
-        columns["MLP's step, ms"] = {name: step_ms[name] for name in chosen if name in step_ms}
-        columns["time to accuracy, s"] = {
-            name: statistics.median(samples[name]) * step_ms[name] / 1000 for name in chosen if name in step_ms
-        }
     note = f"At most {STEPS} steps"
     if missed := {each["name"] for each in found if each["rate"] == best[each["name"]] and not each["reached"]}:
         note += f"; the target was not reached in them in every run of {', '.join(sorted(missed))}"
     return Record("accuracy", case, "steps", samples, columns=columns, note=note + ".")
 
 
-def slow_steps(path: pathlib.Path) -> dict[str, float]:
-    """Returns the median step of each compressor on the slow link, in ms; nothing where it was not measured."""
-    wanted = {"model": "mlp", "workers": 2, "rate": "100mbit"}
-    for found in read(path) if path.exists() else ():
-        if found.case == wanted:
-            return {name: statistics.median(values) for name, values in found.samples.items()}
-    return {}
+def derived(record: Record, results: pathlib.Path) -> dict[str, dict[str, float]]:
+    """Returns the columns that also need what `link` has measured: none where it has not.
+
+    Args:
+        record: Of this benchmark.
+        results: The folder of all benchmarks' samples.
+    """
+    path = results / "link.jsonl"
+    steps = next((found.samples for found in read(path) if found.case == LINK), {}) if path.exists() else {}
+    medians = {name: statistics.median(steps[name]) for name in record.samples if name in steps}
+    seconds = {name: statistics.median(record.samples[name]) * each / 1000 for name, each in medians.items()}
+    return {"MLP's step, ms": medians, "time to accuracy, s": seconds} if medians else {}

@@ -52,14 +52,15 @@ def render(folder: pathlib.Path) -> str:
         parts.append(f"## {name}\n\n{about.strip()}\n")
         if _picture(folder, name).exists():
             parts.append(f"![{name}](results/{name}.png)\n")
-        parts += [table(record) + "\n" for record in read(path)]
+        parts += [table(record, folder) + "\n" for record in read(path)]
     return "\n".join(parts)
 
 
-def table(record: Record) -> str:
-    """Returns a record as a Markdown table."""
+def table(record: Record, folder: pathlib.Path) -> str:
+    """Returns a record as a Markdown table, with the columns that follow from it and from others' in the folder's `results/`."""
+    derived = getattr(importlib.import_module(f"tools.bench.{record.bench}"), "derived", None)
     case = ", ".join(f"{key} {value}" for key, value in record.case.items())
-    columns = list(record.columns)
+    columns = record.columns | (derived(record, folder / "results") if derived else {})
     head = [f"{case}", record.unit, *(["ratio"] if record.against else []), *columns]
     lines = [head, ["---"] * len(head)]
     for name, values in record.samples.items():
@@ -67,7 +68,7 @@ def table(record: Record) -> str:
         if record.against:
             other = record.against.get(name)
             cells.append(f"{spread(record.ratios(name), 2)} x {other}" if other else "")
-        cells += [f"{found:.4g}" if (found := record.columns[c].get(name)) is not None else "" for c in columns]
+        cells += [f"{found:.4g}" if (found := values.get(name)) is not None else "" for values in columns.values()]
         lines.append(cells)
     versions = ", ".join(f"{package} {version}" for package, version in record.versions.items())
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
