@@ -14,6 +14,7 @@ import pytest
 
 from tests.job import until
 from tools import netlab
+from tools.netlab.lab import limit
 
 ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = [
@@ -35,6 +36,13 @@ def test_links_are_as_fast_as_their_rate_in_both_directions(rate, bits):
             netlab.goodput(sender, receiver, size)
             sent, received = sender.counters()[1] - before[0], receiver.counters()[0] - before[1]
             assert size < sent < 1.1 * size and size < received < 1.1 * size
+
+
+def test_small_messages_are_limited_too():
+    """After a pause, in which a link could save up what it lets pass at once: of a compressor's messages all would be free."""
+    with netlab.Lab(2, "100mbit") as lab:
+        speeds = [netlab.goodput(*lab.hosts, 200_000) * 8 for _ in range(3)]
+    assert 0.5 * 100e6 < max(speeds) < 1.2 * 100e6
 
 
 @pytest.fixture
@@ -97,6 +105,7 @@ def test_a_commands_end_is_the_laboratorys(nothing_is_left, script, code):
     ("number", "whole"),
     [
         (signal.SIGINT, True),  # as Ctrl-C, which reaches the command, too
+        (signal.SIGINT, False),
         (signal.SIGTERM, True),
         (signal.SIGTERM, False),
         (signal.SIGKILL, True),
@@ -144,7 +153,7 @@ def test_the_launchers_tasks_run_on_the_hosts(tmp_path, nothing_is_left):
 
 def test_a_task_ends_when_all_have_received_its_part(tmp_path, nothing_is_left):
     """One has all at once, and a link of its own on which the other still waits for two seconds."""
-    slow = "nsenter --net=${TFDIST_NETNS#*,} tc qdisc add dev eth0 root tbf rate 20mbit burst 256kb latency 100ms"
+    slow = f"nsenter --net=${{TFDIST_NETNS#*,}} {limit('eth0', '20mbit')}"
     program = f"{sys.executable} -m tests.last_collective"
     launch = f"{sys.executable} -m tfdist.launch --workers=2 --log_dir={tmp_path} -- {program}"
     with lab("bash", "-c", f"{slow} && exec {launch}") as process:

@@ -66,6 +66,20 @@ def place(workers: int, ps: int, netns: str) -> tuple[ClusterSpec, Mapping[TaskS
     return cluster, {task: space.words() for task, space in turns.items()}
 
 
+def share(number: int, count: int, cores: Sequence[int]) -> list[int]:
+    """Returns the cores of one of several namespaces, so that all have as much.
+
+    Args:
+        number: Which of them, from 0.
+        count: How many there are.
+        cores: The machine's.
+    """
+    if count > len(cores) and count % len(cores):
+        return list(cores)  # the system shares them out
+    own = max(1, len(cores) // count)
+    return [cores[(number * own + each) % len(cores)] for each in range(own)]
+
+
 def _find(names: Sequence[str]) -> list[Namespace]:
     if lacking := [tool for tool in ("nsenter", "taskset", "ip") if not shutil.which(tool)]:
         raise ConfigError(f"netns needs {', '.join(lacking)}, of util-linux and iproute2.")
@@ -84,9 +98,9 @@ def _find(names: Sequence[str]) -> list[Namespace]:
             why = asked.stderr.strip() or "it has no IPv4 address"
             faults.append(f"netns: {shown(name)} cannot be used: {why}")
             continue
-        share = max(1, len(cores) // len(names))
-        own = [cores[(number * share + each) % len(cores)] for each in range(share)]
-        found.append(Namespace(path, words[words.index("inet") + 1].partition("/")[0], own))
+        found.append(
+            Namespace(path, words[words.index("inet") + 1].partition("/")[0], share(number, len(names), cores))
+        )
     if faults:
         raise ConfigError(faults)
     return found

@@ -39,8 +39,8 @@ def run(lab: Lab, command: list[str]) -> int:
     environ = {**os.environ, "TFDIST_NETNS": ",".join(host.netns for host in lab.hosts)}
     # If this process is killed, the command is told to end, and the hosts end with it.
     with subprocess.Popen(["setpriv", "--pdeathsig", "TERM", *command], env=environ) as process:
-        # Ctrl-C reaches the command itself; what is sent to this process alone is passed on.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A terminal's Ctrl-C reaches the command itself; what is sent to this process is passed on.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if os.isatty(0) else lambda number, _: process.send_signal(number))
         signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
         code = process.wait()
     seconds = time.monotonic() - began

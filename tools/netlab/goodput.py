@@ -12,15 +12,15 @@ import socket, time
 with socket.create_server(("", 5000)) as server:
     print("ready", flush=True)
     connection, _ = server.accept()
-    received, began = 0, None
+    received = 0
     while data := connection.recv(1 << 20):
-        began = began or time.monotonic()
         received += len(data)
-    print(received / (time.monotonic() - began), flush=True)
+    print(received, time.monotonic(), flush=True)
 """
 _SEND = """
-import socket, sys
+import socket, sys, time
 with socket.create_connection((sys.argv[1], 5000)) as connection:
+    print(time.monotonic(), flush=True)
     connection.sendall(bytes(int(sys.argv[2])))
 """
 
@@ -41,8 +41,9 @@ def goodput(sender: Host, receiver: Host, size: int = 25_000_000) -> float:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             send = sender.on(sys.executable, "-c", _SEND, receiver.address, str(size))
-            subprocess.run(send, check=True, timeout=60)
-            return float(process.communicate(timeout=30)[0])
+            sent = subprocess.run(send, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+            received, ended = process.communicate(timeout=30)[0].split()
+            return int(received) / (float(ended) - float(sent.stdout))
         except (AssertionError, subprocess.SubprocessError, ValueError) as e:
             process.kill()
             raise RuntimeError(f"nothing comes from {sender.address} to {receiver.address}: {e}") from e

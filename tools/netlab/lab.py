@@ -1,7 +1,8 @@
 """Hosts that are network namespaces on one bridge, each on a link that is limited in both directions.
 
-A namespace has no name: a process of its own holds it open, which the system kills when this process ends, however it does. So
-nothing is left over, laboratories do not meet, and none of their traffic touches an interface of the machine.
+A namespace has no name: a process of its own holds it open, which the system kills when this process ends, however it does. It
+goes with the last process in it, so that nothing is left over. Laboratories do not meet, and none of their traffic touches an
+interface of the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import time
 from collections.abc import Sequence
 
 TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
-_RATE = re.compile(r"[1-9][0-9]*(kbit|mbit|gbit)")
+_RATE = re.compile(r"([1-9][0-9]*)(kbit|mbit|gbit)")
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DEVICE = "eth0"
 _MOST = 250  # addresses of 10.77.0.0/24
 
@@ -98,16 +100,21 @@ class Lab:
 
     def close(self) -> None:
         """Ends all that still runs on the hosts, and with it the hosts."""
-        ours = {_identity(holder.pid) for holder in self._holders} - {None, _identity(os.getpid())}
-        for holder in self._holders:
-            holder.kill()
-            holder.wait()
-        for _ in range(3):  # one that was on its way there is there by now
-            for path in pathlib.Path("/proc").glob("[0-9]*"):
-                if _identity(path.name) in ours:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(path.name), 9)
-            time.sleep(0.05)
+        with contextlib.ExitStack() as stack:
+            ours = set()
+            for holder in self._holders:
+                with contextlib.suppress(OSError):  # an open one's number is given to no other meanwhile
+                    opened = stack.enter_context(open(_path(holder.pid), "rb"))
+                    ours.add(os.readlink(f"/proc/self/fd/{opened.fileno()}"))
+                holder.kill()
+                holder.wait()
+            ours.discard(os.readlink(_path(os.getpid())))
+            for _ in range(3):  # one that was on its way there is there by now
+                for path in pathlib.Path("/proc").glob("[0-9]*"):
+                    if _identity(path.name) in ours:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(int(path.name), 9)
+                time.sleep(0.05)
         self._holders = []
         self.hosts = []
 
@@ -134,12 +141,21 @@ class Lab:
         self._ip(switch, f"link set {port} master br0", f"link set {port} up")
         if self.rate:
             for place, device in ((holder, _DEVICE), (switch, port)):
-                limit = f"tc qdisc add dev {device} root tbf rate {self.rate} burst 256kb latency 100ms"
-                _run(["nsenter", f"--net={_path(place)}", *limit.split()])
+                _run(["nsenter", f"--net={_path(place)}", *limit(device, self.rate).split()])
         return Host(_path(holder), address)
 
     def _ip(self, place: int, *lines: str) -> None:
         _run(["nsenter", f"--net={_path(place)}", "ip", "-batch", "-"], "\n".join(lines))
+
+
+def limit(device: str, rate: str) -> str:
+    """Returns the command that limits a device to a rate.
+
+    What an idle link has saved up passes at once: a millisecond's worth, or small messages would not be limited.
+    """
+    number, unit = _RATE.fullmatch(rate).groups()
+    burst = max(16_000, int(number) * _BITS[unit] / 8 / 1000)
+    return f"tc qdisc add dev {device} root tbf rate {rate} burst {burst:.0f} latency 100ms"
 
 
 def _path(pid: int) -> str:
