@@ -186,6 +186,19 @@ def test_of_too_many_equal_numbers_other_ones_are_sent_at_each_step():
     assert sent.min() == sent.max() == 1
 
 
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "heavy_tails"])
+def test_topk_adds_one_rank_after_another_with_and_without_a_gpu(kind, monkeypatch):
+    """A GPU adds what meets at a place in any order, and ranks would drift apart."""
+    found = []
+    for devices in ([], ["GPU:0"]):
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda _, devices=devices: devices)
+        run, rng = Run(ErrorFeedback(TopK(0.3, samples=100)), 3), np.random.default_rng(7)
+        steps = [run.random_step(rng, INPUTS[kind])[1] for _ in range(3)]
+        found.append([np.array(each) for each in tf.nest.flatten([(r.totals, r.states) for r in steps[-1]])])
+    for alone, with_gpu in zip(*found, strict=True):
+        np.testing.assert_array_equal(alone, with_gpu)
+
+
 @pytest.mark.parametrize("name", ["int8_feedback", "powersgd_feedback", "topk_feedback", "topk_sampled"])
 def test_errors_that_are_fed_back_do_not_grow(name):
     run, rng = Run(ALL[name], 2, [(37, 29)]), np.random.default_rng(5)

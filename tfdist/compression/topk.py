@@ -80,7 +80,11 @@ class TopK(Compressor):
 
 def _scatter(places: tf.Tensor, numbers: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     """Returns the numbers, of one rank after another, added up at their places, in the same order on all ranks."""
-    total = tf.scatter_nd(places[0][:, tf.newaxis], numbers[0], [like.shape.num_elements()])
-    for rank in range(1, places.shape[0]):
-        total = tf.tensor_scatter_nd_add(total, places[rank][:, tf.newaxis], numbers[rank])
+    count = like.shape.num_elements()
+    if not tf.config.get_visible_devices("GPU"):
+        total = tf.math.unsorted_segment_sum(tf.reshape(numbers, [-1]), tf.reshape(places, [-1]), count)
+    else:  # which adds what meets at a place in any order, so that ranks would drift apart: one rank after another
+        total = tf.zeros([count])
+        for each, theirs in zip(tf.unstack(places), tf.unstack(numbers), strict=True):
+            total = tf.tensor_scatter_nd_add(total, each[:, tf.newaxis], theirs)
     return tf.reshape(total, like.shape)
