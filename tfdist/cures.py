@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import values  # for central storage alone
 
@@ -231,11 +232,25 @@ class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirro
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         dtype = tf.as_dtype(kwargs.get("dtype") or getattr(kwargs.get("initial_value"), "dtype", None) or tf.float32)
-        if self.num_workers > 1 and dtype not in _BROADCAST:
+        if self.num_workers == 1:
+            return super()._create_variable(next_creator, **kwargs)
+        cannot = "multi_worker_mirrored cannot broadcast a variable of"
+        if dtype not in _BROADCAST:
             raise ConfigError(
-                f"multi_worker_mirrored cannot broadcast a variable of {dtype.name} ({kwargs.get('name')}) to the workers; "
+                f"{cannot} {dtype.name} ({kwargs.get('name')}) to the workers; "
                 f"it can: {', '.join(known.name for known in _BROADCAST)}. For 16-bit computation use mixed_bfloat16."
             )
+        made = kwargs.get("initial_value")
+
+        def checked(value: Any) -> Any:
+            if tf.TensorShape(np.shape(value)).num_elements() == 0:  # TensorFlow dies of it, by SIGSEGV
+                raise ConfigError(f"{cannot} no numbers ({kwargs.get('name')}) to the workers; leave it out.")
+            return value
+
+        if not callable(made):
+            checked(made)
+        elif not isinstance(made, tf.__internal__.tracking.CheckpointInitialValueCallable):
+            kwargs["initial_value"] = lambda: checked(made())
         return super()._create_variable(next_creator, **kwargs)
 
 
