@@ -84,9 +84,6 @@ class Reduction(tf.Module):
         owners = [numbers[place] for place in dense]
 
         members = self._group.members(tf.cast(step, tf.int64))
-        # What tells all of a number that is none needs every gradient, so it has a lane of its own.
-        notes = self._as_they_are([[gradients.nothing_if_finite(values)] for values in mine], members, _NOTES)
-        others = self._as_they_are([[values[p] for p in other] for values in mine], members, _OTHERS)
         states = [
             [tuple(local(s)[place].read_value() for s in self.states[number]) for number in owners]
             for place in range(len(mine))
@@ -94,6 +91,10 @@ class Reduction(tf.Module):
         packed = self._layout.run(
             self._group, [[values[p] for p in dense] for values in mine], states, members, owners, self._bucket_bytes
         )
+        # What tells all of a number that is none needs every gradient: it has a lane of its own, and where there is one order
+        # for all, it comes last.
+        others = self._as_they_are([[values[p] for p in other] for values in mine], members, _OTHERS)
+        notes = self._as_they_are([[gradients.nothing_if_finite(values)] for values in mine], members, _NOTES)
         reduced: list[list[Any]] = [[None] * len(grads) for _ in mine]
         for into, of_dense, of_others in zip(reduced, packed, others, strict=True):
             for p, total in zip((*dense, *other), (*of_dense.totals, *of_others), strict=True):

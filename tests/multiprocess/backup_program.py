@@ -3,7 +3,8 @@
 Options: `save_freq`; `kills`, for each life a list [rank, moment, number]: the process of that rank kills itself at the
 number-th time of that moment in that life, which is "step" (its end), "test" (a step of validation), "part" (about to write
 its part), "torn" (half of its part is written), "written" (its part is written) or "manifest" (about to write it; the chief
-alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`; `signal` in place of SIGKILL.
+alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`; `signal` in place of SIGKILL;
+`bucket_bytes` of each life.
 """
 
 import itertools
@@ -41,6 +42,8 @@ from tfdist.optimizer import reduction_of  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 
 RANK, LIFE = trainer.task.index, progress.restarts()
+if "bucket_bytes" in options:
+    trainer.strategy.bucket_bytes = options["bucket_bytes"][LIFE]
 BATCH, EXAMPLES = 32, 320
 
 keras.utils.set_random_seed(options.get("seed", 3))

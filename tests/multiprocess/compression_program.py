@@ -195,13 +195,49 @@ results["inf"] = {
 }
 
 
-def waiting(bucket_bytes):
-    """Returns how many collectives there are in an exchange, and how many of them wait for another one."""
-    group, shapes = group_of(trainer.strategy), [(100,)] * 4
+def kinds(compressor):
+    """Returns the sums of gradients of several types and shapes, in buckets, each filled with its rank's number plus one."""
+    strategy = trainer.strategy
+    kinds = (((50, 40), "float32"), ((), "float32"), ((30, 40), "float16"), ((7,), "float64"))
+    with trainer.scope():
+        variables = [keras.Variable(np.zeros(shape), dtype=dtype) for shape, dtype in (*kinds, kinds[0])]
+        reduction = Reduction(compressor, variables) if compressor else None
+
+    def fill(variable):
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group + 1
+        return tf.fill(variable.shape, tf.cast(number, variable.dtype))
+
+    @tf.function(autograph=False)
+    def reduce():
+        grads, step = strategy.run(lambda: [fill(variable) for variable in variables]), tf.constant(0, tf.int64)
+        return reduction(grads, range(len(grads)), step)[0] if reduction else sums(strategy, grads, step)
+
+    return [[part.numpy() for part in local(total)] for total in reduce()]
+
+
+def refused(shape, dtype):
+    """Returns what is said against such a variable."""
+    try:
+        with trainer.scope():
+            keras.Variable(lambda shape, dtype: tf.zeros(shape, dtype), shape=shape, dtype=dtype, name="odd")
+    except tfdist.ConfigError as e:
+        return str(e)
+    return ""
+
+
+results["refused"] = {
+    name: refused(*what) for name, what in {"empty": ((0, 3), None), "16": ((2,), "bfloat16")}.items()
+}
+results["kinds"] = {name: kinds(cases.ALL[name]) for name in ("none", "bf16", "int8", "topk_feedback")}
+
+
+def waiting(count, bucket_bytes):
+    """Returns how many collectives there are in an exchange of some gradients, and how many of them wait for another one."""
+    group, shapes = group_of(trainer.strategy), [(100,)] * count
 
     def exchange():
         layout, values = Layout(cases.NONE, [("", shape) for shape in shapes]), [tf.zeros(shape) for shape in shapes]
-        states, members = [()] * 4, group.members(tf.constant(0, tf.int64))
+        states, members = [()] * count, group.members(tf.constant(0, tf.int64))
         return layout.run(group, [values] * len(members), [states] * len(members), members, bucket_bytes=bucket_bytes)
 
     return collectives_of(exchange)
@@ -239,7 +275,7 @@ def waiting_optimizer(compressor):
     return collectives_of(reduce)
 
 
-results["waiting"] = {size: waiting(size) for size in (0, 800, 400)}
+results["waiting"] = {(count, size): waiting(count, size) for count, size in ((4, 0), (4, 800), (4, 400), (18, 400))}
 if trainer.cluster:
     results["waiting_optimizer"] = {name: waiting_optimizer(cases.ALL[name]) for name in ("bf16", "int8_sum")}
     results["waiting_optimizer"]["none"] = waiting_optimizer(None)

@@ -22,6 +22,7 @@ TF_CROSS_DEVICE_OPS = "_cross_device_ops"
 TF_LAUNCHERS = "_launchers"
 
 _PIECES = 8  # at most, of 4 MB or less, in which a rank's part of a sum travels: one is added while the next one comes
+_LANES = 16  # at most; a collective keeps a thread for as long as it takes
 _KEYS, _KEPT_APART = 2**20, 1000  # more keys than a step has collectives; more steps than an execution has
 _GROUP = "_tfdist_group"  # a strategy's attribute
 _STRATEGIES = (
@@ -54,7 +55,7 @@ class Group(abc.ABC):
 
         Args:
             exchanges: Of each rank.
-            lane: Those of different lanes do not wait for each other.
+            lane: Those of different lanes do not wait for each other, but for every sixteenth.
         """
         before, self._lane = self._lane, lane
         answers: list[Any] = [None] * len(exchanges)
@@ -214,7 +215,7 @@ class CollectiveGroup(Group):
         """Returns that on which a lane's collectives wait for each other: TensorFlow lets all wait for all."""
         if "GPU" in launcher._device:  # NCCL wants the same order on all ranks
             return launcher._get_ordering_token()
-        key = launcher._device, self._lane
+        key = launcher._device, self._lane if self._lane < 0 else self._lane % _LANES
         if key not in self._tokens:
             with tf.init_scope(), tf.device(launcher._device):
                 self._tokens[key] = resource_variable_ops.ResourceVariable(0.0)
