@@ -123,7 +123,12 @@ def test_an_extrapolation_says_so():
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["link", "--only=modle=mlp"], "'modle' is none of model, workers, rate"), (["lnk"], "invalid choice: 'lnk'")],
+    [
+        (["link", "--only=modle=mlp"], "--only=modle=mlp fits no case. There are model=mlp, workers=2, rate=unlimited"),
+        (["all", "--only=workers=3"], "--only=workers=3 fits no case. There are model=mlp"),
+        (["link", "--only=mlp"], "--only wants name=value. Received: 'mlp'."),
+        (["lnk"], "invalid choice: 'lnk'"),
+    ],
 )
 def test_wrong_arguments_are_refused(tmp_path, arguments, said):
     done = bench(tmp_path, *arguments)

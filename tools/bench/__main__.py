@@ -16,6 +16,7 @@ import sys
 
 from tools import netlab
 from tools.bench import record, report
+from tools.bench.frame import TaskFailed
 
 
 def main() -> int:
@@ -27,31 +28,41 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path, default=report.FOLDER, help="the folder of RESULTS.md and results/")
     args = parser.parse_args()
+    if bad := [each for each in args.only.split(",") if each and "=" not in each]:
+        parser.error(f"--only wants name=value. Received: {', '.join(map(repr, bad))}.")
     wanted = dict(each.split("=", 1) for each in args.only.split(",") if each)
     names = report.BENCHES if args.bench == "all" else (args.bench,) if args.bench in report.BENCHES else ()
+    benches = {name: importlib.import_module(f"tools.bench.{name}") for name in names}
+    cases = {name: [case for case in bench.CASES if fits(case, wanted)] for name, bench in benches.items()}
+    if names and not any(cases.values()):
+        known = dict.fromkeys(
+            f"{key}={value}" for bench in benches.values() for c in bench.CASES for key, value in c.items()
+        )
+        parser.error(f"--only={args.only} fits no case. There are {', '.join(known)}.")
+    failed = 0
     try:
-        for name in names:
-            run(name, wanted, args.rounds, [each for each in args.contenders.split(",") if each], args.out)
+        for name, bench in benches.items():
+            lacks = getattr(bench, "missing", str)()
+            if reason := lacks or (netlab.missing() if getattr(bench, "NEEDS_LAB", False) else ""):
+                print(f"{name} is left out: {reason}", flush=True)
+                continue
+            for case in cases[name]:
+                try:
+                    found = bench.run(case, args.rounds, [each for each in args.contenders.split(",") if each])
+                except TaskFailed as e:  # the others go on, for hours
+                    print(f"{name} {case}: {e}", file=sys.stderr, flush=True)
+                    failed += 1
+                    continue
+                record.write(args.out / "results" / f"{name}.jsonl", [found])
+                print(report.table(found, args.out), flush=True)
     finally:  # what there is by now
         report.write(args.out)
-    return 0
+    return 1 if failed else 0
 
 
-def run(name: str, wanted: dict[str, str], rounds: int, names: list[str], out: pathlib.Path) -> None:
-    """Runs those of a benchmark's cases that are wanted, and keeps their records."""
-    bench = importlib.import_module(f"tools.bench.{name}")
-    if unknown := wanted.keys() - {key for case in bench.CASES for key in case}:
-        keys = ", ".join(dict.fromkeys(key for case in bench.CASES for key in case))
-        raise SystemExit(f"--only: {', '.join(map(repr, unknown))} is none of {keys}")
-    lacks = getattr(bench, "missing", str)()
-    if reason := lacks or (netlab.missing() if getattr(bench, "NEEDS_LAB", False) else ""):
-        print(f"{name} is left out: {reason}", flush=True)
-        return
-    for case in bench.CASES:
-        if all(str(case.get(key)) == value for key, value in wanted.items()):
-            found = bench.run(case, rounds, names)
-            record.write(out / "results" / f"{name}.jsonl", [found])
-            print(report.table(found, out), flush=True)
+def fits(case: dict[str, object], wanted: dict[str, str]) -> bool:
+    """Whether a case has all the values that are wanted."""
+    return all(str(case.get(key)) == value for key, value in wanted.items())
 
 
 if __name__ == "__main__":

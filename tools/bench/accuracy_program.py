@@ -108,7 +108,7 @@ for name, rate, seed in OPTIONS["runs"]:
             "rate": rate,
             "reached": watch.reached is not None,
             "steps": watch.reached or OPTIONS["steps"],
-            "seconds": sum(watch.seconds),
+            "seconds": watch.seconds,
             "step_seconds": statistics.median(watch.seconds[1:] or watch.seconds) / EVERY,
             "accuracy": accuracy(),
         }

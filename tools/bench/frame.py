@@ -25,6 +25,10 @@ MEMORY = {
 }
 
 
+class TaskFailed(Exception):
+    """A benchmark's task has failed."""
+
+
 def run(
     program: str,
     options: dict[str, Any],
@@ -50,7 +54,8 @@ def run(
         laboratory; `lost_at`, when a task was lost.
 
     Raises:
-        SystemExit: A task has failed.
+        TaskFailed: A task has failed.
+        SystemExit: A signal has ended them.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -65,6 +70,8 @@ def run(
         words = [sys.executable, "-m", program, folder, json.dumps(options)]
         started = Launcher(words, cluster, pathlib.Path(folder, "logs"), environ, prefixes=prefixes, **launcher)
         if code := started.run():
+            if started.failure:
+                raise TaskFailed(str(started.failure))
             sys.exit(code)
         whole = pathlib.Path(folder, "results.json")
         results = json.loads(whole.read_text()) if whole.exists() else {}

@@ -17,7 +17,8 @@ HEAD = """# Results
 
 Written by `python -m tools.bench`, never by hand: raw samples are in [results](results). A figure is the median over rounds, and
 in brackets the least and the most; in a round all contenders of a table had their turn, and ratios are of the same round. Alike
-for all: a core for each task where there are enough, oneDNN (`TF_ENABLE_ONEDNN_OPTS=1`), memory that is kept (`MALLOC_...`).
+for all: oneDNN (`TF_ENABLE_ONEDNN_OPTS=1`); on limited links a core for each task where there are enough; memory that is kept
+(`MALLOC_...`), but in `startup`.
 """
 
 
@@ -72,7 +73,8 @@ def table(record: Record, folder: pathlib.Path) -> str:
         lines.append(cells)
     versions = ", ".join(f"{package} {version}" for package, version in record.versions.items())
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{rows}\n\n{record.note + ' ' if record.note else ''}{record.date}; {record.machine}; {versions}."
+    taken = max(len(values) for values in record.samples.values())
+    return f"{rows}\n\n{record.note + ' ' if record.note else ''}Samples: {taken}. {record.date}; {record.machine}; {versions}."
 
 
 def plot(records: Sequence[Record], path: pathlib.Path) -> None:
