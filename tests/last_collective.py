@@ -1,4 +1,6 @@
-"""Ends as `python -m tfdist.train` does, right after a collective."""
+"""Ends as `python -m tfdist.train` does, right after a collective. Argument: of how many numbers."""
+
+import sys
 
 import tensorflow as tf
 
@@ -14,6 +16,6 @@ def total(size):
 
 
 assert total(1) == 2
-assert total(2_000_000) == 4_000_000
+assert total(int(sys.argv[1])) == 2 * int(sys.argv[1])
 print("reduced", flush=True)
 train.leave(0)

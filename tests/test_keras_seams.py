@@ -42,6 +42,13 @@ def test_keras_learns_shapes_in_the_function_that_reduce_looks_for():
     assert "distribute_strategy.reduce(" in inspect.getsource(function), "seam `reduce`: no longer called there"
 
 
+def test_tensorflow_takes_a_coordination_service_that_is_configured():
+    source = inspect.getsource(collective_all_reduce_strategy.CollectiveAllReduceExtended._initialize_multi_worker)
+    assert "if context.context().coordination_service is None:" in source, (
+        "seam heartbeats: `strategies._listen_longer`"
+    )
+
+
 def test_keras_names_a_seed_generators_state_as_expected(strategy):
     with strategy.scope():
         seed = keras.random.SeedGenerator(3).state.value

@@ -79,9 +79,9 @@ def test_an_exception_leaves_nothing(nothing_is_left, entered):
     sleeper.stdout.close()
 
 
-def lab(*command, hosts=2):
+def lab(*command, hosts=2, rate=""):
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.netlab", f"--hosts={hosts}", "--", *command],
+        [sys.executable, "-m", "tools.netlab", f"--hosts={hosts}", f"--rate={rate}", "--", *command],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -154,10 +154,20 @@ def test_the_launchers_tasks_run_on_the_hosts(tmp_path, nothing_is_left):
 def test_a_task_ends_when_all_have_received_its_part(tmp_path, nothing_is_left):
     """One has all at once, and a link of its own on which the other still waits for two seconds."""
     slow = f"nsenter --net=${{TFDIST_NETNS#*,}} {limit('eth0', '20mbit')}"
-    program = f"{sys.executable} -m tests.last_collective"
+    program = f"{sys.executable} -m tests.last_collective 2000000"
     launch = f"{sys.executable} -m tfdist.launch --workers=2 --log_dir={tmp_path} -- {program}"
     with lab("bash", "-c", f"{slow} && exec {launch}") as process:
         output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    assert output.count("reduced") == 2
+
+
+@pytest.mark.timeout(200)
+def test_heartbeats_may_wait_behind_gradients(tmp_path, nothing_is_left):
+    """On a slow link for longer than the 5 s that TensorFlow gives them, after which it ends the training."""
+    launch = [sys.executable, "-m", "tfdist.launch", "--workers=2", f"--log_dir={tmp_path}"]
+    with lab(*launch, "--", sys.executable, "-m", "tests.last_collective", "15000000", rate="20mbit") as process:
+        output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     assert output.count("reduced") == 2
 
