@@ -39,6 +39,21 @@ def without_nan(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
     return [None if grad is None else next(values) for grad in grads]
 
 
+def summed_rows(grads: Sequence[Any]) -> list[Any]:
+    """Returns the gradients, those of embeddings with one row for each id that occurs.
+
+    The sum of the rows of an id is its gradient. Keras 3.15 applies each row by itself, so that optimizers that square
+    gradients (Adam, RMSprop, Adagrad and their like) square the parts of a sum, and clipping takes the norm of them.
+    """
+
+    def summed(grad: tf.IndexedSlices) -> tf.IndexedSlices:
+        ids, place = tf.unique(grad.indices)
+        values = tf.math.unsorted_segment_sum(grad.values, place, tf.size(ids))
+        return tf.IndexedSlices(values, ids, grad.dense_shape)
+
+    return [summed(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
+
+
 def nothing_if_finite(grads: Sequence[Any]) -> tf.Tensor:
     """Returns 0 if all are finite, else NaN: summed over ranks it tells all of them."""
     numbers = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]

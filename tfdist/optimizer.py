@@ -164,6 +164,7 @@ class _Reduce:
         if (captured := getattr(_replica, "captured", None)) is not None:
             captured.append((grads, trainable_variables))
             return
+        grads = gradients.summed_rows(grads)  # fewer travel
         if not self._update.reduces:
             grads = self._update.clip_first(grads, self._optimizer.dynamic_scale if self._update.scaled else 1.0)
         if self._update.compressor and not self._optimizer.built:

@@ -20,6 +20,7 @@ from tfdist import optimizer as optimizer_lib
 from tfdist import refusals
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
+from tfdist.update import sum_rows_first
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_MAKE_FUNCTION = "_make_function"
@@ -36,9 +37,11 @@ def adopt(model: keras.Model, compression: Compressor | None = None) -> None:
     if KERAS_MAKE_FUNCTION not in vars(model):
         model.train_function = model.test_function = None
     setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
-    if model.distribute_strategy.num_replicas_in_sync > 1:
-        for optimizer in refusals.optimizers(model):
+    for optimizer in refusals.optimizers(model):
+        if model.distribute_strategy.num_replicas_in_sync > 1:
             optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
+        else:
+            sum_rows_first(optimizer)
 
 
 class Execution:

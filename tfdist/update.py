@@ -24,6 +24,13 @@ KERAS_MOVE_AVERAGES = "_update_model_variables_moving_average"
 KERAS_OVERWRITE = "_overwrite_model_variables_with_average_value"
 
 
+def sum_rows_first(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer of one replica sum the rows of each id before it updates. In place; see `gradients.summed_rows`."""
+    if "apply" not in vars(optimizer):
+        apply = optimizer.apply
+        optimizer.apply = lambda grads, *variables, **named: apply(gradients.summed_rows(grads), *variables, **named)
+
+
 class Update:
     """`_backend_apply_gradients`: what Keras does under a condition is done outside of the replicas.
 
@@ -79,6 +86,7 @@ class Update:
 
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
+        grads = gradients.summed_rows(grads)  # of several replicas
         context = tf.distribute.get_replica_context()
         if context and (optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
             context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))

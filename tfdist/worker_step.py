@@ -26,6 +26,7 @@ from tfdist.cures import KERAS_SEED_VARIABLE
 from tfdist.errors import ConfigError
 from tfdist.ledger import Ledger, elsewhere
 from tfdist.parameter_servers import KERAS_OPTIMIZER_SCALARS
+from tfdist.update import sum_rows_first
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_ITERATIONS = "_iterations"
@@ -45,6 +46,7 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     """
     if KERAS_UPDATE_STEP in vars(optimizer):
         return
+    sum_rows_first(optimizer)
     update_step, weight_decay = getattr(optimizer, KERAS_UPDATE_STEP), getattr(optimizer, KERAS_WEIGHT_DECAY)
 
     def on_server(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:

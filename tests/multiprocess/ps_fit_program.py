@@ -104,6 +104,23 @@ def texts(how):
     return run(how, model, tf.data.Dataset.from_tensor_slices((words, Y[:30])).batch(8), batch_size=None)
 
 
+class Summing(keras.optimizers.Adam):
+    """Of the reference: Keras squares each row of an id by itself."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply([tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
+
+
+def rows(how):
+    """Words that come several times in a batch."""
+    keras.utils.set_random_seed(3)
+    with how.scope():
+        layers = [keras.Input((4,), dtype="int32"), keras.layers.Embedding(6, 4), keras.layers.Flatten()]
+        model = keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])
+        model.compile((keras.optimizers.Adam if how is Mine else Summing)(0.01, name="adam"), LOSS)
+    return run(how, model, np.abs(X[:, :4] * 3).astype(np.int32) % 6, Y, **SHUFFLED)
+
+
 class Adds(keras.layers.Layer):
     """Adds a loss and regularises its output."""
 
@@ -360,6 +377,7 @@ CASES = {
     "rates": lambda how: fit(how, callbacks=rates, **SHUFFLED),
     "several": several,
     "texts": texts,
+    "rows": rows,
     "own_step": own_step,
     "two_optimizers": two_optimizers,
     "inside": inside,

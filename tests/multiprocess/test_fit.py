@@ -58,6 +58,7 @@ OPTIMIZERS = [
     "accumulation",
     "accumulation_with_everything",
     "accumulation_of_embeddings",
+    "rows_of_words",
     "loss_scale",
     "loss_scale_and_accumulation",
 ]
@@ -110,6 +111,7 @@ BETWEEN_WORKERS = [
     "global_clipnorm",
     "accumulation_with_everything",
     "accumulation_of_embeddings",
+    "rows_of_words",
     "loss_scale_and_accumulation",
     "inf_on_one_replica",
 ]

@@ -231,6 +231,7 @@ FIT_CASES = [
     "rates",
     "several",
     "texts",
+    "rows",
     "own_step",
     "two_optimizers",
     "inside",
