@@ -17,6 +17,7 @@ from tensorflow.python.eager import context
 
 import tfdist
 from tfdist import (
+    batch_losses,
     cures,
     data_position,
     optimizer,
@@ -124,6 +125,15 @@ def test_models_make_their_functions_where_the_trainer_does():
     source = inspect.getsource(getattr(keras.Model, step.KERAS_MAKE_FUNCTION))
     assert f"def {cures.KERAS_STEP}(data)" in source, "seam step function: a bare fit is not recognised any more"
     assert ".run(step_function, args=(data,))" in source, "seam step function: it runs another function now"
+
+
+def test_keras_sums_and_logs_losses_where_the_step_does():
+    moved = "seam step function: losses are summed or logged elsewhere"
+    loss = inspect.getsource(keras.Model.compute_loss)
+    assert f"self.{batch_losses.KERAS_ADDED_LOSS}(loss)" in loss, moved
+    assert f"self.{batch_losses.KERAS_COMPILED_LOSS}(" in loss, moved
+    for step_method in (keras_trainer.TensorFlowTrainer.train_step, keras_trainer.TensorFlowTrainer.test_step):
+        assert f"self.{batch_losses.KERAS_LOSS_TRACKER}.update_state(" in inspect.getsource(step_method), moved
 
 
 def test_models_tell_their_layers_and_variables_their_strategy(strategy):

@@ -142,6 +142,8 @@ class _ScaleLoss:
         if (share := getattr(_replica, "share", None)) is None:
             return loss
         _replica.scaled.add(self._key)
+        if loss.shape.rank:  # the gradient of a vector is that of its sum
+            return loss
         return loss * tf.cast(share, loss.dtype)
 
 

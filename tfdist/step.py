@@ -16,8 +16,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import batch_losses, refusals
 from tfdist import optimizer as optimizer_lib
-from tfdist import refusals
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 from tfdist.update import sum_rows_first
@@ -143,8 +143,8 @@ class _ReplicaStep:
         self._step = step
         self._trains = step == model.train_step
         reductions = {loss.reduction for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)}
+        self._replicas = model.distribute_strategy.num_replicas_in_sync
         self._sums = "sum" in reductions  # Keras divides what is beside it
-        self._averages = not reductions & {"sum", "none", None}
         self._compiles = model.jit_compile and not model.run_eagerly
         self._compiled: dict[int, Callable[[Any, Any], Any]] = {}  # one for each replica
         self._variables: Any = None
@@ -160,12 +160,15 @@ class _ReplicaStep:
         data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
         context = tf.distribute.get_replica_context()
         strategy = context.strategy
-        share = None
-        if self._trains and context.num_replicas_in_sync > 1:
-            share, data = self._share(data, context)
+        several = self._replicas > 1
+        part = functools.partial(self._share, data, context) if several and not self._sums else _nothing
+        share = part() if self._trains or self._compiles else None
+        if self._trains and several:
+            data = self._fed(data, context)
         with contextlib.nullcontext() if self._sums else strategy.as_one_replica():
             if not self._compiles:
-                with optimizer_lib.sharing(share):
+                known = (lambda: share) if self._trains else part  # of which a test step seldom has need
+                with optimizer_lib.sharing(share), batch_losses.of_share(self._model, _counted(data), known):
                     return self._pack(self._step(data))
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
             if replica not in self._compiled:
@@ -179,24 +182,31 @@ class _ReplicaStep:
 
     def _local(self, data: Any, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
-        with optimizer_lib.sharing(share), optimizer_lib.capturing() as captured:
+        whole = batch_losses.of_share(self._model, _counted(data), lambda: share)
+        with optimizer_lib.sharing(share), whole, optimizer_lib.capturing() as captured:
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
 
-    def _share(self, data: Any, context: tf.distribute.ReplicaContext) -> tuple[Any, Any]:
-        """Returns this replica's part in the mean over the batch, None where nothing is to be averaged, and the data."""
+    def _share(self, data: Any, context: tf.distribute.ReplicaContext) -> Any:
+        """Returns this replica's part in the mean over the batch."""
         mine = _examples(data)
         if mine is None or isinstance(mine, int):  # the same on all replicas
-            return (1 / context.num_replicas_in_sync if self._averages else None), data
+            return 1 / self._replicas
         mine = tf.cast(mine, tf.float32)
+        return mine / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+    def _fed(self, data: Any, context: tf.distribute.ReplicaContext) -> Any:
+        """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""
+        mine = _examples(data)
+        normalizes = any(isinstance(each, keras.layers.BatchNormalization) for each in self._model._flatten_layers())
+        if not normalizes or mine is None or isinstance(mine, int):
+            return data
         # No replica can know by itself that another one has nothing.
-        counts = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stack([mine, tf.cast(mine == 0, tf.float32)]))
-        if any(isinstance(layer, keras.layers.BatchNormalization) for layer in self._model._flatten_layers()):
-            fed = tf.debugging.Assert(tf.equal(counts[1], 0), [_STARVED], summarize=1)
-            with tf.control_dependencies([fed] if fed is not None else []):
-                data = tf.nest.map_structure(tf.identity, data, expand_composites=True)
-        return (mine / counts[0] if self._averages else None), data
+        starved = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.equal(mine, 0), tf.float32))
+        fed = tf.debugging.Assert(tf.equal(starved, 0), [_STARVED], summarize=1)
+        with tf.control_dependencies([fed] if fed is not None else []):
+            return tf.nest.map_structure(tf.identity, data, expand_composites=True)
 
     def _pack(self, logs: Any) -> dict[str, tf.Tensor]:
         """Concatenates the numbers of the logs, so that one collective reduces them all."""
@@ -241,6 +251,15 @@ def _examples(data: Any) -> tf.Tensor | int | None:
         return None
     known = first.shape[0] is not None and not tf.executing_eagerly()  # which knows each replica's own alone
     return int(first.shape[0]) if known else tf.shape(first)[0]
+
+
+def _nothing() -> None:
+    return None
+
+
+def _counted(data: Any) -> tf.Tensor | None:
+    examples = _examples(data)
+    return None if examples is None else tf.convert_to_tensor(examples)
 
 
 class StepLimit(keras.callbacks.Callback):
