@@ -70,6 +70,7 @@ FLOORS = {
     "tfdist.reduction": True,
     "tfdist.update": True,
     "tfdist.optimizer": True,
+    "tfdist.batch_losses": True,
     "tfdist.step": True,
     "tfdist.scheduler": True,
     "tfdist.ledger": True,
