@@ -163,19 +163,23 @@ class _KerasStrategy(tf.distribute.Strategy):
 
         def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
             made[context.input_pipeline_id] = dataset_fn(context)
-            return _loosen(made[context.input_pipeline_id])
+            return self._loosened(made[context.input_pipeline_id])
 
         def starting_at(number: int, steps: int) -> Any:
             def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 dataset = made[context.input_pipeline_id]
                 data.replay(dataset, number - 1)
-                return _loosen(data.skip(dataset, steps * elements))
+                return self._loosened(data.skip(dataset, steps * elements))
 
             return iter(self._synchronizing(distribute(rest, options), elements))
 
         distributed = self._synchronizing(distribute(make, options), elements)
         distributed.starting_at = starting_at
         return distributed
+
+    def _loosened(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Makes the batch size of a worker's dataset unknown where the shares of a step may differ."""
+        return dataset if dataset.cardinality() == tf.data.INFINITE_CARDINALITY else _loosen(dataset)
 
     def _synchronizing(self, dataset: Any, elements_per_step: int = 1) -> Any:
         """Makes each pass over `dataset` begin with equal statistics on all replicas.
@@ -230,6 +234,18 @@ class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirro
         """The number of workers, this one included."""
         return self.num_replicas_in_sync // len(self.extended.worker_devices)
 
+    def _loosened(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """As of any strategy; of endless datasets only where the workers' batches differ. A collective."""
+        sizes = {spec.shape[0] if spec.shape.rank else None for spec in _tensors(dataset.element_spec)}
+        mine = sizes.pop() if len(sizes) == 1 else None
+        found = tf.constant([mine or 0, (mine or 0) ** 2, mine is None], tf.int64)
+        total, squares, unknown = self.reduce(
+            "SUM", self.experimental_distribute_values_from_function(lambda _: found)
+        ).numpy()
+        # Sizes are equal where the mean of their squares is the square of their mean.
+        alike = not unknown and squares * self.num_replicas_in_sync == total**2
+        return super()._loosened(dataset) if alike else _loosen(dataset)
+
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         dtype = tf.as_dtype(kwargs.get("dtype") or getattr(kwargs.get("initial_value"), "dtype", None) or tf.float32)
         if self.num_workers == 1:
@@ -282,12 +298,10 @@ class TPUStrategy(_KerasStrategy, tf.distribute.TPUStrategy):
 
 
 def _loosen(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Makes the batch size of a finite dataset unknown.
+    """Makes the batch size of a dataset unknown.
 
     Where batches have a fixed size, TensorFlow leaves out a last step in which some replica has none.
     """
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        return dataset
 
     def loosen(tensor: Any) -> Any:
         if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
@@ -299,6 +313,10 @@ def _loosen(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return tf.nest.map_structure(loosen, batch if isinstance(dataset.element_spec, tuple) else batch[0])
 
     return dataset.map(each)
+
+
+def _tensors(spec: Any) -> list[tf.TensorSpec]:
+    return [each for each in tf.nest.flatten(spec) if isinstance(each, tf.TensorSpec)]
 
 
 def _is_statistic(kwargs: dict[str, Any]) -> bool:

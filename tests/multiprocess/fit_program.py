@@ -546,6 +546,20 @@ def accumulation_of_embeddings():
     )
 
 
+@case
+def endless_batches_of_two_sizes():
+    """Each replica's size is known when its step is traced, and another one's is another."""
+    parts = [tf.data.Dataset.from_tensors((X[rows], Y[rows])) for rows in (slice(0, 50), slice(50, None))]
+
+    def mine(context):
+        if context.num_input_pipelines == 2:
+            return parts[context.input_pipeline_id].repeat()
+        return parts[0].concatenate(parts[1]).repeat()
+
+    data = mine if trainer else tf.data.Dataset.from_tensors((X, Y)).repeat()
+    return train(data=(data,), fit={"steps_per_epoch": 3})
+
+
 def seeing_dense(optimizer):
     """Makes an optimizer of the reference see dense gradients: Keras squares each row of an id by itself."""
 

@@ -24,6 +24,7 @@ INPUTS = [
     "odd_first_batch",
     "short_last_batch",
     "short_last_batch_of_masked_words",
+    "endless_batches_of_two_sizes",
 ]
 LOSSES = [
     "sample_weight_and_validation_split",
@@ -93,6 +94,7 @@ BETWEEN_WORKERS = [
     "ragged",
     "odd_first_batch",
     "short_last_batch",
+    "endless_batches_of_two_sizes",
     "class_weight_function",
     *PYTHON_DATA,
     # what replicas weigh and reduce
