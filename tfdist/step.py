@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import optimizer as optimizer_lib
-from tfdist import refusals
+from tfdist import optimizer_search, refusals
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 
@@ -37,7 +37,7 @@ def adopt(model: keras.Model, compression: Compressor | None = None) -> None:
         model.train_function = model.test_function = None
     setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
     if model.distribute_strategy.num_replicas_in_sync > 1:
-        for optimizer in refusals.optimizers(model):
+        for optimizer in optimizer_search.optimizers(model):
             optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
 
 
@@ -101,7 +101,8 @@ class Execution:
 
     def _run_one(self, data: Any) -> dict[str, tf.Tensor]:
         """One step; returns the packed logs, averaged over this process's replicas."""
-        packed = self._strategy.run(self._replica, args=(data,))
+        with self._strategy.applying_known_optimizers():
+            packed = self._strategy.run(self._replica, args=(data,))
         local = self._strategy.experimental_local_results
         return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
 
@@ -142,6 +143,8 @@ class _ReplicaStep:
         reductions = {loss.reduction for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)}
         self._sums = "sum" in reductions  # Keras divides what is beside it
         self._averages = not reductions & {"sum", "none", None}
+        # Keras' own step scales one loss and applies its gradients once.
+        self._by_loss = type(model).train_step is keras.Model.train_step
         self._compiles = model.jit_compile and not model.run_eagerly
         self._compiled: dict[int, Callable[[Any, Any], Any]] = {}  # one for each replica
         self._variables: Any = None
@@ -162,7 +165,7 @@ class _ReplicaStep:
             share, data = self._share(data, context)
         with contextlib.nullcontext() if self._sums else strategy.as_one_replica():
             if not self._compiles:
-                with optimizer_lib.sharing(share):
+                with self._sharing(share):
                     return self._pack(self._step(data))
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
             if replica not in self._compiled:
@@ -176,10 +179,13 @@ class _ReplicaStep:
 
     def _local(self, data: Any, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
-        with optimizer_lib.sharing(share), optimizer_lib.capturing() as captured:
+        with self._sharing(share), optimizer_lib.capturing() as captured:
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
+
+    def _sharing(self, share: Any) -> contextlib.AbstractContextManager[None]:
+        return optimizer_lib.sharing(share, self._model.optimizer, self._by_loss)
 
     def _share(self, data: Any, context: tf.distribute.ReplicaContext) -> tuple[Any, Any]:
         """Returns this replica's part in the mean over the batch, None where nothing is to be averaged, and the data."""
@@ -193,7 +199,8 @@ class _ReplicaStep:
             fed = tf.debugging.Assert(tf.equal(counts[1], 0), [_STARVED], summarize=1)
             with tf.control_dependencies([fed] if fed is not None else []):
                 data = tf.nest.map_structure(tf.identity, data, expand_composites=True)
-        return (mine / counts[0] if self._averages else None), data
+        share = tf.cast(mine, tf.float64) / tf.cast(counts[0], tf.float64)  # for losses of any precision
+        return (share if self._averages else None), data
 
     def _pack(self, logs: Any) -> dict[str, tf.Tensor]:
         """Concatenates the numbers of the logs, so that one collective reduces them all."""
