@@ -305,6 +305,38 @@ def test_arguments_go_by_keras_names_and_places(trainer):
         trainer.fit(model, x, y, epoch=2)
 
 
+class MoreArguments(keras.Sequential):
+    def fit(self, *args, teacher=None, **kwargs):
+        self.teacher = teacher
+        return super().fit(*args, **kwargs)
+
+    def predict(self, factor, x, verbose="auto"):
+        return factor * super().predict(x, verbose=verbose)
+
+
+class OtherArguments(MoreArguments):
+    def fit(self, teacher, *args, epochs=3, **kwargs):
+        return super().fit(*args, teacher=teacher, epochs=epochs, **kwargs)
+
+    def evaluate(self, data, labels, **kwargs):
+        return {"loss": super().evaluate(data, labels, **kwargs)}
+
+
+def test_a_models_own_methods_take_more_arguments(trainer):
+    x, y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
+    for kind, first in ((MoreArguments, ()), (OtherArguments, ("mine",))):
+        with trainer.scope():
+            model = kind([keras.Input((3,)), keras.layers.Dense(2)])
+            model.compile("sgd", "mse")
+        assert len(trainer.fit(model, *first, x, y, 2, epochs=2, verbose=0).epoch) == 2
+        assert model.teacher == (first[0] if first else None)
+        once = trainer.predict(model, 1, x, verbose=0)
+        np.testing.assert_allclose(trainer.predict(model, x=x, factor=3, verbose=0), 3 * once)
+    assert len(trainer.fit(model, x=x, y=y, teacher="other", verbose=0).epoch) == 3
+    assert model.teacher == "other"
+    assert trainer.evaluate(model, x, y, verbose=0)["loss"] > 0
+
+
 def test_an_uncompiled_model_predicts(trainer):
     with trainer.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

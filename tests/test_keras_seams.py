@@ -21,6 +21,7 @@ from tfdist import (
     cures,
     data_position,
     optimizer,
+    optimizer_search,
     parameter_servers,
     refusals,
     scheduler,
@@ -78,6 +79,8 @@ def test_statistics_are_told_from_slots_and_metrics(strategy):
 def test_optimizers_reduce_gradients_where_expected():
     moved = "seam gradient reduction has moved"
     assert optimizer.KERAS_REDUCTION in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
+    assert cures.KERAS_APPLY in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
+    assert "distribution.extended" in inspect.getsource(getattr(keras.optimizers.Optimizer, cures.KERAS_APPLY)), moved
     assert update.KERAS_UPDATE in inspect.getsource(keras.optimizers.Optimizer.apply), moved
     assert "self.apply(" in inspect.getsource(keras.optimizers.Optimizer.apply_gradients), moved
 
@@ -251,8 +254,8 @@ def test_optimizers_know_their_strategy(strategy):
     outside = keras.optimizers.SGD()
     with strategy.scope():
         inside = keras.optimizers.SGD()
-    assert getattr(inside, refusals.KERAS_STRATEGY) is strategy, "refusals: the optimizer's strategy has moved"
-    assert getattr(outside, refusals.KERAS_STRATEGY) is not strategy
+    assert getattr(inside, optimizer_search.KERAS_STRATEGY) is strategy, "the optimizer's strategy has moved"
+    assert getattr(outside, optimizer_search.KERAS_STRATEGY) is not strategy
 
 
 def test_stock_strategies_still_fail_as_the_cures_suppose(strategy):

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import differences, progress, refusals
+from tfdist import differences, optimizer_search, progress
 from tfdist.background import Background
 from tfdist.backup_claim import Claim
 from tfdist.backup_search import FORMAT, Copy, find, say
@@ -103,7 +103,9 @@ class BackupSession:
         # In this order, as what comes last follows from what comes first.
         self._about |= {**differences.about(self._model), "variables": self._state.form()}
         self._about = differences.plain(self._about)
-        self._trained = any(keras.ops.convert_to_numpy(each.iterations) for each in refusals.optimizers(self._model))
+        self._trained = any(
+            keras.ops.convert_to_numpy(each.iterations) for each in optimizer_search.optimizers(self._model)
+        )
         found = self._found
         if found is None:
             self.follower.position.epoch = self._about["fit"].get("initial_epoch", 0)

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import refusals
+from tfdist import optimizer_search, refusals
 from tfdist.errors import ConfigError
 from tfdist.parameter_servers import ParameterServerStrategy
 from tfdist.predictor import Predictions, Predictor
@@ -64,7 +64,7 @@ class Coordinator:
             for method in _AFTER_ALL:
                 setattr(model, method, _AfterAll(model, method))
             model.train_function = model.test_function = None
-        for optimizer in refusals.optimizers(model):
+        for optimizer in optimizer_search.optimizers(model):
             update_on_servers(optimizer)
 
     @contextlib.contextmanager

@@ -24,6 +24,7 @@ from tfdist.moving_statistics import MovingStatistics
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_SYMBOLIC_BUILD = "_maybe_symbolic_build"
 KERAS_STEP = "one_step_on_data"
+KERAS_APPLY = "_distributed_tf_update_step"
 KERAS_SEED_VARIABLE = "seed_generator_state"
 KERAS_ACCUMULATOR_VARIABLE = "gradient_accumulator"
 
@@ -51,6 +52,7 @@ class _KerasStrategy(tf.distribute.Strategy):
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)
         self._view = threading.local()  # each replica runs in a thread of its own
+        self._steps = 0  # of the Trainer's that are being run or traced
         super().__init__(*args, **kwargs)
 
     @property
@@ -70,6 +72,23 @@ class _KerasStrategy(tf.distribute.Strategy):
             yield
         finally:
             self._view.one = False
+
+    @property
+    def extended(self) -> Any:
+        """TensorFlow's `extended`; not for an optimizer of which a step of the Trainer's does not know."""
+        if self._steps and (caller := sys._getframe(1)).f_code.co_name == KERAS_APPLY:
+            refusals.check_applied(caller.f_locals["self"])
+        return super().extended
+
+    @contextlib.contextmanager
+    def applying_known_optimizers(self) -> Iterator[None]:
+        """Refuses, with several replicas, optimizers whose gradients the Trainer does not reduce."""
+        several = int(self.num_replicas_in_sync > 1)
+        self._steps += several
+        try:
+            yield
+        finally:
+            self._steps -= several
 
     def scope(self) -> Any:
         """Returns TensorFlow's scope, with the creator that gives Keras' variables what they need."""

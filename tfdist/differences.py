@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import refusals
+from tfdist import optimizer_search
 from tfdist.errors import shown
 
 _ABSENT = object()
@@ -17,7 +17,7 @@ _ABSENT = object()
 
 def about(model: keras.Model) -> dict[str, Any]:
     """Returns what makes a model and its optimizers."""
-    optimizers = [getattr(each, "inner_optimizer", each) for each in refusals.optimizers(model)]
+    optimizers = [getattr(each, "inner_optimizer", each) for each in optimizer_search.optimizers(model)]
     return {
         "optimizer": {str(number): _config(each) for number, each in enumerate(optimizers)},
         "steps_per_execution": model.steps_per_execution,

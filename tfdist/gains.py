@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import keras
 
-from tfdist import refusals
+from tfdist import optimizer_search
 from tfdist.optimizer import reduction_of
 
 NONE_GAINED = (
@@ -20,7 +20,7 @@ def exchange_ms(model: keras.Model) -> dict[str, float] | None:
 
     Measured now, by summing numbers as many as the gradients have: a collective.
     """
-    reductions = [each for optimizer in refusals.optimizers(model) if (each := reduction_of(optimizer))]
+    reductions = [each for optimizer in optimizer_search.optimizers(model) if (each := reduction_of(optimizer))]
     if not reductions:
         return None
     compressed, plain = zip(*(reduction.seconds() for reduction in reductions), strict=True)
@@ -29,7 +29,7 @@ def exchange_ms(model: keras.Model) -> dict[str, float] | None:
 
 def faults(model: keras.Model) -> Iterator[str]:
     """Yields sentences about compressors that have not begun yet, and about updates that were left out."""
-    for optimizer in refusals.optimizers(model):
+    for optimizer in optimizer_search.optimizers(model):
         if not (reduction := reduction_of(optimizer)):
             continue
         compressor, updates, left_out = (

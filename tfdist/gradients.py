@@ -15,9 +15,14 @@ def on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
     return None if grad is None else function(grad)
 
 
-def times(grads: Sequence[Any], factor: tf.Tensor | float) -> list[Any]:
-    """Returns the gradients times a factor."""
-    return [on_values(lambda value: value * tf.cast(factor, value.dtype), grad) for grad in grads]
+def factor(number: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:
+    """Returns a factor in a precision; a number of Python's in all of it, not in float32's."""
+    return tf.convert_to_tensor(number, dtype) if isinstance(number, (int, float)) else tf.cast(number, dtype)
+
+
+def times(grads: Sequence[Any], number: tf.Tensor | float) -> list[Any]:
+    """Returns the gradients times a number."""
+    return [on_values(lambda value: value * factor(number, value.dtype), grad) for grad in grads]
 
 
 def plus(grads: Sequence[Any], number: tf.Tensor) -> list[Any]:
@@ -27,7 +32,7 @@ def plus(grads: Sequence[Any], number: tf.Tensor) -> list[Any]:
 
 def share_of(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
     """Returns the gradients times `share`; 0 makes 0 of NaN, too."""
-    return [on_values(lambda value: tf.math.multiply_no_nan(value, tf.cast(share, value.dtype)), g) for g in grads]
+    return [on_values(lambda value: tf.math.multiply_no_nan(value, factor(share, value.dtype)), g) for g in grads]
 
 
 def without_nan(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:

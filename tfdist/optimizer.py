@@ -24,11 +24,8 @@ from tfdist.compression.comm import check_strategy
 from tfdist.config import CompressionConfig
 from tfdist.errors import ConfigError
 from tfdist.reduction import Reduction, sums, sums_here
-from tfdist.refusals import DISTRIBUTED
+from tfdist.refusals import DISTRIBUTED, KERAS_REDUCTION, UNBUILT
 from tfdist.update import KERAS_CLIP, KERAS_UPDATE, Update
-
-# The private names of Keras 3's optimizers that this file leans on; tests/test_keras_seams.py watches them.
-KERAS_REDUCTION = "_all_reduce_sum_gradients"
 
 _COMPRESSOR = "_tfdist_compressor"
 _STATE = "_tfdist_compression"
@@ -84,6 +81,8 @@ def distribute_optimizer(
         update.compressor = compressor
         leaf.build = _Build(leaf, compressor, update)
     setattr(leaf, KERAS_REDUCTION, list)
+    if scaled:
+        leaf.apply = _InnerApply(leaf)
     setattr(leaf, KERAS_UPDATE, update)
     optimizer.apply = _Reduce(optimizer, update)
     optimizer.scale_loss = _ScaleLoss(optimizer)
@@ -93,6 +92,11 @@ def distribute_optimizer(
 def reduction_of(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
     """Returns what sums an optimizer's gradients through a compressor, once it is built; None without one."""
     return getattr(getattr(optimizer, "inner_optimizer", optimizer), _STATE, None)
+
+
+def _replicas() -> int:
+    """Returns the number of replicas, which the strategy itself hides within a step (`as_one_replica`)."""
+    return int(tf.distribute.get_strategy().extended._num_replicas_in_sync)
 
 
 def _warn_of_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
@@ -107,16 +111,25 @@ def _warn_of_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compres
 
 
 @contextlib.contextmanager
-def sharing(share: tf.Tensor | float | None) -> Iterator[None]:
-    """Multiplies this replica's gradients by `share`, its part in the mean over all replicas; None means 1.
+def sharing(
+    share: tf.Tensor | float | None, compiled: keras.optimizers.Optimizer | None = None, by_loss: bool = False
+) -> Iterator[None]:
+    """Multiplies this replica's gradients by `share`, its part in the mean over all replicas, in a step of the Trainer.
 
-    It multiplies the loss where the step calls `scale_loss`, which costs nothing, and otherwise each gradient.
+    Args:
+        share: The factor; None means 1.
+        compiled: The optimizer that the model is compiled with.
+        by_loss: Whether `compiled.scale_loss` multiplies the loss instead, which costs nothing: if the step is Keras'
+            own, which scales the loss once and applies its gradients once. A step of the user's may scale one loss for
+            two optimizers, or apply gradients of a loss that was not scaled.
     """
-    _replica.share, _replica.scaled = share, set()
+    _replica.in_step, _replica.share = True, share
+    _replica.compiled, _replica.scales = compiled, compiled if by_loss else None
     try:
         yield
     finally:
-        _replica.share = None
+        _replica.in_step, _replica.share = False, None
+        _replica.compiled = _replica.scales = None
 
 
 @contextlib.contextmanager
@@ -134,17 +147,32 @@ class _ScaleLoss:
     """`scale_loss`, which Keras calls before it computes gradients."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
+        self._optimizer = optimizer
         self._scale_loss = optimizer.scale_loss
-        self._key = id(optimizer)
 
     def __call__(self, loss: Any) -> Any:
         loss = self._scale_loss(loss)
-        if (share := getattr(_replica, "share", None)) is None:
+        if getattr(_replica, "scales", None) is not self._optimizer or _replica.share is None:
             return loss
-        _replica.scaled.add(self._key)
         if loss.shape.rank:  # the gradient of a vector is that of its sum
             return loss
-        return loss * tf.cast(share, loss.dtype)
+        return loss * gradients.factor(_replica.share, loss.dtype)
+
+
+class _InnerApply:
+    """`apply` of an optimizer that a `LossScaleOptimizer` wraps: the wrapper reduces, and alone may call it in a step."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
+        self._optimizer = optimizer
+        self._apply = optimizer.apply
+
+    def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if getattr(_replica, "in_step", False) and not getattr(_replica, "applying", False):
+            raise ConfigError(
+                f"The training step applies {type(self._optimizer).__name__}, which a LossScaleOptimizer wraps, so that "
+                "its gradients are neither reduced nor unscaled: apply the LossScaleOptimizer (model.optimizer)."
+            )
+        self._apply(grads, trainable_variables)
 
 
 class _Reduce:
@@ -154,25 +182,28 @@ class _Reduce:
         self._optimizer = optimizer
         self._apply = optimizer.apply
         self._update = update
-        self._key = id(optimizer)
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if (share := getattr(_replica, "share", None)) is not None:
             grads = (
                 gradients.without_nan(grads, share)
-                if self._key in _replica.scaled
+                if _replica.scales is self._optimizer
                 else gradients.share_of(grads, share)
             )
         if (captured := getattr(_replica, "captured", None)) is not None:
             captured.append((grads, trainable_variables))
             return
+        _replica.applying = True
+        try:
+            self._reduce(grads, trainable_variables)
+        finally:
+            _replica.applying = False
+
+    def _reduce(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
+        self._check_built()
         grads = gradients.summed_rows(grads)  # fewer travel
         if not self._update.reduces:
-            grads = self._update.clip_first(grads, self._optimizer.dynamic_scale if self._update.scaled else 1.0)
-        if self._update.compressor and not self._optimizer.built:
-            raise ConfigError(
-                "An optimizer that compresses must be built first: optimizer.build(model.trainable_variables)."
-            )
+            grads = self._update.clip_first(grads, self._scale())
         context = tf.distribute.get_replica_context()
         if context and self._update.reduction and not self._update.reduces:
             variables = self._update.variables if trainable_variables is None else trainable_variables
@@ -187,6 +218,22 @@ class _Reduce:
         elif self._update.scaled:
             grads = gradients.finite_on_all_or_none(grads)
         self._apply(grads, trainable_variables)
+
+    def _check_built(self) -> None:
+        if self._optimizer.built:
+            return
+        known = not getattr(_replica, "in_step", False) or self._optimizer is _replica.compiled
+        if not known and _replicas() > 1:  # a backup would not hold its variables
+            raise ConfigError(UNBUILT.format(type(self._optimizer).__name__))
+        if self._update.compressor or (self._update.scaled and not tf.executing_eagerly()):
+            kind = "that compresses" if self._update.compressor else "with a loss scale"
+            raise ConfigError(f"An optimizer {kind} must be built first: optimizer.build(model.trainable_variables).")
+
+    def _scale(self) -> Any:
+        """Returns by what the gradients are multiplied until Keras' `apply` divides them."""
+        if not self._update.scaled:
+            return self._optimizer.loss_scale_factor or 1.0
+        return self._optimizer.dynamic_scale if self._optimizer.built else self._optimizer.initial_scale
 
     def _summed(
         self,

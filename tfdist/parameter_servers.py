@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import cures, refusals
+from tfdist import cures, optimizer_search
 from tfdist.cluster import ClusterSpec
 from tfdist.errors import ConfigError
 
@@ -111,7 +111,7 @@ def bytes_per_server(model: keras.Model) -> dict[str, int]:
     loads = {f"ps:{index}": 0 for index in range(len(strategy.cluster.jobs["ps"]))}
     held = [
         *model.variables,
-        *(variable for optimizer in refusals.optimizers(model) for variable in optimizer.variables),
+        *(variable for optimizer in optimizer_search.optimizers(model) for variable in optimizer.variables),
     ]
     for value in {id(variable): variable.value for variable in held}.values():
         if (spec := tf.DeviceSpec.from_string(value.device)).job == "ps":

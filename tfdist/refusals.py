@@ -10,15 +10,17 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import ConfigError
+from tfdist.optimizer_search import KERAS_STRATEGY, attributes, optimizers
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
-KERAS_STRATEGY = "_distribution_strategy"
+KERAS_REDUCTION = "_all_reduce_sum_gradients"
 KERAS_ADAPTER = "data_adapter"
 KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoaderAdapter", "GrainDatasetAdapter")
 
 DISTRIBUTED = "_tfdist_distributed"  # an attribute of optimizers that reduce first (optimizer.py)
 _CENTRAL = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
 _OUTSIDE = "A {} was created outside of this trainer's scope (it has {}): create it in `with trainer.scope():`."
+UNBUILT = "The optimizer {} must be built before fit: optimizer.build(variables) in `with trainer.scope():`."
 _TRAINER = "use tfdist.Trainer(...).fit, evaluate and predict instead of the model's own."
 
 
@@ -54,6 +56,22 @@ def _bare_faults(model: keras.Model, trains: bool) -> Iterator[str]:
         yield f"ema_overwrite_frequency fails in Keras 3 with several replicas: {_TRAINER}"
 
 
+def check_applied(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an optimizer that a step of the Trainer applies, but that was not found in the model.
+
+    It would add up the replicas' gradients as they are, which are N times what one device computes.
+
+    Raises:
+        ConfigError: Its gradients are not reduced by `optimizer.py`.
+    """
+    if KERAS_REDUCTION not in vars(optimizer):
+        raise ConfigError(
+            f"The training step applies an optimizer, {type(optimizer).__name__}, that the model does not hold, so its "
+            "gradients cannot be averaged over the replicas: create it in `with trainer.scope():`, build it, and keep it "
+            "in an attribute of the model."
+        )
+
+
 def check_model(model: keras.Model) -> None:
     """Refuses what the Trainer does not cure either.
 
@@ -62,14 +80,6 @@ def check_model(model: keras.Model) -> None:
     """
     if faults := list(_model_faults(model)):
         raise ConfigError(faults)
-
-
-def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers of a model: those of its own `train_step`, too."""
-    found = [getattr(model, "optimizer", None)]
-    for value in vars(model).values():
-        found += value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
-    return list({id(value): value for value in found if isinstance(value, keras.optimizers.Optimizer)}.values())
 
 
 def _model_faults(model: keras.Model) -> Iterator[str]:
@@ -90,6 +100,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             yield _OUTSIDE.format(kind, outside[0])
     for optimizer in optimizers(model):
         yield from _optimizer_faults(model, optimizer)
+    yield from _unbuilt_faults(model)
     if model.jit_compile and type(model).train_step is not keras.Model.train_step:
         yield (
             f"jit_compile=True compiles a train_step up to its gradients, and the one of {type(model).__name__} may do "
@@ -120,9 +131,9 @@ def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
         yield f"jit_compile=True {why} variables are on other machines; compile the model with jit_compile=False."
     if model.run_eagerly:
         yield f"run_eagerly=True {why} steps run on other machines; compile the model with run_eagerly=False."
+    yield from _unbuilt_faults(model)
     for optimizer in optimizers(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        yield from _unbuilt_faults(model, optimizer)
         if type(inner).__name__ == "MultiOptimizer":
             yield "MultiOptimizer is not supported under parameter_server; use one optimizer."
         if inner is not optimizer:
@@ -144,7 +155,6 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
         yield "MultiOptimizer is not supported with several replicas; use one optimizer."
     if type(inner).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
         yield f"The optimizer {name} overrides apply_gradients, before gradients are reduced: let it override apply or update_step."
-    yield from _unbuilt_faults(model, optimizer)
     if isinstance(model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy):
         if inner is not optimizer:
             yield f"mixed_float16 (a LossScaleOptimizer) {_CENTRAL}"
@@ -152,12 +162,11 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
             yield f"use_ema=True {_CENTRAL}"
 
 
-def _unbuilt_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[str]:
-    if optimizer is not getattr(model, "optimizer", None) and not optimizer.built:
-        yield (
-            f"The optimizer {type(optimizer).__name__} of {type(model).__name__} must be built before fit: "
-            "optimizer.build(variables) in `with trainer.scope():`."
-        )
+def _unbuilt_faults(model: keras.Model) -> Iterator[str]:
+    # Those of layers and helper objects may never be used: `optimizer.py` looks at them when they are.
+    for optimizer in attributes(model):
+        if optimizer is not getattr(model, "optimizer", None) and not optimizer.built:
+            yield UNBUILT.format(f"{type(optimizer).__name__} of {type(model).__name__}")
 
 
 def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:

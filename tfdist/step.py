@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import batch_losses, refusals
+from tfdist import batch_losses, optimizer_search, refusals
 from tfdist import optimizer as optimizer_lib
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
@@ -37,7 +37,7 @@ def adopt(model: keras.Model, compression: Compressor | None = None) -> None:
     if KERAS_MAKE_FUNCTION not in vars(model):
         model.train_function = model.test_function = None
     setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
-    for optimizer in refusals.optimizers(model):
+    for optimizer in optimizer_search.optimizers(model):
         if model.distribute_strategy.num_replicas_in_sync > 1:
             optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
         else:
@@ -104,7 +104,8 @@ class Execution:
 
     def _run_one(self, data: Any) -> dict[str, tf.Tensor]:
         """One step; returns the packed logs, averaged over this process's replicas."""
-        packed = self._strategy.run(self._replica, args=(data,))
+        with self._strategy.applying_known_optimizers():
+            packed = self._strategy.run(self._replica, args=(data,))
         local = self._strategy.experimental_local_results
         return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
 
@@ -145,6 +146,8 @@ class _ReplicaStep:
         reductions = {loss.reduction for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)}
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self._sums = "sum" in reductions  # Keras divides what is beside it
+        # Keras' own step scales one loss and applies its gradients once.
+        self._by_loss = type(model).train_step is keras.Model.train_step
         self._compiles = model.jit_compile and not model.run_eagerly
         self._compiled: dict[int, Callable[[Any, Any], Any]] = {}  # one for each replica
         self._variables: Any = None
@@ -162,13 +165,16 @@ class _ReplicaStep:
         strategy = context.strategy
         several = self._replicas > 1
         part = functools.partial(self._share, data, context) if several and not self._sums else _nothing
-        share = part() if self._trains or self._compiles else None
-        if self._trains and several:
-            data = self._fed(data, context)
+        share = None
+        if several and self._trains:
+            counts = self._counts(data, context)
+            share, data = (None if self._sums else self._part(counts)), self._fed(data, counts)
+        elif self._compiles:
+            share = part()
         with contextlib.nullcontext() if self._sums else strategy.as_one_replica():
             if not self._compiles:
                 known = (lambda: share) if self._trains else part  # of which a test step seldom has need
-                with optimizer_lib.sharing(share), batch_losses.of_share(self._model, _counted(data), known):
+                with self._sharing(share), batch_losses.of_share(self._model, _counted(data), known):
                     return self._pack(self._step(data))
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
             if replica not in self._compiled:
@@ -183,28 +189,37 @@ class _ReplicaStep:
     def _local(self, data: Any, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
         whole = batch_losses.of_share(self._model, _counted(data), lambda: share)
-        with optimizer_lib.sharing(share), whole, optimizer_lib.capturing() as captured:
+        with self._sharing(share), whole, optimizer_lib.capturing() as captured:
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
 
-    def _share(self, data: Any, context: tf.distribute.ReplicaContext) -> Any:
-        """Returns this replica's part in the mean over the batch."""
-        mine = _examples(data)
-        if mine is None or isinstance(mine, int):  # the same on all replicas
-            return 1 / self._replicas
-        mine = tf.cast(mine, tf.float32)
-        return mine / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+    def _sharing(self, share: Any) -> contextlib.AbstractContextManager[None]:
+        return optimizer_lib.sharing(share, self._model.optimizer, self._by_loss)
 
-    def _fed(self, data: Any, context: tf.distribute.ReplicaContext) -> Any:
-        """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""
+    def _share(self, data: Any, context: tf.distribute.ReplicaContext) -> Any:
+        return self._part(self._counts(data, context))
+
+    def _counts(self, data: Any, context: tf.distribute.ReplicaContext) -> tf.Tensor | None:
+        """Returns `[this replica's examples, all examples, replicas without any]`, or None where all have the same number."""
         mine = _examples(data)
-        normalizes = any(isinstance(each, keras.layers.BatchNormalization) for each in self._model._flatten_layers())
-        if not normalizes or mine is None or isinstance(mine, int):
-            return data
+        if mine is None or isinstance(mine, int):
+            return None
+        mine = tf.cast(mine, tf.float64)  # for losses of any precision
         # No replica can know by itself that another one has nothing.
-        starved = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.equal(mine, 0), tf.float32))
-        fed = tf.debugging.Assert(tf.equal(starved, 0), [_STARVED], summarize=1)
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stack([mine, tf.cast(mine == 0, tf.float64)]))
+        return tf.concat([[mine], sums], 0)
+
+    def _part(self, counts: tf.Tensor | None) -> Any:
+        """Returns this replica's part in the mean over the batch."""
+        return 1 / self._replicas if counts is None else counts[0] / counts[1]
+
+    def _fed(self, data: Any, counts: tf.Tensor | None) -> Any:
+        """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""
+        layers = self._model._flatten_layers()
+        if counts is None or not any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
+            return data
+        fed = tf.debugging.Assert(tf.equal(counts[2], 0), [_STARVED], summarize=1)
         with tf.control_dependencies([fed] if fed is not None else []):
             return tf.nest.map_structure(tf.identity, data, expand_composites=True)
 

@@ -182,7 +182,8 @@ class Trainer:
         """
         self._check(model)
         given = arguments.bind(keras.Model.fit, model, args, kwargs)
-        data, validation = given.pop("x", None), given.pop("validation_data", None)
+        x = arguments.data_name(keras.Model.fit, model, given)
+        data, validation = given.pop(x, None), given.pop("validation_data", None)
         for each in (data, validation):
             refusals.check_data(self.strategy, each)
         steps, validation_steps = given.get("steps_per_epoch"), given.get("validation_steps")
@@ -204,7 +205,7 @@ class Trainer:
                 callbacks.append(backup)
                 self._backup = backup
             model.fit(
-                self._distribute(data, class_weight=weights),
+                **{x: self._distribute(data, class_weight=weights)},
                 callbacks=callbacks,
                 # With steps Keras looks for shapes in what the validation before has left over.
                 validation_data=self._distribute(
@@ -227,11 +228,12 @@ class Trainer:
         """
         self._check(model)
         given = arguments.bind(keras.Model.evaluate, model, args, kwargs)
-        refusals.check_data(self.strategy, given.get("x"))
+        x = arguments.data_name(keras.Model.evaluate, model, given)
+        refusals.check_data(self.strategy, given.get(x))
         limit = step.StepLimit(None, given.get("steps"))
         with self._running(model):
             return model.evaluate(
-                self._distribute(given.pop("x", None)),
+                **{x: self._distribute(given.pop(x, None))},
                 callbacks=[limit, *arguments.listed(given.pop("callbacks", None))],
                 verbose=self._shown(given),
                 **given,
@@ -248,12 +250,13 @@ class Trainer:
         """
         self._check(model)
         given = arguments.bind(keras.Model.predict, model, args, kwargs)
-        data, steps = given.pop("x"), given.get("steps")
+        x = arguments.data_name(keras.Model.predict, model, given)
+        data, steps = given.pop(x), given.get("steps")
         refusals.check_data(self.strategy, data)
         if self._coordinator:
             with self._coordinator.predicting(model, steps):
                 data = self._distribute(data, learns_shapes=lambda number: False)
-                return model.predict(data, verbose=self._shown(given), **given)
+                return model.predict(**{x: data}, verbose=self._shown(given), **given)
         if isinstance(data, tf.data.Dataset):
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -267,7 +270,7 @@ class Trainer:
             )
         with self._running(model):
             data = self._distribute(data, learns_shapes=lambda number: False)
-            return model.predict(data, verbose=self._shown(given), **given)
+            return model.predict(**{x: data}, verbose=self._shown(given), **given)
 
     def save(self, model: keras.Model, path: str | os.PathLike[str], delete_backup: bool = True, **kwargs: Any) -> None:
         """Saves `model` as one `.keras` file that plain Keras loads on one device.

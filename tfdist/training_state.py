@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import refusals
+from tfdist import optimizer_search
 from tfdist.moving_statistics import MovingStatistics
 
 # What Keras' own callbacks remember from one step or epoch to another.
@@ -42,7 +42,7 @@ class TrainingState:
         self._callbacks = dict(_named(callbacks))
         self._unnamed = [c for c in callbacks if c not in self._callbacks.values()]
         self._variables = dict(_variables(model))
-        slots = {id(v.value) for optimizer in refusals.optimizers(model) for v in optimizer.variables}
+        slots = {id(v.value) for optimizer in optimizer_search.optimizers(model) for v in optimizer.variables}
         self._own = {
             name
             for name, variable in self._variables.items()
@@ -102,7 +102,7 @@ class TrainingState:
 
 def _variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
     """Yields every variable once, by a name that is the same in the next run of the same program."""
-    optimizers = refusals.optimizers(model)
+    optimizers = optimizer_search.optimizers(model)
     known = [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]
     found = [(variable.path, variable.value) for variable in known]
     for root in (model, *optimizers):  # those that the user, or a compressor, made without Keras

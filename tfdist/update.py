@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist import gradients
 from tfdist.compression.base import Compressor
+from tfdist.errors import ConfigError
 from tfdist.reduction import Reduction, sums, sums_here
 
 # The private names of Keras 3's optimizers that this file leans on; tests/test_keras_seams.py watches them.
@@ -47,6 +48,9 @@ class Update:
         self.compressor: Compressor | None = None
         self.reduction: Reduction | None = None  # once it is built
         self._clip: Callable[[Any], Any] | None = None
+        # What overrides `apply` must see what one process would: each step's gradient, reduced.
+        self._each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
+        clips_last = clips_last or bool(optimizer.gradient_accumulation_steps and self._each_step)
         if not clips_last and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
             self._clip = getattr(optimizer, KERAS_CLIP)
             setattr(optimizer, KERAS_CLIP, list)  # it has been done by then
@@ -75,14 +79,24 @@ class Update:
             variables: Of each.
             scale: By what the gradients are multiplied, or None.
         """
-        numbers = [self._optimizer._get_variable_index(variable) for variable in variables]
+        numbers = [self._number(variable) for variable in variables]
         assert self.reduction is not None  # noqa: S101 (for the type checker: who calls this has looked)
         return self.reduction(grads, numbers, self._optimizer.iterations, scale)
+
+    def _number(self, variable: Any) -> int:
+        try:
+            return int(self._optimizer._get_variable_index(variable))
+        except KeyError:
+            raise ConfigError(
+                f"The optimizer {type(self._optimizer).__name__} was built without the variable "
+                f"{getattr(variable, 'path', variable.name)}, which was perhaps frozen then: compile the model with a new "
+                "optimizer."
+            ) from None
 
     @property
     def reduces(self) -> bool:
         """Whether it reduces the gradients itself, once for several steps."""
-        return bool(self._optimizer.gradient_accumulation_steps)
+        return bool(self._optimizer.gradient_accumulation_steps) and not self._each_step
 
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
@@ -126,6 +140,9 @@ class Update:
     def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         """Updates with what the steps have added up, which is encoded once."""
         call = strategy.extended.call_for_each_replica
+        if not self.reduces:
+            call(self._update_of_sums, args=(grads, variables))
+            return
         if not (self.reduction or sums_here(strategy)):
             call(self._update, args=(grads, variables))
             return
@@ -141,20 +158,27 @@ class Update:
         shares = self._shares(grads, variables)
         self._step(gradients.all_reduce(tf.distribute.ReduceOp.SUM, shares), variables)
 
+    def _update_of_sums(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        self._step(self._shares(grads, variables), variables)
+
     def _shares(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
-        """Returns what this replica adds to the mean over steps and replicas, and begins to add up anew."""
-        strategy = tf.distribute.get_strategy()
+        """Returns what this replica adds to the mean over steps and replicas, and begins to add up anew.
+
+        Each adds the whole mean where gradients were reduced before.
+        """
+        parts = tf.distribute.get_strategy().num_replicas_in_sync if self.reduces else 1
         steps = self._optimizer.gradient_accumulation_steps
-        accumulators, totals = zip(*self._totals(grads, variables), strict=True)
-        shares = self.clip_first([total / (steps * strategy.num_replicas_in_sync) for total in totals])
-        for accumulator in accumulators:
-            accumulator.assign(tf.zeros_like(accumulator))
+        totals = [total for _, total in self._totals(grads, variables)]
+        shares = self.clip_first([total / (steps * parts) for total in totals])
+        for each in getattr(self._optimizer, KERAS_ACCUMULATORS):
+            if each is not None:  # as Keras, also of a variable that has no gradient at this step
+                each.value.assign(tf.zeros_like(each.value))
         return list(shares)
 
     def _totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
         # A replica's gradient is its share of a sum, while accumulators are statistics, which average over the replicas:
         # so the mean of the accumulators is what one process would have.
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync if self.reduces else 1
         for grad, variable in zip(gradients.of_known_shape(grads, variables), variables, strict=True):
             index = self._optimizer._get_variable_index(variable)
             accumulator = getattr(self._optimizer, KERAS_ACCUMULATORS)[index].value

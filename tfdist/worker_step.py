@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import refusals
+from tfdist import optimizer_search
 from tfdist.cures import KERAS_SEED_VARIABLE
 from tfdist.errors import ConfigError
 from tfdist.ledger import Ledger, elsewhere
@@ -98,7 +98,7 @@ class WorkerStep:
         self._step = step
         self._predicts = step == model.predict_step
         self._rows = rows
-        optimizers = refusals.optimizers(model)
+        optimizers = optimizer_search.optimizers(model)
         self._metrics = _unique(v for metric in model.metrics for v in metric.variables)
         self._iterations = [getattr(optimizer, KERAS_ITERATIONS) for optimizer in optimizers]
         others = [v for o in optimizers for v in o.variables if all(v is not i for i in self._iterations)]
