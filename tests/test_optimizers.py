@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import ConfigError, optimizer_search
+from tfdist import ConfigError, gradients, optimizer_search
 from tfdist.compression import ErrorFeedback, Int8, NoCompression
 
 rng = np.random.default_rng(0)
@@ -340,6 +340,21 @@ def test_a_thawed_layer_is_named_where_gradients_are_compressed():
         model.compile(model.optimizer, "mse")
     with pytest.raises(ConfigError, match=r"SGD was built without the variable .*cold/kernel"):
         trainer.fit(model, X, Y, batch_size=4, verbose=0)
+
+
+def test_a_training_step_that_is_a_function_of_tensorflows_is_refused(trainer):
+    class Compiled(Linear):
+        train_step = tf.function(Linear.train_step)
+
+    with pytest.raises(ConfigError, match=r"train_step of Compiled is a tf\.function, .* leave @tf.function out"):
+        trained(trainer, Compiled, optimizer="sgd")
+
+
+def test_a_share_of_three_replicas_has_the_precision_that_is_asked_for():
+    assert gradients.factor(1 / 3, tf.float64).numpy() == 1 / 3
+    (third,) = gradients.times([tf.constant(1, tf.float64)], 1 / 3)
+    (share,) = gradients.share_of([tf.constant(1, tf.float64)], 1 / 3)
+    assert third.numpy() == share.numpy() == 1 / 3
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -106,6 +106,11 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             f"jit_compile=True compiles a train_step up to its gradients, and the one of {type(model).__name__} may do "
             "more after them: compile the model with jit_compile=False."
         )
+    if isinstance(type(model).train_step, tf.types.experimental.PolymorphicFunction):
+        yield (
+            f"The train_step of {type(model).__name__} is a tf.function, in which TensorFlow lets replicas reduce nothing: "
+            "leave @tf.function out, as the Trainer compiles the step."
+        )
     losses = [loss for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)]
     if any(loss.reduction == "mean_with_sample_weight" for loss in losses):
         yield (
