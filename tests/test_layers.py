@@ -45,6 +45,7 @@ FLOORS = {
     "tfdist.task": False,
     "tfdist.data": True,
     "tfdist.moving_statistics": True,
+    "tfdist.random_numbers": True,
     "tfdist.refusals": True,
     "tfdist.cures": True,
     "tfdist.parameter_servers": True,

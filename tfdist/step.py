@@ -160,6 +160,7 @@ class _ReplicaStep:
         share = None
         if self._trains and context.num_replicas_in_sync > 1:
             share, data = self._share(data, context)
+        strategy.draw_own_numbers()  # `_share` may have waited for the other replicas
         with contextlib.nullcontext() if self._sums else strategy.as_one_replica():
             if not self._compiles:
                 with optimizer_lib.sharing(share):
