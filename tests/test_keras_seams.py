@@ -23,6 +23,7 @@ from tfdist import (
     optimizer,
     optimizer_search,
     parameter_servers,
+    random_numbers,
     refusals,
     scheduler,
     step,
@@ -281,6 +282,39 @@ def test_tensorflow_tells_whether_a_seed_was_set():
     tf.random.set_seed(7)
     assert context.global_seed() == 7
     tf.random.set_seed(before)
+
+
+def test_tensorflow_takes_seeds_from_the_traced_graph_and_from_its_context():
+    moved = "random_numbers: TensorFlow keeps its seed elsewhere"
+    before = context.global_seed()
+    tf.random.set_seed(7)
+    assert getattr(context.context(), random_numbers.TF_GLOBAL_SEED) == 7, moved
+
+    @tf.function
+    def traced():
+        graph = tf.compat.v1.get_default_graph()
+        assert getattr(graph, random_numbers.TF_GRAPH_SEED) == 7, moved
+        setattr(graph, random_numbers.TF_GRAPH_SEED, 8)
+        drawn = tf.random.uniform([])
+        inner = tf.function(lambda: tf.random.uniform([]))
+        inner()
+        assert drawn.op.get_attr("seed") == 8, moved
+        assert inner.get_concrete_function().graph.get_operations()[1].get_attr("seed") == 8, moved
+        assert getattr(graph, random_numbers.TF_OUTER_GRAPH) is not None, moved
+        return drawn
+
+    traced()
+    tf.random.set_seed(before)
+
+
+def test_keras_draws_without_a_seed_from_the_generator_of_the_thread(strategy):
+    moved = "random_numbers: Keras' global generator has moved"
+    generator = random_numbers.GlobalGenerator.of_thread(strategy)
+    keras.random.uniform([])
+    assert random_numbers.GlobalGenerator.of_thread(strategy) is generator, moved
+    assert generator._made is not None, moved
+    keras.utils.set_random_seed(1)
+    assert random_numbers.GlobalGenerator.of_thread(strategy) is not generator, moved
 
 
 def test_a_callback_knows_its_hooks():

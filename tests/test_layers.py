@@ -46,6 +46,7 @@ FLOORS = {
     "tfdist.data": True,
     "tfdist.moving_statistics": True,
     "tfdist.optimizer_search": True,
+    "tfdist.random_numbers": True,
     "tfdist.refusals": True,
     "tfdist.cures": True,
     "tfdist.parameter_servers": True,

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import values  # for central storage alone
 
-from tfdist import data, refusals
+from tfdist import data, random_numbers, refusals
 from tfdist.errors import ConfigError
 from tfdist.moving_statistics import MovingStatistics
 
@@ -31,10 +31,6 @@ KERAS_ACCUMULATOR_VARIABLE = "gradient_accumulator"
 # What TensorFlow's CollectiveBcastSend takes.
 _BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 
-# Added to a dropout seed once per replica. Odd and large, so that the seeds of two layers, which Keras draws
-# below 1e9, do not meet by being counted up.
-_SEED_STRIDE = 0x5851F42D
-
 
 class _KerasStrategy(tf.distribute.Strategy):
     """What every strategy here adds to TensorFlow's own, so that stock `model.fit` is right under it.
@@ -43,6 +39,7 @@ class _KerasStrategy(tf.distribute.Strategy):
     - Non-trainable floating-point model variables (BatchNorm's moving statistics) average over the replicas.
       Keras creates them without aggregation, so that every replica keeps its own and they drift apart.
     - Each replica draws its own dropout masks: its seed generators start from a seed of its own.
+    - Each replica draws its own numbers from `tf.random.*`, `tf.nn.dropout` and `keras.random.*` without a seed.
     - Whole batches are dealt out in their order, never whole files (which permutes `predict`'s results).
     """
 
@@ -90,6 +87,12 @@ class _KerasStrategy(tf.distribute.Strategy):
         finally:
             self._steps -= several
 
+    @functools.cached_property
+    def _replicas(self) -> list[int]:
+        """The numbers of this process's replicas among all."""
+        numbers = self.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        return [int(number) for number in self.experimental_local_results(numbers)]
+
     def scope(self) -> Any:
         """Returns TensorFlow's scope, with the creator that gives Keras' variables what they need."""
         # Keras enters the scope again inside fit: one creator is enough.
@@ -116,18 +119,58 @@ class _KerasStrategy(tf.distribute.Strategy):
     def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """Creates a seed generator's state, `[seed, counter]`, with another seed on each replica."""
         variable = next_creator(**kwargs)
-        ids = self.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
         components = self.experimental_local_results(variable)
-        for replica, component in zip(self.experimental_local_results(ids), components, strict=True):
-            component.assign_add(tf.constant([int(replica) * _SEED_STRIDE, 0], component.dtype))
+        for replica, component in zip(self._replicas, components, strict=True):
+            component.assign_add(tf.constant([replica * random_numbers.SEED_STRIDE, 0], component.dtype))
+        if super().num_replicas_in_sync > 1:
+            own = variable.assign
+
+            def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+                if tf.distribute.get_strategy() is self and not tf.distribute.in_cross_replica_context():
+                    return own(value, *args, **kwargs)
+                random_numbers.assign_seed(components, self._replicas, value)
+                return variable
+
+            variable.assign = assign  # of Model.set_state_tree, with one value for all replicas
         return variable
+
+    def draw_own_numbers(self) -> None:
+        """Lets what this replica's step draws next differ from what the others do.
+
+        Replicas of one process are traced in turns: one that has waited for another one must call this again.
+        """
+        if (move := getattr(self._view, "move", None)) is not None:
+            move()
+
+    def _drawing(self, fn: Callable[..., Any], move: Callable[[int], None]) -> Callable[..., Any]:
+        """Returns `fn` as it is to be traced for each replica."""
+        internal = tf.__internal__.autograph
+        converted = internal.tf_convert(fn, internal.control_status_ctx(), convert_by_default=False)
+        generator = random_numbers.GlobalGenerator.of_thread(self)
+
+        def replica(*args: Any, **kwargs: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            number = tf.get_static_value(context.replica_id_in_sync_group)
+            self._view.move = lambda: move(int(number))
+            self.draw_own_numbers()
+            generator.install()
+            try:
+                return converted(*args, **kwargs)
+            finally:
+                self._view.move = None
+
+        return tf.autograph.experimental.do_not_convert(replica)
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on each replica, as TensorFlow's own `run`; a model's own step only if Keras can run it."""
         if self.num_replicas_in_sync > 1 and sys._getframe(1).f_code.co_name == KERAS_STEP:
             refusals.check_bare(fn)
         self.statistics.may_change()
-        return super().run(fn, args, kwargs, options)
+        several = super().num_replicas_in_sync > 1
+        with random_numbers.shifted_seed(self._replicas[0] if several else 0) as move:
+            if several and not isinstance(fn, tf.types.experimental.PolymorphicFunction):
+                fn = self._drawing(fn, move)
+            return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces over replicas as TensorFlow's own `reduce`, also for what Keras 3 gives it.

@@ -7,20 +7,14 @@ that runs again writes its row again: what it counts, counts once.
 
 from __future__ import annotations
 
-import concurrent.futures
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.random_numbers import in_clean_thread
+
 _SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
-
-
-def elsewhere(function: Callable[[], Any]) -> Any:
-    """Returns what `function` does in a thread of its own, in which no graph is traced and no scope entered."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
 
 
 class Ledger:
@@ -36,7 +30,7 @@ class Ledger:
             with tf.device(_SERVER):
                 return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="ledger")
 
-        self._rows = elsewhere(make)  # a step may be in tracing, which would take the variable for its own
+        self._rows = in_clean_thread(make)  # a step may be in tracing, which would take the variable for its own
 
     def write(self, ticket: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
         """Writes a step's row. In the graph of the step.

@@ -171,6 +171,7 @@ class _ReplicaStep:
             share, data = (None if self._sums else self._part(counts)), self._fed(data, counts)
         elif self._compiles:
             share = part()
+        strategy.draw_own_numbers()  # a collective may have waited for the other replicas
         with contextlib.nullcontext() if self._sums else strategy.as_one_replica():
             if not self._compiles:
                 known = (lambda: share) if self._trains else part  # of which a test step seldom has need

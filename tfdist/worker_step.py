@@ -4,6 +4,8 @@ The step runs in `keras.StatelessScope`: what it assigns to Keras' variables is 
 
 - what it adds to metrics and to `iterations` goes into a ledger, for the chief to add once;
 - seed generators start from a seed of the step's own, so that each step has masks of its own, the same if it is repeated;
+  so does the global generator, from which `keras.random.*` draws without a seed;
+- with several workers `tf.random.*` ignores TensorFlow's seed, from which all of them would draw the same numbers;
 - all else that it assigned (BatchNorm's moving statistics) is assigned on the servers: of two workers at once, the later
   one holds.
 
@@ -21,10 +23,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import optimizer_search
+from tfdist import optimizer_search, random_numbers
 from tfdist.cures import KERAS_SEED_VARIABLE
 from tfdist.errors import ConfigError
-from tfdist.ledger import Ledger, elsewhere
+from tfdist.ledger import Ledger
 from tfdist.parameter_servers import KERAS_OPTIMIZER_SCALARS
 from tfdist.update import sum_rows_first
 
@@ -211,7 +213,10 @@ class WorkerStep:
         stride = tf.stack([tf.cast(number, tf.int64) * _SEED_STRIDE, tf.constant(0, tf.int64)])
         for place, v in enumerate(self._seeds):
             mapped.append((v, tf.cast(tf.cast(seeds[2 * place : 2 * place + 2], tf.int64) + stride, v.dtype)))
-        with _Scope([*counted, *mapped], collect_losses=True) as scope:
+        if len(self._model.distribute_strategy.cluster.jobs["worker"]) > 1:
+            random_numbers.draw_by_worker()
+        generator = random_numbers.StepGenerator(number)
+        with generator.installed(), _Scope([*counted, *mapped], collect_losses=True) as scope:
             result = self._step(data)
             results = {} if self._predicts else self._model.get_metrics_result()
         self._assign(scope)
@@ -294,7 +299,7 @@ def _unique(variables: Any) -> list[Any]:
 
 def _outside_of_strategies(function: Callable[[], Any]) -> Any:
     """Returns what `function` does where no strategy's scope is entered: a step is one device's."""
-    return elsewhere(function) if tf.distribute.has_strategy() else function()
+    return random_numbers.in_clean_thread(function) if tf.distribute.has_strategy() else function()
 
 
 def without_optionals(data: Any) -> Any:

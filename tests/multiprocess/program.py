@@ -1,5 +1,6 @@
 """What the tests of this folder compare between strategies. Arguments: strategy, output folder, names of scenarios."""
 
+import functools
 import json
 import os
 import pathlib
@@ -175,6 +176,58 @@ def dropout():
     return np.array(masks)
 
 
+class Noise(keras.layers.Layer):
+    """Keeps what each replica has drawn in its last step.
+
+    As integers, since floating-point variables are averaged; and not as a weight, which must be equal on all workers.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.inner = tf.function(lambda: tf.random.uniform([16]))
+
+    def build(self, shape):
+        self.seen = tf.Variable(tf.zeros([5, 16], tf.int32), trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            draws = [tf.random.uniform([16]), self.inner(), tf.nn.dropout(tf.ones([16]), 0.5) / 2]
+            one = tf.cond(tf.size(x) > 0, lambda: tf.random.uniform([16]), lambda: tf.zeros([16]))
+            self.seen.assign(tf.cast(tf.stack([*draws, one, keras.random.uniform([16])]) * 1e6, tf.int32))
+        return x
+
+
+def noise():
+    """What this process's replicas have drawn, `[way, step, replica, kind, 16]`, twice each; seeds after a state tree."""
+    found = {}
+    for way in ("trainer", "bare", "eager"):
+        for attempt in range(2):
+            keras.utils.set_random_seed(11)
+            with trainer.scope():
+                model = keras.Sequential([keras.Input((4,)), Noise(), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+                model.compile("sgd", "mse", run_eagerly=way == "eager")
+            fit = model.fit if way == "bare" else functools.partial(trainer.fit, model)
+            steps = []
+
+            class Keep(keras.callbacks.Callback):
+                def on_train_batch_end(self, batch, logs=None, model=model, steps=steps):
+                    seen = trainer.strategy.experimental_local_results(model.layers[0].seen)
+                    steps.append([component.numpy() for component in seen])
+
+            ones = np.ones((12, 4), np.float32)
+            fit(ones, ones[:, :1], batch_size=4, verbose=0, callbacks=[Keep()])
+            found[way, attempt] = np.array(steps)
+    seed = model.layers[1].seed_generator.state
+
+    def states():
+        return [component.numpy().tolist() for component in trainer.strategy.experimental_local_results(seed.value)]
+
+    before, tree = states(), model.get_state_tree("numpy_array")
+    model.layers[1].seed_generator.next()
+    model.set_state_tree(tree)
+    return {"draws": found, "before": before, "after": states()}
+
+
 class ChiefReads(keras.callbacks.Callback):
     """Reads in the middle of an epoch and of a validation, and changes the learning rate."""
 
@@ -252,12 +305,12 @@ def fine_tuning():
     return {"history": history, "weights": model.get_weights(), "predictions": trainer.predict(model, x, verbose=0)}
 
 
-SCENARIOS = (coverage, parity, trainer_fit, inference, everything, dropout, callbacks, fine_tuning)
+SCENARIOS = (coverage, parity, trainer_fit, inference, everything, dropout, noise, callbacks, fine_tuning)
 # Of these strategies the default tier asks for less.
 FEWER = {
     "one_device": (parity, inference, fine_tuning),
     "central_storage": (coverage, parity, trainer_fit, inference, dropout),
-    "mirrored": (coverage, parity, trainer_fit, inference, everything, dropout, fine_tuning),
+    "mirrored": (coverage, parity, trainer_fit, inference, everything, dropout, noise, fine_tuning),
 }
 scenarios = [each for each in SCENARIOS if each.__name__ in chosen] if chosen else FEWER.get(name, SCENARIOS)
 results = {scenario.__name__: scenario() for scenario in scenarios}

@@ -68,6 +68,44 @@ def function(context):
     return data.epochs((X, Y), context, 20, seed=1)
 
 
+class Noisy(keras.Model):
+    """Shows what each step has drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, batch):
+        logs = super().train_step(batch)
+        return {**logs, "tensorflow": tf.random.uniform([]), "keras": keras.random.uniform([])}
+
+
+def noise():
+    """Returns what each of 40 steps has drawn, `[steps, 2]`: by keras.random and by tf.random, of two runs with one seed."""
+    found, commit = [], worker_step.WorkerStep.commit
+
+    def recording(self, rows):
+        found[-1].extend(rows[:, -2:])
+        return commit(self, rows)
+
+    worker_step.WorkerStep.commit = recording
+    try:
+        for _ in range(2):
+            found.append([])
+            keras.utils.set_random_seed(3)
+            with trainer.scope():
+                model = Noisy()
+                model.build((None, 8))
+                model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            trainer.fit(model, X, Y, batch_size=20, epochs=8, verbose=0)
+    finally:
+        worker_step.WorkerStep.commit = commit
+    return [np.array(rows) for rows in found]
+
+
 def failure(do):
     try:
         do()
@@ -356,6 +394,7 @@ if __name__ == "__main__":
         evaluate_and_predict,
         faults,
         statistics,
+        noise,
         lose_a_worker_in_training,
         lose_a_worker_in_evaluation,
     ):

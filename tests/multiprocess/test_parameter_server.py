@@ -295,6 +295,15 @@ def test_each_step_has_masks_of_its_own_and_the_same_again(parity):
     assert np.array_equal(first, second)
 
 
+def test_each_step_draws_numbers_of_its_own_whichever_worker_runs_it(results):
+    first, second = results["noise"]
+    for run in (first, second):
+        assert len(run) >= 40
+        for drawn in run.T:
+            assert len(np.unique(drawn)) == len(drawn)
+    assert np.array_equal(np.sort(first[:, 0]), np.sort(second[:, 0])), "keras.random, with one seed"
+
+
 @pytest.mark.parametrize(
     ("what", "workers", "ps", "sentence"),
     [

@@ -100,3 +100,24 @@ def test_dropout_masks_differ_between_replicas_and_steps_and_not_between_runs(ru
 
 def test_dropout_masks_are_those_of_another_program_with_the_seed(runs):
     assert (masks(runs, "mirrored") == masks(runs, "multi_worker_mirrored")).all()
+
+
+@pytest.mark.parametrize("way", ["trainer", "bare", "eager"])
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
+def test_replicas_and_steps_draw_numbers_of_their_own(runs, strategy, way):
+    first, again = (
+        np.concatenate([results["noise"]["draws"][way, attempt] for results in runs(strategy)[0]], axis=1)
+        for attempt in range(2)
+    )
+    assert first.shape == (3, 2, 5, 16)
+    assert (first == again).all(), "two runs of one seed"
+    for kind in range(5):
+        views = first[:, :, kind].reshape(6, 16)
+        assert len(np.unique(views, axis=0)) == 6, kind
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
+def test_a_state_tree_gives_each_replica_its_seed_back(runs, strategy):
+    noise = [results["noise"] for results in runs(strategy)[0]]
+    assert [each["after"] for each in noise] == [each["before"] for each in noise]
+    assert len({state[0] for each in noise for state in each["after"]}) == 2
