@@ -80,6 +80,7 @@ FLOORS = {
     "tfdist.worker_data": True,
     "tfdist.predictor": True,
     "tfdist.coordinator": True,
+    "tfdist.peers": True,
     "tfdist.lockstep": True,
     "tfdist.storage": True,
     "tfdist.training_state": True,

@@ -24,6 +24,7 @@ START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 _ANSWER = 3.0  # how long an address may take to answer
 _GREETING = b"tfdist "
+WAITS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
 _SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
 
 
@@ -61,7 +62,7 @@ def _mistaken(connection: socket.socket, expected: str, serving: bool) -> str:
         return "another program answers there"
     found = said.decode(errors="replace").strip()
     if found == expected:
-        return "is there, and waits for others" if serving else ""
+        return WAITS if serving else ""
     (_, mine, name), (_, other, task) = expected.split(" ", 2), [*found.split(" ", 2), "", ""][:3]
     return (
         f"{task} answers there, not {name}"
@@ -75,9 +76,19 @@ def greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
     return f"tfdist {hashlib.sha256(repr(cluster).encode()).hexdigest()[:16]} {task}"
 
 
-def missing(cluster: ClusterSpec, tasks: Iterable[TaskSpec]) -> dict[TaskSpec, str]:
-    """Returns those of `tasks` at whose addresses nothing listens, and why; the system answers for a process that is busy."""
-    return _Inquiry(lambda task, seconds: unreachable(cluster.address(task), seconds)).ask(tasks)
+def missing(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: bool = False) -> dict[TaskSpec, str]:
+    """Returns those of `tasks` at whose addresses nothing listens, and why; the system answers for a process that is busy.
+
+    Args:
+        cluster: The cluster.
+        tasks: Whom to ask.
+        serving: Whether it must be their TensorFlow servers that listen; one that is busy may not answer.
+    """
+
+    def why_not(task: TaskSpec, seconds: float) -> str:
+        return unreachable(cluster.address(task), seconds, greeting(cluster, task) if serving else "", serving)
+
+    return _Inquiry(why_not).ask(tasks)
 
 
 class _Inquiry:

@@ -233,8 +233,8 @@ def _listen_longer(cluster: ClusterSpec) -> None:
     """Gives heartbeats a minute to be answered, unless the user has configured TensorFlow's coordination service.
 
     By TensorFlow's default they have 5 s, and training ends with "Deadline Exceeded" where the answer queues for as long behind
-    gradients: as on a link of 20 Mbit/s, or sometimes of 100. A process that ends is noticed at once all the same, by its
-    connections; a host that vanishes, after two minutes at most.
+    gradients: as on a link of 20 Mbit/s, or sometimes of 100. The Trainer notices a process that ends within seconds all the same
+    (`peers.py`); a host that vanishes, TensorFlow notices after two minutes at most.
     """
     context = eager_context.context()
     if context.coordination_service is None:

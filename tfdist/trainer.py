@@ -13,7 +13,19 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from tfdist import arguments, differences, gains, lockstep, notice, preflight, progress, refusals, resolvers, step
+from tfdist import (
+    arguments,
+    differences,
+    gains,
+    lockstep,
+    notice,
+    peers,
+    preflight,
+    progress,
+    refusals,
+    resolvers,
+    step,
+)
 from tfdist import compression as compression_lib
 from tfdist import data as data_lib
 from tfdist.backup import BackupAndRestore
@@ -335,8 +347,12 @@ class Trainer:
 
     @contextlib.contextmanager
     def _running(self, model: keras.Model) -> Iterator[None]:
-        on_workers = self._coordinator.running(model) if self._coordinator else contextlib.nullcontext()
-        with self.strategy.statistics.managed(), on_workers:
+        others: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._coordinator:
+            others = self._coordinator.running(model)
+        elif self.cluster and self._ranks.size > 1:
+            others = peers.watched(self.cluster, self.task)
+        with self.strategy.statistics.managed(), others:
             try:
                 yield
             except StopIteration as e:

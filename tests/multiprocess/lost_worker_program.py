@@ -1,0 +1,29 @@
+"""A worker that fails or ends alone amid training. Arguments: which rank, and how (`error`, `kill`)."""
+
+import os
+import signal
+import sys
+
+import tfdist
+
+rank, how = int(sys.argv[1]), sys.argv[2]
+trainer = tfdist.Trainer("multi_worker_mirrored")
+
+import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
+
+
+class AtStep(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20 and trainer.task.index == rank:
+            print("it happens", flush=True)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("cannot read shard 7")
+
+
+with trainer.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.zeros((1000, 8), np.float32)
+trainer.fit(model, x, x[:, :1], batch_size=4, epochs=1000, callbacks=[AtStep()], verbose=0)

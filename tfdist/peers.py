@@ -1,0 +1,68 @@
+"""Whether the workers that train together are there: one that ends alone must not leave the others waiting.
+
+TensorFlow's own heartbeats notice a lost worker after a minute or two where no connection of theirs was in use. The system
+that a process ran on says at once that nothing listens at its port any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+
+from tfdist import preflight
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.errors import ClusterError
+
+_EVERY = 1.0  # seconds
+# What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
+_ENDED = ("connection refused", preflight.WAITS)
+
+
+@contextlib.contextmanager
+def watched(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
+    """Ends the collectives of what is inside when a worker has ended.
+
+    The chief asks all others, and the others ask the chief, which ends when it has missed one.
+
+    Args:
+        cluster: The cluster, of workers that train in step.
+        task: This process's task.
+
+    Raises:
+        ClusterError: A worker has ended; names it.
+    """
+    chief, *workers = cluster.training_tasks()
+    others = workers if task == chief else [chief]
+    done = threading.Event()
+
+    def watch() -> None:
+        before: set[TaskSpec] = set()
+        while not done.wait(_EVERY):
+            ended = set(_ended(cluster, others))
+            if ended & before and not done.is_set():  # twice: the network may have hesitated
+                eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, "A worker has ended.")
+                return
+            before = ended
+
+    threading.Thread(target=watch, daemon=True, name="tfdist-peers").start()
+    try:
+        yield
+    except tf.errors.OpError as e:
+        if not (ended := _ended(cluster, others)):
+            raise
+        raise ClusterError(
+            f"{preflight.describe(cluster, ended)} has ended while {task} trained with it; see its log for the cause. Start all "
+            "tasks again, to go on from the last backup if there is one."
+        ) from e
+    finally:
+        done.set()
+
+
+def _ended(cluster: ClusterSpec, tasks: Sequence[TaskSpec]) -> dict[TaskSpec, str]:
+    """Returns those of the tasks whose processes have ended, and how that shows."""
+    absent = preflight.missing(cluster, tasks, serving=True)
+    return {task: reason for task, reason in absent.items() if reason in _ENDED}
