@@ -17,6 +17,7 @@ from tensorflow.python.eager import context
 
 import tfdist
 from tfdist import (
+    agreement,
     batch_losses,
     cures,
     data_position,
@@ -138,6 +139,13 @@ def test_keras_sums_and_logs_losses_where_the_step_does():
     assert f"self.{batch_losses.KERAS_COMPILED_LOSS}(" in loss, moved
     for step_method in (keras_trainer.TensorFlowTrainer.train_step, keras_trainer.TensorFlowTrainer.test_step):
         assert f"self.{batch_losses.KERAS_LOSS_TRACKER}.update_state(" in inspect.getsource(step_method), moved
+
+
+def test_datasets_tell_how_they_are_shuffled():
+    dataset = tf.data.Dataset.range(4).shuffle(4, seed=7).batch(2)
+    (shuffled,) = getattr(dataset, agreement.TF_INPUTS)()
+    assert type(shuffled).__name__ == agreement.TF_SHUFFLES, "agreement: what shuffles has another name"
+    assert all(hasattr(shuffled, name) for name in agreement.TF_SEEDS), "agreement: its seeds have other names"
 
 
 def test_models_tell_their_layers_and_variables_their_strategy(strategy):

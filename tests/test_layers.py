@@ -82,6 +82,7 @@ FLOORS = {
     "tfdist.coordinator": True,
     "tfdist.peers": True,
     "tfdist.lockstep": True,
+    "tfdist.agreement": True,
     "tfdist.storage": True,
     "tfdist.training_state": True,
     "tfdist.data_position": True,

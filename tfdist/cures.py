@@ -297,16 +297,23 @@ class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirro
         return self.num_replicas_in_sync // len(self.extended.worker_devices)
 
     def _loosened(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """As of any strategy; of endless datasets only where the workers' batches differ. A collective."""
+        """As of any strategy; of endless datasets only where the workers' batches differ. A collective.
+
+        Where workers have different numbers of batches, none is told its own: all end when the last one has no more.
+        """
         sizes = {spec.shape[0] if spec.shape.rank else None for spec in _tensors(dataset.element_spec)}
         mine = sizes.pop() if len(sizes) == 1 else None
-        found = tf.constant([mine or 0, (mine or 0) ** 2, mine is None], tf.int64)
-        total, squares, unknown = self.reduce(
-            "SUM", self.experimental_distribute_values_from_function(lambda _: found)
-        ).numpy()
-        # Sizes are equal where the mean of their squares is the square of their mean.
-        alike = not unknown and squares * self.num_replicas_in_sync == total**2
-        return super()._loosened(dataset) if alike else _loosen(dataset)
+        batches = int(dataset.cardinality())
+        found = tf.constant([mine or 0, (mine or 0) ** 2, batches, batches**2, mine is None], tf.float64)
+        values = self.experimental_distribute_values_from_function(lambda _: found)
+        *sums, unknown = self.reduce("SUM", values).numpy()
+        # Numbers are equal where the mean of their squares is the square of their mean.
+        sizes_alike, batches_alike = (
+            squares * self.num_replicas_in_sync == total**2 for total, squares in (sums[:2], sums[2:])
+        )
+        if not batches_alike:
+            dataset = dataset.filter(lambda *_: True)
+        return super()._loosened(dataset) if sizes_alike and not unknown else _loosen(dataset)
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         dtype = tf.as_dtype(kwargs.get("dtype") or getattr(kwargs.get("initial_value"), "dtype", None) or tf.float32)

@@ -7,6 +7,7 @@ that a process ran on says at once that nothing listens at its port any more.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -21,6 +22,9 @@ _EVERY = 1.0  # seconds
 # What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
 _ENDED = ("connection refused", preflight.WAITS)
 
+# TensorFlow's numbers of collective operations.
+_KINDS = {"0": "a sum", "1": "a broadcast", "2": "a gathering", "3": "a permutation", "4": "an exchange"}
+
 
 @contextlib.contextmanager
 def watched(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
@@ -33,7 +37,7 @@ def watched(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
         task: This process's task.
 
     Raises:
-        ClusterError: A worker has ended; names it.
+        ClusterError: A worker has ended; names it. Or workers do different things at once.
     """
     chief, *workers = cluster.training_tasks()
     others = workers if task == chief else [chief]
@@ -52,6 +56,13 @@ def watched(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as e:
+        if told := re.search(r"Collective instance \d+ expected type (\d+) .* but got type (\d+)", e.message):
+            kinds = [_KINDS.get(kind, "another operation") for kind in told.groups()]
+            raise ClusterError(
+                f"{task} does something else than the other workers ({' where one waited for '.join(reversed(kinds))}). All must "
+                "make the same calls in the same order, with data of the same length, and so must their callbacks: one that "
+                "evaluates, predicts or saves must be given to all workers."
+            ) from e
         if not (ended := _ended(cluster, others)):
             raise
         raise ClusterError(

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
 from tfdist import (
+    agreement,
     arguments,
     differences,
     gains,
@@ -198,6 +199,8 @@ class Trainer:
         data, validation = given.pop(x, None), given.pop("validation_data", None)
         for each in (data, validation):
             refusals.check_data(self.strategy, each)
+        with self._watching():
+            agreement.check(self._ranks, data, validation, given)
         steps, validation_steps = given.get("steps_per_epoch"), given.get("validation_steps")
         if isinstance(data, tf.data.Dataset) and arguments.cuts_executions(model, steps):
             # Keras would count the steps that it does not run, and end before the data does.
@@ -345,13 +348,14 @@ class Trainer:
         others_go = notice.Listener() if self._coordinator else lambda: False
         return backup.training(model, self._ranks, same, settle, others_go, self.task.name)
 
+    def _watching(self) -> contextlib.AbstractContextManager[None]:
+        if self.cluster and self._ranks.size > 1:
+            return peers.watched(self.cluster, self.task)
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def _running(self, model: keras.Model) -> Iterator[None]:
-        others: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._coordinator:
-            others = self._coordinator.running(model)
-        elif self.cluster and self._ranks.size > 1:
-            others = peers.watched(self.cluster, self.task)
+        others = self._coordinator.running(model) if self._coordinator else self._watching()
         with self.strategy.statistics.managed(), others:
             try:
                 yield

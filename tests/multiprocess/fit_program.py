@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -558,6 +559,23 @@ def endless_batches_of_two_sizes():
 
     data = mine if trainer else tf.data.Dataset.from_tensors((X, Y)).repeat()
     return train(data=(data,), fit={"steps_per_epoch": 3})
+
+
+@case
+def functions_of_unequal_length():
+    """The second replica's data end a step earlier, and the epoch does when there are none left."""
+    shares = [[(X[i : i + 8], Y[i : i + 8]) for i in range(first, end, 8)] for first, end in ((0, 32), (32, 56))]
+    steps = [share[number] for number in range(4) for share in shares if number < len(share)]
+
+    def dataset(batches):
+        made = [tf.data.Dataset.from_tensors(batch) for batch in batches]
+        return functools.reduce(tf.data.Dataset.concatenate, made)
+
+    def mine(context):
+        return dataset(steps if context.num_input_pipelines == 1 else shares[context.input_pipeline_id])
+
+    whole = [tuple(map(np.concatenate, zip(*steps[i : i + 2], strict=True))) for i in range(0, 7, 2)]
+    return train(data=(mine if trainer else dataset(whole),), epochs=2)
 
 
 def seeing_dense(optimizer):

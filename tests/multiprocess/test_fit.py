@@ -25,6 +25,7 @@ INPUTS = [
     "short_last_batch",
     "short_last_batch_of_masked_words",
     "endless_batches_of_two_sizes",
+    "functions_of_unequal_length",
 ]
 LOSSES = [
     "sample_weight_and_validation_split",
@@ -95,6 +96,7 @@ BETWEEN_WORKERS = [
     "odd_first_batch",
     "short_last_batch",
     "endless_batches_of_two_sizes",
+    "functions_of_unequal_length",
     "class_weight_function",
     *PYTHON_DATA,
     # what replicas weigh and reduce

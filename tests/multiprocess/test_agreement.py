@@ -1,0 +1,19 @@
+"""What workers must be given alike is judged before training, on all of them."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("lengths", "length of x must be the same on all workers of a fit. Received: 64 on worker:0, 48 on worker:1."),
+        ("epochs", "epochs must be the same on all workers of a fit. Received: 1 on worker:0, 2 on worker:1."),
+        ("validation", "validation_data given must be the same"),
+        ("batches", "length of x must be the same on all workers of a fit. Received: 4 on worker:0, 3 on worker:1."),
+        ("shuffled", "The dataset is shuffled with other seeds on some workers"),
+        ("seeded", ""),
+    ],
+)
+def test_all_workers_say_what_differs(runs, case, sentence):
+    for results in runs("multi_worker_mirrored", "unlike_program")[0]:
+        assert results[case].startswith(sentence) and bool(results[case]) == bool(sentence), results[case]
