@@ -196,15 +196,26 @@ def short_last_batch():
     return train(evaluate=(X, Y), epochs=2)
 
 
+def seeing_dense(optimizer):
+    """Makes an optimizer of the reference see dense gradients: Keras squares each row of an id by itself."""
+
+    def make():
+        made = optimizer()
+        if trainer is None:
+            apply = made.apply
+            made.apply = lambda grads, variables: apply([tf.convert_to_tensor(grad) for grad in grads], variables)
+        return made
+
+    return make
+
+
 @case
 def short_last_batch_of_masked_words():
     def build():
         words = [keras.layers.Embedding(30, 4, mask_zero=True), keras.layers.LSTM(5), keras.layers.Dense(3)]
         return keras.Sequential(words)
 
-    return train(
-        build, (np.abs(X * 5).astype(np.int32) % 30, Y), optimizer=lambda: keras.optimizers.Adam(0.01, clipnorm=0.05)
-    )
+    return train(build, (np.abs(X * 5).astype(np.int32) % 30, Y), optimizer=seeing_dense(adam(clipnorm=0.05)))
 
 
 def generate():
@@ -576,19 +587,6 @@ def functions_of_unequal_length():
 
     whole = [tuple(map(np.concatenate, zip(*steps[i : i + 2], strict=True))) for i in range(0, 7, 2)]
     return train(data=(mine if trainer else dataset(whole),), epochs=2)
-
-
-def seeing_dense(optimizer):
-    """Makes an optimizer of the reference see dense gradients: Keras squares each row of an id by itself."""
-
-    def make():
-        made = optimizer()
-        if trainer is None:
-            apply = made.apply
-            made.apply = lambda grads, variables: apply([tf.convert_to_tensor(grad) for grad in grads], variables)
-        return made
-
-    return make
 
 
 @case
