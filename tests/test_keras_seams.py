@@ -20,6 +20,7 @@ from tfdist import (
     agreement,
     batch_losses,
     cures,
+    distributed_data,
     data_position,
     optimizer,
     optimizer_search,
@@ -27,6 +28,7 @@ from tfdist import (
     random_numbers,
     refusals,
     scheduler,
+    starved,
     step,
     training_state,
     update,
@@ -44,6 +46,19 @@ def test_keras_learns_shapes_in_the_function_that_reduce_looks_for():
     function = getattr(keras_trainer.TensorFlowTrainer, cures.KERAS_SYMBOLIC_BUILD, None)
     assert function is not None, "seam `reduce`: Keras has renamed its symbolic build"
     assert "distribute_strategy.reduce(" in inspect.getsource(function), "seam `reduce`: no longer called there"
+
+
+def test_keras_distributes_and_draws_data_where_the_strategy_looks():
+    moved = "seam data: Keras distributes data or draws them elsewhere"
+    assert ".experimental_distribute_dataset(" in inspect.getsource(keras_trainer.TFEpochIterator.__init__), moved
+    for method in (keras.Model.fit, keras.Model.evaluate, keras.Model.predict):
+        assert "TFEpochIterator(" in inspect.getsource(method), moved
+    assert distributed_data.KERAS_SYMBOLIC_BUILD == cures.KERAS_SYMBOLIC_BUILD
+    assert f"def {distributed_data.KERAS_PREDICT_DATA}(iterator)" in inspect.getsource(keras.Model.predict), moved
+    predict = inspect.getsource(keras.Model.make_predict_function)
+    assert f"def {cures.KERAS_PREDICT}(data)" in predict, moved
+    layer = keras.layers.BatchNormalization(synchronized=True)
+    assert f"self.{starved.KERAS_MOMENTS}(inputs, mask)" in inspect.getsource(type(layer).call), moved
 
 
 def test_tensorflow_takes_a_coordination_service_that_is_configured():

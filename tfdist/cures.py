@@ -17,13 +17,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import values  # for central storage alone
 
-from tfdist import data, random_numbers, refusals
+from tfdist import dealing, distributed_data, random_numbers, refusals
 from tfdist.errors import ConfigError
 from tfdist.moving_statistics import MovingStatistics
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_SYMBOLIC_BUILD = "_maybe_symbolic_build"
 KERAS_STEP = "one_step_on_data"
+KERAS_PREDICT = "one_step_on_data_distributed"
 KERAS_APPLY = "_distributed_tf_update_step"
 KERAS_SEED_VARIABLE = "seed_generator_state"
 KERAS_ACCUMULATOR_VARIABLE = "gradient_accumulator"
@@ -32,7 +33,7 @@ KERAS_ACCUMULATOR_VARIABLE = "gradient_accumulator"
 _BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 
 
-class _KerasStrategy(tf.distribute.Strategy):
+class _KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
     """What every strategy here adds to TensorFlow's own, so that stock `model.fit` is right under it.
 
     - `reduce` takes the structures and the scalars with `axis=0` that Keras 3 gives it (keras#20585).
@@ -40,7 +41,7 @@ class _KerasStrategy(tf.distribute.Strategy):
       Keras creates them without aggregation, so that every replica keeps its own and they drift apart.
     - Each replica draws its own dropout masks: its seed generators start from a seed of its own.
     - Each replica draws its own numbers from `tf.random.*`, `tf.nn.dropout` and `keras.random.*` without a seed.
-    - Whole batches are dealt out in their order, never whole files (which permutes `predict`'s results).
+    - Batches are dealt out evenly and in their order (see `DistributesData`).
     """
 
     # Whether the statistics are one variable (central storage) rather than one for each replica.
@@ -168,6 +169,8 @@ class _KerasStrategy(tf.distribute.Strategy):
         self.statistics.may_change()
         several = super().num_replicas_in_sync > 1
         with random_numbers.shifted_seed(self._replicas[0] if several else 0) as move:
+            if several and sys._getframe(1).f_code.co_name == KERAS_PREDICT:
+                fn = dealing.predicting(fn, self)
             if several and not isinstance(fn, tf.types.experimental.PolymorphicFunction):
                 fn = self._drawing(fn, move)
             return super().run(fn, args, kwargs, options)
@@ -195,80 +198,6 @@ class _KerasStrategy(tf.distribute.Strategy):
             axis = None
         return super().reduce(reduce_op, value, axis)
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
-        """Splits each (global) batch of `dataset` over the replicas, in order.
-
-        TensorFlow's AUTO sharding deals out whole files where it can, which permutes the results of `predict`
-        and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept.
-        """
-        refusals.check_data(self, sys._getframe(1).f_locals.get("self"))
-        policy = tf.data.experimental.AutoShardPolicy
-        if dataset.options().experimental_distribute.auto_shard_policy == policy.AUTO:
-            by_data = tf.data.Options()
-            by_data.experimental_distribute.auto_shard_policy = policy.DATA
-            dataset = dataset.with_options(by_data)
-        distribute = super().experimental_distribute_dataset
-
-        def starting_at(number: int, steps: int) -> Any:
-            data.replay(dataset, number - 1)
-            return iter(self._synchronizing(distribute(dataset.skip(steps), options)))
-
-        distributed = self._synchronizing(distribute(dataset, options))
-        distributed.starting_at = starting_at
-        return distributed
-
-    def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
-        """Distributes `dataset_fn(InputContext)`, one dataset of per-replica batches for each worker."""
-        distribute = super().distribute_datasets_from_function
-        elements = len(self.extended.worker_devices)  # of a step
-        made: dict[int, tf.data.Dataset] = {}  # once, as a second one would shuffle otherwise
-
-        def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            made[context.input_pipeline_id] = dataset_fn(context)
-            return self._loosened(made[context.input_pipeline_id])
-
-        def starting_at(number: int, steps: int) -> Any:
-            def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
-                dataset = made[context.input_pipeline_id]
-                data.replay(dataset, number - 1)
-                return self._loosened(data.skip(dataset, steps * elements))
-
-            return iter(self._synchronizing(distribute(rest, options), elements))
-
-        distributed = self._synchronizing(distribute(make, options), elements)
-        distributed.starting_at = starting_at
-        return distributed
-
-    def _loosened(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Makes the batch size of a worker's dataset unknown where the shares of a step may differ."""
-        return dataset if dataset.cardinality() == tf.data.INFINITE_CARDINALITY else _loosen(dataset)
-
-    def _synchronizing(self, dataset: Any, elements_per_step: int = 1) -> Any:
-        """Makes each pass over `dataset` begin with equal statistics on all replicas.
-
-        Without it `evaluate` and `predict` would use each replica's own, and give another result than the saved
-        model does. A pass is the one moment that Keras lets a strategy see before its test steps.
-
-        Args:
-            dataset: A distributed dataset; changed in place.
-            elements_per_step: How many of its elements a step takes. Keras reads `cardinality` as a number of steps.
-        """
-        kind = type(dataset)
-
-        def begin(distributed: Any) -> Any:
-            if tf.executing_eagerly():
-                self.statistics.synchronize()
-                self.statistics.may_change()
-            return kind.__iter__(distributed)
-
-        def steps(distributed: Any) -> Any:
-            elements = kind.cardinality.fget(distributed)
-            return elements if elements < 0 else -(-elements // elements_per_step)
-
-        if getattr(kind, "cardinality", None) is not None:
-            dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "cardinality": property(steps)})
-        return dataset
-
 
 class OneDeviceStrategy(_KerasStrategy, tf.distribute.OneDeviceStrategy):
     """Trains on one device."""
@@ -295,25 +224,6 @@ class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirro
     def num_workers(self) -> int:
         """The number of workers, this one included."""
         return self.num_replicas_in_sync // len(self.extended.worker_devices)
-
-    def _loosened(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """As of any strategy; of endless datasets only where the workers' batches differ. A collective.
-
-        Where workers have different numbers of batches, none is told its own: all end when the last one has no more.
-        """
-        sizes = {spec.shape[0] if spec.shape.rank else None for spec in _tensors(dataset.element_spec)}
-        mine = sizes.pop() if len(sizes) == 1 else None
-        batches = int(dataset.cardinality())
-        found = tf.constant([mine or 0, (mine or 0) ** 2, batches, batches**2, mine is None], tf.float64)
-        values = self.experimental_distribute_values_from_function(lambda _: found)
-        *sums, unknown = self.reduce("SUM", values).numpy()
-        # Numbers are equal where the mean of their squares is the square of their mean.
-        sizes_alike, batches_alike = (
-            squares * self.num_replicas_in_sync == total**2 for total, squares in (sums[:2], sums[2:])
-        )
-        if not batches_alike:
-            dataset = dataset.filter(lambda *_: True)
-        return super()._loosened(dataset) if sizes_alike and not unknown else _loosen(dataset)
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         dtype = tf.as_dtype(kwargs.get("dtype") or getattr(kwargs.get("initial_value"), "dtype", None) or tf.float32)
@@ -364,28 +274,6 @@ class CentralStorageStrategy(_KerasStrategy, tf.distribute.experimental.CentralS
 
 class TPUStrategy(_KerasStrategy, tf.distribute.TPUStrategy):
     """Trains on the cores of a TPU. Never run by tfdist's own tests."""
-
-
-def _loosen(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Makes the batch size of a dataset unknown.
-
-    Where batches have a fixed size, TensorFlow leaves out a last step in which some replica has none.
-    """
-
-    def loosen(tensor: Any) -> Any:
-        if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
-            return tensor
-        return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
-
-    @tf.autograph.experimental.do_not_convert
-    def each(*batch: Any) -> Any:
-        return tf.nest.map_structure(loosen, batch if isinstance(dataset.element_spec, tuple) else batch[0])
-
-    return dataset.map(each)
-
-
-def _tensors(spec: Any) -> list[tf.TensorSpec]:
-    return [each for each in tf.nest.flatten(spec) if isinstance(each, tf.TensorSpec)]
 
 
 def _is_statistic(kwargs: dict[str, Any]) -> bool:

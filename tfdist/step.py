@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist import batch_losses, optimizer_search, refusals
+from tfdist import batch_losses, dealing, optimizer_search, refusals, starved
 from tfdist import optimizer as optimizer_lib
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
@@ -37,6 +37,7 @@ def adopt(model: keras.Model, compression: Compressor | None = None) -> None:
     if KERAS_MAKE_FUNCTION not in vars(model):
         model.train_function = model.test_function = None
     setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
+    starved.leave_out_of_moments(model)
     for optimizer in optimizer_search.optimizers(model):
         if model.distribute_strategy.num_replicas_in_sync > 1:
             optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
@@ -65,6 +66,7 @@ class Execution:
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = _ReplicaStep(model, step)
+        self._end = iter(tf.data.Dataset.range(0))  # raises OutOfRangeError, also within a tf.function
         self._one, self._some = self._run_one, self._run_some
         self._single = self._run_single
         if not model.run_eagerly:
@@ -102,25 +104,46 @@ class Execution:
             logs, self.heard = self._some(iterator, tf.constant(steps))
         return logs
 
-    def _run_one(self, data: Any) -> dict[str, tf.Tensor]:
+    def _run_one(self, data: Any, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
         """One step; returns the packed logs, averaged over this process's replicas."""
+        if isinstance(data, dealing.Dealt) and totals is None:
+            totals = dealing.totals(data, self._strategy)
         with self._strategy.applying_known_optimizers():
-            packed = self._strategy.run(self._replica, args=(data,))
+            packed, moves = self._strategy.run(self._replica, args=(data, totals))
+        if totals is not None:
+            starved.move_statistics(self._replica.model, data, totals, moves)
         local = self._strategy.experimental_local_results
         return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
 
+    def _run_next(self, iterator: Any) -> dict[str, tf.Tensor]:
+        """As `_run_one`; raises OutOfRangeError at the end of the data."""
+        data = iterator.get_next()
+        if not isinstance(data, dealing.Dealt):
+            return self._run_one(data)
+        totals = dealing.totals(data, self._strategy)
+        with tf.control_dependencies([tf.cond(totals[0] > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
+            return self._run_one(data, tf.identity(totals))
+
     def _run_single(self, iterator: Any) -> tuple[Mapping[str, Any], tf.Tensor | None]:
-        return self._reduced(self._run_one(iterator.get_next()))
+        return self._reduced(self._run_next(iterator))
 
     def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         def body(done: tf.Tensor, _: Any, logs: Any) -> Any:
             data = iterator.get_next_as_optional()
-            more = data.has_value()
-            return done + 1, more, tf.cond(more, lambda: self._run_one(data.get_value()), lambda: logs)
+            more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
+            return done + 1, more, logs
 
-        first = self._run_one(iterator.get_next())
+        def run(data: Any, logs: Any) -> Any:
+            if not isinstance(data, dealing.Dealt):
+                return True, self._run_one(data)
+            totals = dealing.totals(data, self._strategy)
+            return totals[0] > 0, tf.cond(totals[0] > 0, lambda: self._run_one(data, totals), lambda: logs)
+
         *_, logs = tf.while_loop(
-            lambda done, more, _: tf.logical_and(more, done < steps), body, (1, True, first), parallel_iterations=1
+            lambda done, more, _: tf.logical_and(more, done < steps),
+            body,
+            (1, True, self._run_next(iterator)),
+            parallel_iterations=1,
         )
         return self._reduced(logs)
 
@@ -140,87 +163,116 @@ class _ReplicaStep:
     """A step on one replica."""
 
     def __init__(self, model: keras.Model, step: Callable[[Any], Any]):
-        self._model = model
+        self.model = model
         self._step = step
-        self._trains = step == model.train_step
+        self.trains = step == model.train_step
         reductions = {loss.reduction for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)}
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self._sums = "sum" in reductions  # Keras divides what is beside it
         # Keras' own step scales one loss and applies its gradients once.
         self._by_loss = type(model).train_step is keras.Model.train_step
         self._compiles = model.jit_compile and not model.run_eagerly
-        self._compiled: dict[int, Callable[[Any, Any], Any]] = {}  # one for each replica
+        self._compiled: dict[int, Callable[..., Any]] = {}  # one for each replica
         self._variables: Any = None
         self._logs: Any = None
 
-    def __call__(self, data: Any) -> dict[str, tf.Tensor]:
-        # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
-        present = [tensor for tensor in tf.nest.flatten(data, expand_composites=True) if isinstance(tensor, tf.Tensor)]
-        with tf.control_dependencies(present):
-            return self._run(data)
+    def __call__(self, data: Any, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        """Runs the step.
 
-    def _run(self, data: Any) -> dict[str, tf.Tensor]:
-        data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+        Args:
+            data: This replica's batch, or what it was dealt.
+            totals: Of what was dealt, as of `dealing.totals`.
+
+        Returns:
+            The packed logs; what `starved.watch` says of the step.
+        """
+        # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
+        given = tf.nest.flatten((data, totals), expand_composites=True)
+        with tf.control_dependencies([tensor for tensor in given if isinstance(tensor, tf.Tensor)]):
+            data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+            return self._run_dealt(data, totals) if isinstance(data, dealing.Dealt) else (self._run_whole(data), [])
+
+    def _run_dealt(self, dealt: Any, totals: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        data, counts = dealt
+        mine = counts[0, 0]
+        examples, everything = tf.cast(mine, tf.float64), tf.cast(totals[0], tf.float64)
+        if self.trains and isinstance(
+            self.model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy
+        ):
+            data = self._fed(data, self._replicas - totals[1])  # its statistics are one for all replicas
+        after = starved.watch(self.model, mine, totals)
+        share = tf.cast(examples > 0, tf.float64) if self._sums else examples / everything
+        packed = self._run(data, tf.cast(mine, tf.int32), lambda: share)
+        moves = after()
+        # Numbers of the logs are averaged over the replicas, each of which counts as its examples do.
+        weight = examples * self._replicas / everything
+        packed = {name: tf.math.multiply_no_nan(each, tf.cast(weight, each.dtype)) for name, each in packed.items()}
+        return packed, moves
+
+    def _run_whole(self, data: Any) -> dict[str, tf.Tensor]:
+        examples, context = dealing.examples(data), tf.distribute.get_replica_context()
+        if self._sums:
+            return self._run(data, None if examples is None else tf.convert_to_tensor(examples), _nothing)
+        if examples is None or isinstance(examples, int):
+            count = None if examples is None else tf.constant(examples)
+            return self._run(data, count, lambda: 1 / self._replicas)
+        # For losses of any precision. No replica can know by itself that another one has nothing.
+        mine = tf.stack([tf.cast(examples, tf.float64), tf.cast(tf.equal(examples, 0), tf.float64)])
+        if not self.trains or self._replicas == 1:  # a test step seldom has need of its share
+            return self._run(data, examples, lambda: mine[0] / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)[0])
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+        return self._run(self._fed(data, sums[1]), examples, lambda: mine[0] / sums[0])
+
+    def _run(self, data: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> dict[str, tf.Tensor]:
+        """Runs the step.
+
+        Args:
+            data: A batch.
+            examples: How many of it count, a scalar.
+            part: Returns this replica's part in the mean over the batch of all.
+        """
         context = tf.distribute.get_replica_context()
         strategy = context.strategy
-        several = self._replicas > 1
-        part = functools.partial(self._share, data, context) if several and not self._sums else _nothing
-        share = None
-        if several and self._trains:
-            counts = self._counts(data, context)
-            share, data = (None if self._sums else self._part(counts)), self._fed(data, counts)
-        elif self._compiles:
-            share = part()
+        if self._replicas == 1:
+            part = _nothing
+        share = part() if self.trains or self._compiles else None
         strategy.draw_own_numbers()  # a collective may have waited for the other replicas
         with contextlib.nullcontext() if self._sums else strategy.as_one_replica():
             if not self._compiles:
-                known = (lambda: share) if self._trains else part  # of which a test step seldom has need
-                with self._sharing(share), batch_losses.of_share(self._model, _counted(data), known):
+                known = (lambda: share) if self.trains else part
+                with self._within(share, examples, known):
                     return self._pack(self._step(data))
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
             if replica not in self._compiled:
                 self._compiled[replica] = tf.function(
                     self._local, reduce_retracing=True, jit_compile=True, autograph=False
                 )
-            logs, applied = self._compiled[replica](data, share)
+            logs, applied = self._compiled[replica](data, examples, share)
         for grads, variables in zip(applied, self._variables, strict=True):
-            self._model.optimizer.apply(grads, variables)
+            self.model.optimizer.apply(grads, variables)
         return self._pack(logs)
 
-    def _local(self, data: Any, share: Any) -> Any:
+    def _local(self, data: Any, examples: tf.Tensor | None, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
-        whole = batch_losses.of_share(self._model, _counted(data), lambda: share)
-        with self._sharing(share), whole, optimizer_lib.capturing() as captured:
+        with self._within(share, examples, lambda: share), optimizer_lib.capturing() as captured:
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
 
-    def _sharing(self, share: Any) -> contextlib.AbstractContextManager[None]:
-        return optimizer_lib.sharing(share, self._model.optimizer, self._by_loss)
+    @contextlib.contextmanager
+    def _within(self, share: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> Iterator[None]:
+        with (
+            optimizer_lib.sharing(share, self.model.optimizer, self._by_loss),
+            batch_losses.of_share(self.model, examples, part),
+            starved.of_replica(examples),
+        ):
+            yield
 
-    def _share(self, data: Any, context: tf.distribute.ReplicaContext) -> Any:
-        return self._part(self._counts(data, context))
-
-    def _counts(self, data: Any, context: tf.distribute.ReplicaContext) -> tf.Tensor | None:
-        """Returns `[this replica's examples, all examples, replicas without any]`, or None where all have the same number."""
-        mine = _examples(data)
-        if mine is None or isinstance(mine, int):
-            return None
-        mine = tf.cast(mine, tf.float64)  # for losses of any precision
-        # No replica can know by itself that another one has nothing.
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stack([mine, tf.cast(mine == 0, tf.float64)]))
-        return tf.concat([[mine], sums], 0)
-
-    def _part(self, counts: tf.Tensor | None) -> Any:
-        """Returns this replica's part in the mean over the batch."""
-        return 1 / self._replicas if counts is None else counts[0] / counts[1]
-
-    def _fed(self, data: Any, counts: tf.Tensor | None) -> Any:
+    def _fed(self, data: Any, starved_replicas: tf.Tensor) -> Any:
         """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""
-        layers = self._model._flatten_layers()
-        if counts is None or not any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
+        if not any(isinstance(layer, keras.layers.BatchNormalization) for layer in self.model._flatten_layers()):
             return data
-        fed = tf.debugging.Assert(tf.equal(counts[2], 0), [_STARVED], summarize=1)
+        fed = tf.debugging.Assert(tf.equal(starved_replicas, 0), [_STARVED], summarize=1)
         with tf.control_dependencies([fed] if fed is not None else []):
             return tf.nest.map_structure(tf.identity, data, expand_composites=True)
 
@@ -231,7 +283,7 @@ class _ReplicaStep:
             if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
                 raise ConfigError(
                     f"A {self._step.__name__} must return numbers of known shape, to be averaged over the replicas. "
-                    f"{type(self._model).__name__} returns {value.dtype.name} of shape {value.shape}."
+                    f"{type(self.model).__name__} returns {value.dtype.name} of shape {value.shape}."
                 )
         packed: dict[str, list[tf.Tensor]] = {}
         for value in tf.nest.flatten(self._logs):
@@ -257,25 +309,8 @@ def _packed_dtype(value: tf.Tensor) -> tf.DType:
     return tf.float32 if value.dtype in (tf.float32, tf.float16, tf.bfloat16, tf.bool) else tf.float64
 
 
-def _examples(data: Any) -> tf.Tensor | int | None:
-    first = next((v for v in tf.nest.flatten(data) if v is not None), None)
-    if isinstance(first, tf.RaggedTensor):
-        return first.nrows()
-    if isinstance(first, tf.SparseTensor):
-        return first.dense_shape[0]
-    if first is None or not first.shape.rank:
-        return None
-    known = first.shape[0] is not None and not tf.executing_eagerly()  # which knows each replica's own alone
-    return int(first.shape[0]) if known else tf.shape(first)[0]
-
-
 def _nothing() -> None:
     return None
-
-
-def _counted(data: Any) -> tf.Tensor | None:
-    examples = _examples(data)
-    return None if examples is None else tf.convert_to_tensor(examples)
 
 
 class StepLimit(keras.callbacks.Callback):

@@ -396,7 +396,7 @@ class Trainer:
 
         if self._coordinator:
             return self._coordinator.stand_in(dataset)
-        return self.strategy.distribute_datasets_from_function(dataset)
+        return self.strategy.deal_from_function(dataset)
 
     def _check(self, model: keras.Model) -> None:
         if model.distribute_strategy is not self.strategy:

@@ -1,0 +1,207 @@
+"""How batches are dealt to replicas, so that none is ever without an example.
+
+TensorFlow splits a batch by rounding up, and gives the last replicas none: 33 examples over 8 replicas as 5, 5, 5, 5, 5, 5, 3, 0.
+Convolutions, pooling and recurrent layers fail on none, and means become NaN. Here every replica has the same number, or one
+more; where there are fewer examples than replicas, it has one that does not count.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Dealt(NamedTuple):
+    """What one replica is given for a step.
+
+    Attributes:
+        batch: Its examples, in the structure of the data: at least one.
+        counts: int64 `[1, 3]`: its examples that count, those of all replicas, the replicas that have some. Where the others
+            are not known, `[1, 2]`: its examples that count, and whether there are any. None if all count.
+    """
+
+    batch: Any
+    counts: tf.Tensor | None
+
+
+def examples(batch: Any) -> tf.Tensor | int | None:
+    """Returns the number of examples in a batch: an int where it is known while a step is traced, None where there are none."""
+    first = next((v for v in tf.nest.flatten(batch) if v is not None), None)
+    if isinstance(first, tf.RaggedTensor):
+        return first.nrows()
+    if isinstance(first, tf.SparseTensor):
+        return first.dense_shape[0]
+    if first is None or not first.shape.rank:
+        return None
+    known = first.shape[0] is not None and not tf.executing_eagerly()  # which knows each replica's own alone
+    return int(first.shape[0]) if known else tf.shape(first)[0]
+
+
+def can_deal(spec: Any) -> bool:
+    """Whether elements of a dataset are batches of rows that can be taken apart."""
+    specs = tf.nest.flatten(spec)
+    kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    return bool(specs) and all(isinstance(each, kinds) and each.shape.rank for each in specs)
+
+
+def static_size(spec: Any) -> int | None:
+    """Returns the number of examples that every batch of a dataset has, None where that is not known."""
+    sizes = {each.shape[0] for each in tf.nest.flatten(spec)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def split(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int]) -> tf.data.Dataset:
+    """Splits each batch of a dataset evenly, in order.
+
+    Args:
+        dataset: Of batches for all replicas.
+        replicas: The number of parts.
+        parts: The parts that are wanted, from 0.
+
+    Returns:
+        A dataset of `Dealt`, one for each of `parts` in turn.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def take(part: Any, *element: Any) -> Dealt:
+        return _part(_batch(dataset, element), part, replicas)
+
+    @tf.autograph.experimental.do_not_convert
+    def take_all(*element: Any) -> tf.data.Dataset:
+        numbers = tf.data.Dataset.from_tensor_slices(tf.constant(list(parts), tf.int64))
+        return numbers.map(tf.autograph.experimental.do_not_convert(lambda part: take(part, *element)))
+
+    if len(parts) == 1:
+        dealt = dataset.map(tf.autograph.experimental.do_not_convert(functools.partial(take, parts[0])))
+    else:
+        dealt = dataset.flat_map(take_all)
+    if (batches := int(dataset.cardinality())) != tf.data.UNKNOWN_CARDINALITY:
+        dealt = dealt.apply(tf.data.experimental.assert_cardinality(batches if batches < 0 else batches * len(parts)))
+    return dealt.prefetch(len(parts))
+
+
+def endless(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Makes a worker's dataset, of batches for one replica each, go on with an example that does not count.
+
+    Returns:
+        An endless dataset of `Dealt`: when the counts of all replicas are 0, all workers have come to their end.
+    """
+    spec = dataset.element_spec
+    nothing = tf.nest.map_structure(_nothing, spec)
+
+    @tf.autograph.experimental.do_not_convert
+    def counted(*element: Any) -> Dealt:
+        batch = _batch(dataset, element)
+        size = tf.cast(_size(batch), tf.int64)
+        return Dealt(batch, tf.stack([[size, tf.cast(size > 0, tf.int64)]]))
+
+    @tf.autograph.experimental.do_not_convert
+    def never_none(last: Any, dealt: Any) -> tuple[Any, Dealt]:
+        batch, counts = dealt
+        found = tf.cond(counts[0, 0] > 0, lambda: (flat(_rows(batch, 0, 1)), flat(batch)), lambda: (last, last))
+        return found[0], Dealt(tf.nest.pack_sequence_as(spec, found[1], expand_composites=True), counts)
+
+    def flat(batch: Any) -> tuple[tf.Tensor, ...]:  # `scan` takes no sparse or ragged tensors
+        return tuple(tf.nest.flatten(batch, expand_composites=True))
+
+    end = tf.data.Dataset.from_tensors(Dealt(nothing, tf.constant([[0, 0]], tf.int64))).repeat()
+    return dataset.map(counted).concatenate(end).scan(flat(nothing), never_none)
+
+
+def totals(dealt: Dealt, strategy: tf.distribute.Strategy) -> tf.Tensor:
+    """Returns `[examples of all replicas, replicas that have some]`, int64, outside of replicas.
+
+    A collective where no replica knows the others' (see `endless`).
+    """
+    mine = strategy.experimental_local_results(dealt.counts)[0]
+    if mine.shape[1] == 3:
+        return mine[0, 1:]
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, dealt.counts, axis=None)[0]
+
+
+def predicting(fn: Callable[[Any], Any], strategy: tf.distribute.Strategy) -> Callable[[Any], Any]:
+    """Returns what a replica runs for `predict`: the examples that count; its part where all are given one batch.
+
+    Args:
+        fn: The model's `predict_step`.
+        strategy: The strategy.
+    """
+    replicas, local = strategy.num_replicas_in_sync, len(strategy.extended.worker_devices)
+
+    def replica(data: Any) -> Any:
+        if not isinstance(data, Dealt):
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            data = _part(data, number % local * (replicas // local) + number // local, replicas)
+        outputs = fn(data.batch)
+        return outputs if data.counts is None else _rows(outputs, 0, data.counts[0, 0])
+
+    return replica
+
+
+def loosen(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Makes the batch size of a dataset unknown.
+
+    Where batches have a fixed size, TensorFlow leaves out a last step in which some replica has none.
+    """
+
+    def loosened(tensor: Any) -> Any:
+        if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
+            return tensor
+        return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
+
+    @tf.autograph.experimental.do_not_convert
+    def each(*element: Any) -> Any:
+        return tf.nest.map_structure(loosened, _batch(dataset, element))
+
+    return dataset.map(each)
+
+
+def _batch(dataset: tf.data.Dataset, element: tuple[Any, ...]) -> Any:
+    return element if isinstance(dataset.element_spec, tuple) else element[0]
+
+
+def _size(batch: Any) -> Any:
+    first = tf.nest.flatten(batch)[0]
+    if isinstance(first, tf.RaggedTensor):
+        return first.nrows()
+    return first.dense_shape[0] if isinstance(first, tf.SparseTensor) else tf.shape(first)[0]
+
+
+def _part(batch: Any, part: Any, replicas: int) -> Dealt:
+    """Returns the examples of one of `replicas` even parts, numbered in order; of an empty one the batch's first."""
+    size = tf.cast(_size(batch), tf.int64)
+    part, rows, longer = tf.cast(part, tf.int64), size // replicas, size % replicas
+    mine = rows + tf.cast(part < longer, tf.int64)
+    begin = tf.where(mine > 0, part * rows + tf.minimum(part, longer), 0)
+    taken = _rows(batch, begin, begin + tf.maximum(mine, 1))
+    return Dealt(taken, tf.stack([[mine, size, tf.minimum(size, replicas)]]))
+
+
+def _rows(batch: Any, begin: Any, end: Any) -> Any:
+    """Returns the examples from `begin` up to, but not, `end`."""
+
+    def take(values: Any) -> Any:
+        if not isinstance(values, tf.SparseTensor):
+            return values[begin:end]
+        shape = tf.shape(values, out_type=tf.int64)
+        first = tf.cast(begin, tf.int64)
+        count = tf.minimum(tf.cast(end, tf.int64), shape[0]) - first
+        zeros = tf.zeros_like(shape[1:])
+        return tf.sparse.slice(values, tf.concat([[first], zeros], 0), tf.concat([[count], shape[1:]], 0))
+
+    return tf.nest.map_structure(take, batch)
+
+
+def _nothing(spec: Any) -> Any:
+    shape = [0, *(size or 0 for size in spec.shape[1:])]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        values = tf.zeros([0, *(size or 0 for size in spec.shape[1 + spec.ragged_rank :])], spec.dtype)
+        for _ in range(spec.ragged_rank):
+            values = tf.RaggedTensor.from_row_splits(values, tf.zeros([1], spec.row_splits_dtype), validate=False)
+        return values
+    return tf.zeros(shape, spec.dtype)
