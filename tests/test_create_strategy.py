@@ -359,11 +359,6 @@ def multi_optimizer():
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (
-            sequential,
-            {"loss": keras.losses.MeanSquaredError("mean_with_sample_weight")},
-            "use reduction='sum_over_batch_",
-        ),
         (sequential, {"optimizer": OwnApply}, "OwnApply overrides apply_gradients"),
         (sequential, {"optimizer": multi_optimizer}, "MultiOptimizer is not supported"),
         (lambda: sequential(kind=Lazy), {}, r"The optimizer SGD of Lazy must be built before fit: optimizer\.build"),

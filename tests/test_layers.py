@@ -66,6 +66,7 @@ FLOORS = {
     "tfdist.reduction": True,
     "tfdist.update": True,
     "tfdist.optimizer": True,
+    "tfdist.loss_kinds": True,
     "tfdist.batch_losses": True,
     "tfdist.starved": True,
     "tfdist.step": True,

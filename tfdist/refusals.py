@@ -111,12 +111,6 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             f"The train_step of {type(model).__name__} is a tf.function, in which TensorFlow lets replicas reduce nothing: "
             "leave @tf.function out, as the Trainer compiles the step."
         )
-    losses = [loss for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)]
-    if any(loss.reduction == "mean_with_sample_weight" for loss in losses):
-        yield (
-            "reduction='mean_with_sample_weight' divides by the sum of a batch's weights, of which a replica has a part "
-            "alone; use reduction='sum_over_batch_size'."
-        )
     if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
         yield "float8 layers keep scales that are no gradients, and cannot be summed over replicas; use mixed_bfloat16."
     for layer in model._flatten_layers():

@@ -166,9 +166,7 @@ class _ReplicaStep:
         self.model = model
         self._step = step
         self.trains = step == model.train_step
-        reductions = {loss.reduction for loss in tf.nest.flatten(model.loss) if isinstance(loss, keras.losses.Loss)}
         self._replicas = model.distribute_strategy.num_replicas_in_sync
-        self._sums = "sum" in reductions  # Keras divides what is beside it
         # Keras' own step scales one loss and applies its gradients once.
         self._by_loss = type(model).train_step is keras.Model.train_step
         self._compiles = model.jit_compile and not model.run_eagerly
@@ -201,8 +199,7 @@ class _ReplicaStep:
         ):
             data = self._fed(data, self._replicas - totals[1])  # its statistics are one for all replicas
         after = starved.watch(self.model, mine, totals)
-        share = tf.cast(examples > 0, tf.float64) if self._sums else examples / everything
-        packed = self._run(data, tf.cast(mine, tf.int32), lambda: share)
+        packed = self._run(data, tf.cast(mine, tf.int32), lambda: examples / everything)
         moves = after()
         # Numbers of the logs are averaged over the replicas, each of which counts as its examples do.
         weight = examples * self._replicas / everything
@@ -211,8 +208,6 @@ class _ReplicaStep:
 
     def _run_whole(self, data: Any) -> dict[str, tf.Tensor]:
         examples, context = dealing.examples(data), tf.distribute.get_replica_context()
-        if self._sums:
-            return self._run(data, None if examples is None else tf.convert_to_tensor(examples), _nothing)
         if examples is None or isinstance(examples, int):
             count = None if examples is None else tf.constant(examples)
             return self._run(data, count, lambda: 1 / self._replicas)
@@ -237,10 +232,10 @@ class _ReplicaStep:
             part = _nothing
         share = part() if self.trains or self._compiles else None
         strategy.draw_own_numbers()  # a collective may have waited for the other replicas
-        with contextlib.nullcontext() if self._sums else strategy.as_one_replica():
+        with strategy.as_one_replica():
             if not self._compiles:
                 known = (lambda: share) if self.trains else part
-                with self._within(share, examples, known):
+                with self._within(data, share, examples, known):
                     return self._pack(self._step(data))
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
             if replica not in self._compiled:
@@ -254,16 +249,17 @@ class _ReplicaStep:
 
     def _local(self, data: Any, examples: tf.Tensor | None, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
-        with self._within(share, examples, lambda: share), optimizer_lib.capturing() as captured:
+        with self._within(data, share, examples, lambda: share), optimizer_lib.capturing() as captured:
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
 
     @contextlib.contextmanager
-    def _within(self, share: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> Iterator[None]:
+    def _within(self, data: Any, share: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> Iterator[None]:
+        inputs = keras.utils.unpack_x_y_sample_weight(data)[0]
         with (
             optimizer_lib.sharing(share, self.model.optimizer, self._by_loss),
-            batch_losses.of_share(self.model, examples, part),
+            batch_losses.of_share(self.model, examples, part, inputs, self.trains, self._compiles),
             starved.of_replica(examples),
         ):
             yield
