@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz_cases import CLASSES, Case, make_data
+from tests.fuzz_cases import CLASSES, Case
+from tests.fuzz_models import make_data
 
 LOSS_WEIGHTS = {"a": 0.5, "b": 2.0}
 Arrays = list[np.ndarray]
@@ -152,7 +153,7 @@ class Rule:
         return w - step
 
     def adagrad(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
-        total = self._state["v"] = self._state.get("v", 0.1) + g**2
+        total = self._state["v"] = self._state.get("v", 0.125) + g**2
         return w - rate * g / np.sqrt(total + 1e-7)
 
     def lion(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tests import fuzz_arithmetic, fuzz_cases
+from tests import fuzz_arithmetic, fuzz_cases, fuzz_models
 from tests.fuzz_cases import Case
 from tfdist import compression, cures
 
@@ -97,13 +97,13 @@ def trained(
         strategies[case.replicas] = tfdist.create_strategy(name, **devices)
     trainer = tfdist.Trainer(strategies[case.replicas], compression=compressor(case))
     with trainer.scope():
-        model = fuzz_cases.build(case)
+        model = fuzz_models.build(case)
         compile_model(case, model)
     before = model.get_weights()
-    x, given = batched(case, fuzz_cases.make_data(case, case.rows, 0, case.weights is not None), case.batch)
+    x, given = batched(case, fuzz_models.make_data(case, case.rows, 0, case.weights is not None), case.batch)
     if case.validation:
         rows, size = case.validation
-        validation = fuzz_cases.make_data(case, rows, 1, case.weights is not None)
+        validation = fuzz_models.make_data(case, rows, 1, case.weights is not None)
         if case.data == "dataset":
             given["validation_data"] = batched(case, validation, size)[0]
         else:
@@ -117,10 +117,12 @@ def differences(case: Case, strategies: dict[int, Any]) -> list[str]:
     """Returns what is not as the arithmetic has it, a sentence for each."""
     before, after, history = trained(case, strategies)
     set_precision("float64")
-    model = fuzz_cases.build(case)
+    model = fuzz_models.build(case)
     model.set_weights(before)
     expected = fuzz_arithmetic.train(case, model)
     for_weights, for_logs = _TOLERANCES[case.dtype if case.dtype == "float64" else case.compression or case.dtype]
+    if case.optimizer == "Nadam":  # float32 has no 0.96, which Keras takes with and without rounding
+        for_weights = max(for_weights, 1e-6)
     found = []
     for variable, start, mine, right in zip(model.weights, before, after, model.get_weights(), strict=True):
         off, moved = np.abs(mine - right).max(), np.abs(right - start).max()
