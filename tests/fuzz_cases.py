@@ -15,9 +15,10 @@ MEAN_WITH_SAMPLE_WEIGHT = False  # the reduction of that name
 
 CLASSES, TOKENS, WORDS = 3, 4, 7
 SEQUENCES = ("tokens", "masked_tokens")
+SEVERAL = ("outputs", "masked_outputs")  # outputs, "a" and "b"; a mask reaches the loss of "a"
 ONLY_DENSE = ("dense", "wide", "embedding", "outputs", "added_vector", "added_mean", "regularized", "tokens")
-MODELS = (*ONLY_DENSE, "conv", "norm", "masked_pooling", "masked_lstm", "masked_tokens")
-REGRESSIONS = ("mse", "mae", "huber", "quartic")
+MODELS = (*ONLY_DENSE, "conv", "norm", "masked_pooling", "masked_lstm", "masked_tokens", "masked_outputs")
+REGRESSIONS = ("mse", "mae", "huber", "own")
 CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.5}
 
 
@@ -53,15 +54,14 @@ class Case:
 
     @property
     def sizes(self) -> list[int]:
-        """The examples of each training batch."""
-        return [min(self.batch, self.rows - first) for first in range(0, self.rows, self.batch)]
+        """The examples of each batch of an epoch and of its validation."""
+        parts = [(self.rows, self.batch), *([self.validation] if self.validation else [])]
+        return [min(batch, rows - first) for rows, batch in parts for first in range(0, rows, batch)]
 
     @property
     def starved(self) -> bool:
-        """Whether TensorFlow's splitting by ceiling leaves a replica without examples, in training or validation."""
-        rows, batch = self.validation or (0, 1)
-        sizes = [*self.sizes, *(min(batch, rows - first) for first in range(0, rows, batch))]
-        return any(-(-size // self.replicas) * (self.replicas - 1) >= size for size in sizes)
+        """Whether TensorFlow's splitting by ceiling leaves a replica without examples."""
+        return any(-(-size // self.replicas) * (self.replicas - 1) >= size > 0 for size in self.sizes)
 
     @property
     def even(self) -> bool:
@@ -82,9 +82,9 @@ def draw(seed: int) -> Case:
         model, compression = rng.choice(["dense", "added_vector"]), None  # others take minutes to trace
     losses = [*REGRESSIONS, "number", "binary", "categorical", "sparse"]
     if model in SEQUENCES:
-        losses = ["mse", "huber", "quartic", "categorical", "sparse"]
-    elif model == "outputs":
-        losses = ["mse", "quartic", "binary"]
+        losses = ["mse", "huber", "own", "categorical", "sparse"]
+    elif model in SEVERAL:
+        losses = ["mse", "own", "binary"]
     loss = rng.choice(losses)
     reduction = "sum_over_batch_size"
     if maybe(0.25) and loss != "number" and not model.startswith("added"):
@@ -106,8 +106,9 @@ def draw(seed: int) -> Case:
         options.pop("loss_scale_factor", None)
     weights = None if loss == "number" or maybe(0.5) else rng.choice(["each", "zeros"])
     if weights and model in SEQUENCES:
-        weights = rng.choice(["tokens", "column"])
-    if weights and model == "outputs" and maybe(0.5):
+        # Keras divides by the sum of the weights as they are given, not as they are spread over tokens.
+        weights = "tokens" if reduction == "mean_with_sample_weight" else rng.choice(["tokens", "column"])
+    if weights and model in SEVERAL and (model == "masked_outputs" or maybe(0.5)):
         weights = "outputs"
     weighs_classes = weights is None and loss in ("sparse", "categorical") and model not in SEQUENCES and maybe(0.5)
     batch = rng.randint(max(2, replicas), 3 * replicas + 6)
@@ -171,8 +172,8 @@ def known_to_work(case: Case) -> Case:
     """Returns the case without what the switches leave out."""
     if case.replicas == 1:
         return case
-    if not MASKED_LOSSES and case.model == "masked_tokens":
-        case = dataclasses.replace(case, model="tokens")
+    if not MASKED_LOSSES and case.model in ("masked_tokens", "masked_outputs"):
+        case = dataclasses.replace(case, model=case.model.replace("masked_", ""))
     if not MEAN_WITH_SAMPLE_WEIGHT and case.reduction == "mean_with_sample_weight":
         case = dataclasses.replace(case, reduction="sum_over_batch_size")
     if not EMPTY_REPLICAS and case.model not in ONLY_DENSE and case.starved:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz_cases import CLASSES, SEQUENCES, TOKENS, WORDS, Case
+from tests.fuzz_cases import CLASSES, SEQUENCES, SEVERAL, TOKENS, WORDS, Case
 
 
 class Added(keras.layers.Layer):
@@ -62,6 +62,7 @@ def build(case: Case) -> keras.Model:
             "masked_pooling": layers.GlobalAveragePooling1D(),
             "masked_lstm": layers.LSTM(3),
             "masked_tokens": layers.LSTM(3, return_sequences=True),
+            "masked_outputs": layers.LSTM(3, return_sequences=True),
         }[name](x)
     elif name == "conv":
         x = inputs = layers.Input((5, 5, 2))
@@ -75,8 +76,11 @@ def build(case: Case) -> keras.Model:
             x = layers.BatchNormalization(synchronized=True, momentum=0.8)(x)
         elif name.startswith("added"):
             x = Added(name == "added_mean")(x)
-    if name == "outputs":
-        outputs: Any = {each: layers.Dense(2, name=each)(x) for each in "ab"}
+    if name == "masked_outputs":
+        tokens = layers.TimeDistributed(layers.Dense(2), name="a")(x)
+        outputs: Any = {"a": tokens, "b": layers.Dense(2, name="b")(layers.GlobalAveragePooling1D()(x))}
+    elif name == "outputs":
+        outputs = {each: layers.Dense(2, name=each)(x) for each in "ab"}
     else:
         head = layers.Dense(units)
         outputs = (layers.TimeDistributed(head) if name == "masked_tokens" else head)(x)
@@ -94,21 +98,22 @@ def make_data(case: Case, rows: int, salt: int, weighted: bool) -> tuple[Any, ..
         x = rng.standard_normal(
             {"conv": (rows, 5, 5, 2)}.get(case.model, (rows, 40 if case.compression or case.model == "wide" else 5))
         )
-    each = (rows, TOKENS) if case.model in SEQUENCES else (rows,)
+    tokens = {"masked_outputs": "a"}.get(case.model, "" if case.model in SEQUENCES else None)
+    shapes = {name: (rows, TOKENS) if name == tokens else (rows,) for name in ("ab" if case.model in SEVERAL else [""])}
 
-    def targets() -> np.ndarray:
+    def targets(each: tuple[int, ...]) -> np.ndarray:
         if case.loss in ("sparse", "categorical"):
             classes = rng.integers(0, CLASSES, each)
             return classes if case.loss == "sparse" else np.eye(CLASSES)[classes]
         numbers = rng.standard_normal((*each, 2))
         return (numbers > 0).astype(float) if case.loss == "binary" else numbers
 
-    y: Any = {name: targets() for name in "ab"} if case.model == "outputs" else targets()
-    if not weighted:
-        return x, y
-    shape = {"tokens": (rows, TOKENS), "column": (rows, 1)}.get(case.weights or "", (rows,))
-
-    def weights() -> np.ndarray:
+    def weights(each: tuple[int, ...]) -> np.ndarray:
+        shape = (rows, 1) if case.weights == "column" else each
         return rng.uniform(0.2, 2, shape) * (rng.random(shape) > (0.4 if case.weights in ("zeros", "tokens") else 0))
 
-    return x, y, ({name: weights() for name in "ab"} if case.weights == "outputs" else weights())
+    y = {name: targets(each) for name, each in shapes.items()}
+    w = {name: weights(each) for name, each in shapes.items()}
+    if case.model not in SEVERAL:
+        return (x, y[""], w[""]) if weighted else (x, y[""])
+    return (x, y, w if case.weights == "outputs" else w["b"]) if weighted else (x, y)
