@@ -9,9 +9,11 @@ import dataclasses
 import random
 from typing import Any
 
-EMPTY_REPLICAS = False  # a batch that leaves a replica without examples, beyond dense layers
+EMPTY_REPLICAS = True  # a batch that leaves a replica without examples, beyond dense layers
 MASKED_LOSSES = False  # a mask reaches the loss on several replicas
 MEAN_WITH_SAMPLE_WEIGHT = False  # the reduction of that name
+SUMS_BESIDE_VECTORS = False  # a loss compiled with reduction="sum" where a layer adds another loss
+LOGS_OF_SUMS = False  # the logs of such a loss in an own train_step, which are divided by the number of replicas
 
 CLASSES, TOKENS, WORDS = 3, 4, 7
 SEQUENCES = ("tokens", "masked_tokens")
@@ -87,10 +89,10 @@ def draw(seed: int) -> Case:
         losses = ["mse", "own", "binary"]
     loss = rng.choice(losses)
     reduction = "sum_over_batch_size"
-    if maybe(0.25) and loss != "number" and not model.startswith("added"):
+    if maybe(0.25) and loss != "number":
         reduction = rng.choice(["sum", "sum", "none", None, "mean_with_sample_weight"])
-        if model == "regularized":  # Keras adds no number to a vector
-            reduction = "sum"
+        if reduction in ("none", None) and model.startswith(("regularized", "added")):
+            reduction = "sum"  # Keras adds no number to a vector
     optimizer = rng.choice(["SGD", "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "Lion", "Adamax"])
     if compression in ("bf16", "fp16", "int8"):
         optimizer = "SGD"  # others magnify what rounding leaves of small gradients
@@ -175,6 +177,8 @@ def known_to_work(case: Case) -> Case:
     if not MASKED_LOSSES and case.model in ("masked_tokens", "masked_outputs"):
         case = dataclasses.replace(case, model=case.model.replace("masked_", ""))
     if not MEAN_WITH_SAMPLE_WEIGHT and case.reduction == "mean_with_sample_weight":
+        case = dataclasses.replace(case, reduction="sum_over_batch_size")
+    if not SUMS_BESIDE_VECTORS and case.model.startswith("added") and case.reduction == "sum":
         case = dataclasses.replace(case, reduction="sum_over_batch_size")
     if not EMPTY_REPLICAS and case.model not in ONLY_DENSE and case.starved:
         even = case.batch // case.replicas * case.replicas
