@@ -28,6 +28,7 @@ def huber(error: tf.Tensor) -> tf.Tensor:
 VALUES: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "mse": lambda y, out: tf.reduce_mean((y - out) ** 2, -1),
     "number": lambda y, out: tf.reduce_mean((y - out) ** 2, -1),
+    "total": lambda y, out: tf.reduce_sum((y - out) ** 2, -1) / 16,
     "mae": lambda y, out: tf.reduce_mean(tf.abs(y - out), -1),
     "huber": lambda y, out: tf.reduce_mean(huber(y - out), -1),
     "own": lambda y, out: tf.reduce_mean(tf.sqrt(1 + (y - out) ** 2), -1),
@@ -73,7 +74,7 @@ def loss_of(case: Case, model: keras.Model, batch: tuple[Any, ...], training: bo
         mine, theirs = (y[name], out[name]) if name else (y, out)
         weight = weights[name] if isinstance(weights, dict) else weights
         values = VALUES[case.loss](tf.convert_to_tensor(mine), theirs)
-        loss = reduced(values, weight, mask, case.reduction)
+        loss = reduced(values, weight, mask, "sum" if case.loss == "total" else case.reduction_of(name))
         if name:
             logs.add(f"{name}_loss", loss * len(x), len(x))
         total += loss * (LOSS_WEIGHTS[name] if name else 1.0)

@@ -10,17 +10,27 @@ import random
 from typing import Any
 
 EMPTY_REPLICAS = True  # a batch that leaves a replica without examples, beyond dense layers
-MASKED_LOSSES = False  # a mask reaches the loss on several replicas
-MEAN_WITH_SAMPLE_WEIGHT = False  # the reduction of that name
-SUMS_BESIDE_VECTORS = False  # a loss compiled with reduction="sum" where a layer adds another loss
-LOGS_OF_SUMS = False  # the logs of such a loss in an own train_step, which are divided by the number of replicas
+MASKED_LOSSES = True  # a mask reaches the loss on several replicas
+SUMS_BESIDE_OTHERS = True  # a loss compiled with reduction="sum" where a layer adds another loss
+LOGS_OF_SUMS = True  # the logs of such a loss in an own train_step
 
 CLASSES, TOKENS, WORDS = 3, 4, 7
 SEQUENCES = ("tokens", "masked_tokens")
 SEVERAL = ("outputs", "masked_outputs")  # outputs, "a" and "b"; a mask reaches the loss of "a"
-ONLY_DENSE = ("dense", "wide", "embedding", "outputs", "added_vector", "added_mean", "regularized", "tokens")
+ONLY_DENSE = (
+    "dense",
+    "wide",
+    "embedding",
+    "outputs",
+    "added_vector",
+    "added_mean",
+    "added_sum",
+    "regularized",
+    "tokens",
+)
 MODELS = (*ONLY_DENSE, "conv", "norm", "masked_pooling", "masked_lstm", "masked_tokens", "masked_outputs")
 REGRESSIONS = ("mse", "mae", "huber", "own")
+NUMBERS = ("number", "total")  # functions that return the batch's mean or sum
 CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.5}
 
 
@@ -54,6 +64,10 @@ class Case:
         """Whether inputs are words."""
         return self.model in ("embedding", *SEQUENCES) or self.model.startswith("masked")
 
+    def reduction_of(self, output: str) -> str | None:
+        """Returns the reduction of an output's loss: sums stand beside a mean."""
+        return "sum_over_batch_size" if output == "b" and self.reduction == "sum" else self.reduction
+
     @property
     def sizes(self) -> list[int]:
         """The examples of each batch of an epoch and of its validation."""
@@ -64,11 +78,6 @@ class Case:
     def starved(self) -> bool:
         """Whether TensorFlow's splitting by ceiling leaves a replica without examples."""
         return any(-(-size // self.replicas) * (self.replicas - 1) >= size > 0 for size in self.sizes)
-
-    @property
-    def even(self) -> bool:
-        """Whether all replicas have equally many examples in each batch."""
-        return all(size % self.replicas == 0 for size in self.sizes)
 
 
 def draw(seed: int) -> Case:
@@ -82,14 +91,14 @@ def draw(seed: int) -> Case:
         model = rng.choice(["wide", "embedding", "regularized"])
     if replicas == 8:
         model, compression = rng.choice(["dense", "added_vector"]), None  # others take minutes to trace
-    losses = [*REGRESSIONS, "number", "binary", "categorical", "sparse"]
+    losses = [*REGRESSIONS, "number", "total", "binary", "categorical", "sparse"]
     if model in SEQUENCES:
         losses = ["mse", "huber", "own", "categorical", "sparse"]
     elif model in SEVERAL:
         losses = ["mse", "own", "binary"]
     loss = rng.choice(losses)
     reduction = "sum_over_batch_size"
-    if maybe(0.25) and loss != "number":
+    if maybe(0.25) and loss not in NUMBERS:
         reduction = rng.choice(["sum", "sum", "none", None, "mean_with_sample_weight"])
         if reduction in ("none", None) and model.startswith(("regularized", "added")):
             reduction = "sum"  # Keras adds no number to a vector
@@ -106,7 +115,7 @@ def draw(seed: int) -> Case:
     options = draw_options(rng, optimizer, compression, replicas)
     if step == "own":
         options.pop("loss_scale_factor", None)
-    weights = None if loss == "number" or maybe(0.5) else rng.choice(["each", "zeros"])
+    weights = None if loss in NUMBERS or maybe(0.5) else rng.choice(["each", "zeros"])
     if weights and model in SEQUENCES:
         # Keras divides by the sum of the weights as they are given, not as they are spread over tokens.
         weights = "tokens" if reduction == "mean_with_sample_weight" else rng.choice(["tokens", "column"])
@@ -176,9 +185,9 @@ def known_to_work(case: Case) -> Case:
         return case
     if not MASKED_LOSSES and case.model in ("masked_tokens", "masked_outputs"):
         case = dataclasses.replace(case, model=case.model.replace("masked_", ""))
-    if not MEAN_WITH_SAMPLE_WEIGHT and case.reduction == "mean_with_sample_weight":
-        case = dataclasses.replace(case, reduction="sum_over_batch_size")
-    if not SUMS_BESIDE_VECTORS and case.model.startswith("added") and case.reduction == "sum":
+    if case.model in ("masked_tokens", "masked_outputs") or case.reduction == "mean_with_sample_weight":
+        case = dataclasses.replace(case, jit=False)  # replicas count together, which XLA cannot
+    if not SUMS_BESIDE_OTHERS and case.model.startswith("added") and case.reduction == "sum":
         case = dataclasses.replace(case, reduction="sum_over_batch_size")
     if not EMPTY_REPLICAS and case.model not in ONLY_DENSE and case.starved:
         even = case.batch // case.replicas * case.replicas

@@ -12,15 +12,15 @@ from tests.fuzz_cases import CLASSES, SEQUENCES, SEVERAL, TOKENS, WORDS, Case
 
 
 class Added(keras.layers.Layer):
-    """Adds a loss of its own: a vector, or the mean over the batch."""
+    """Adds a loss of its own: a vector, or its mean or sum over the batch."""
 
-    def __init__(self, mean: bool):
+    def __init__(self, kind: str):
         super().__init__()
-        self._mean = mean
+        self._reduce = {"added_vector": lambda x: x, "added_mean": keras.ops.mean, "added_sum": keras.ops.sum}[kind]
 
     def call(self, x: Any) -> Any:
         squares = keras.ops.mean(x**2, -1)
-        self.add_loss(keras.ops.mean(squares) if self._mean else squares)
+        self.add_loss(self._reduce(squares))
         return x
 
 
@@ -75,7 +75,7 @@ def build(case: Case) -> keras.Model:
         if name == "norm":
             x = layers.BatchNormalization(synchronized=True, momentum=0.8)(x)
         elif name.startswith("added"):
-            x = Added(name == "added_mean")(x)
+            x = Added(name)(x)
     if name == "masked_outputs":
         tokens = layers.TimeDistributed(layers.Dense(2), name="a")(x)
         outputs: Any = {"a": tokens, "b": layers.Dense(2, name="b")(layers.GlobalAveragePooling1D()(x))}

@@ -37,16 +37,18 @@ class Own(keras.losses.Loss):
         return keras.ops.mean(keras.ops.sqrt(1 + (y - out) ** 2), -1)
 
 
-def loss_of(case: Case) -> Any:
-    if case.loss == "number":
-        return lambda y, out: tf.reduce_mean((y - out) ** 2)
+def loss_of(case: Case, output: str = "") -> Any:
+    if case.loss in fuzz_cases.NUMBERS:
+        mean = case.loss == "number"
+        return lambda y, out: tf.reduce_mean((y - out) ** 2) if mean else tf.reduce_sum((y - out) ** 2) / 16
+    reduction = case.reduction_of(output)
     kinds = {"mse": "MeanSquaredError", "mae": "MeanAbsoluteError", "huber": "Huber"}
     if case.loss in kinds:
-        return getattr(keras.losses, kinds[case.loss])(reduction=case.reduction)
+        return getattr(keras.losses, kinds[case.loss])(reduction=reduction)
     if case.loss == "own":
-        return Own(reduction=case.reduction)
+        return Own(reduction=reduction)
     kind = {"sparse": "SparseCategorical", "categorical": "Categorical", "binary": "Binary"}[case.loss]
-    return getattr(keras.losses, f"{kind}Crossentropy")(from_logits=True, reduction=case.reduction)
+    return getattr(keras.losses, f"{kind}Crossentropy")(from_logits=True, reduction=reduction)
 
 
 def compile_model(case: Case, model: keras.Model) -> None:
@@ -54,7 +56,7 @@ def compile_model(case: Case, model: keras.Model) -> None:
     mae = None if several or case.loss == "sparse" else ["mae"]
     model.compile(
         getattr(keras.optimizers, case.optimizer)(**case.options),
-        {name: loss_of(case) for name in "ab"} if several else loss_of(case),
+        {name: loss_of(case, name) for name in "ab"} if several else loss_of(case),
         loss_weights=fuzz_arithmetic.LOSS_WEIGHTS if several else None,
         metrics=mae,
         weighted_metrics=mae and [keras.metrics.MeanAbsoluteError(name="weighted")],
@@ -128,10 +130,9 @@ def differences(case: Case, strategies: dict[int, Any]) -> list[str]:
         off, moved = np.abs(mine - right).max(), np.abs(right - start).max()
         if not off <= for_weights * moved + (1e-12 if case.dtype == "float64" else 2e-6):
             found.append(f"{variable.path} is off by {off:.3g}, having moved by {moved:.3g}")
-    # Keras' average of logs is no mean over examples where losses are sums of unequal shares, or vectors.
-    exact = case.reduction not in ("none", None)
-    if case.reduction == "sum" and case.replicas > 1:
-        exact = case.even and (case.step == "keras" or fuzz_cases.LOGS_OF_SUMS)
+    exact = case.reduction not in ("none", None)  # Keras' average of vectors' logs is no mean over examples
+    if case.reduction == "sum" and case.step != "keras":
+        exact = fuzz_cases.LOGS_OF_SUMS
     skipped = set() if exact else {"loss", "a_loss", "b_loss"}
     names = {name for name in {*expected, *history} if name.removeprefix("val_") not in skipped}
     for name in sorted(names):
