@@ -73,6 +73,15 @@ def test_the_trainer_trains_as_dense_gradients_do(trainer, name):
         np.testing.assert_allclose(mine, dense, atol=2e-6)
 
 
+def test_rows_of_a_scaled_loss_are_scaled_back(trainer):
+    """Keras alone cannot: it divides a gradient, and rows cannot be divided."""
+    with trainer.scope():
+        model = build(keras.optimizers.Adam(0.1, loss_scale_factor=3.0))
+    trainer.fit(model, IDS, TARGETS, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    for mine, dense in zip(model.get_weights(), trained_dense(OPTIMIZERS["adam"], 3), strict=True):
+        np.testing.assert_allclose(mine, dense, atol=2e-6)
+
+
 def test_adam_is_its_formula(trainer):
     table = np.zeros((4, 2), np.float32)
     first = second = np.zeros_like(table)

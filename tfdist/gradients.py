@@ -59,6 +59,18 @@ def summed_rows(grads: Sequence[Any]) -> list[Any]:
     return [summed(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
 
 
+class _Rows(tf.IndexedSlices):
+    """Rows that can be divided by a number."""
+
+    def __truediv__(self, number: Any) -> tf.IndexedSlices:
+        return tf.IndexedSlices(self.values / factor(number, self.dtype), self.indices, self.dense_shape)
+
+
+def divisible(grads: Sequence[Any]) -> list[Any]:
+    """Returns the gradients, rows so that Keras 3.15 can divide them by an optimizer's `loss_scale_factor`."""
+    return [_Rows(g.values, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+
+
 def nothing_if_finite(grads: Sequence[Any]) -> tf.Tensor:
     """Returns 0 if all are finite, else NaN: summed over ranks it tells all of them."""
     numbers = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]

@@ -180,7 +180,7 @@ class _Reduce:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, update: Update):
         self._optimizer = optimizer
-        self._apply = optimizer.apply
+        self._keras_apply = optimizer.apply
         self._update = update
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -218,6 +218,9 @@ class _Reduce:
         elif self._update.scaled:
             grads = gradients.finite_on_all_or_none(grads)
         self._apply(grads, trainable_variables)
+
+    def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
+        self._keras_apply(gradients.divisible(grads), trainable_variables)
 
     def _check_built(self) -> None:
         if self._optimizer.built:

@@ -29,7 +29,11 @@ def sum_rows_first(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes an optimizer of one replica sum the rows of each id before it updates. In place; see `gradients.summed_rows`."""
     if "apply" not in vars(optimizer):
         apply = optimizer.apply
-        optimizer.apply = lambda grads, *variables, **named: apply(gradients.summed_rows(grads), *variables, **named)
+
+        def apply_sums(grads: Sequence[Any], *variables: Any, **named: Any) -> None:
+            apply(gradients.divisible(gradients.summed_rows(grads)), *variables, **named)
+
+        optimizer.apply = apply_sums
 
 
 class Update:

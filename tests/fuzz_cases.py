@@ -1,0 +1,197 @@
+"""Cases of the fuzz test: each integer seed draws a model, its data, and how it is trained.
+
+The switches at the top leave out what tfdist is known not to do yet, or refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+EMPTY_REPLICAS = True  # a batch that leaves a replica without examples, beyond dense layers
+MASKED_LOSSES = True  # a mask reaches the loss on several replicas
+SUMS_BESIDE_OTHERS = True  # a loss compiled with reduction="sum" where a layer adds another loss
+LOGS_OF_SUMS = True  # the logs of such a loss in an own train_step
+
+CLASSES, TOKENS, WORDS = 3, 4, 7
+SEQUENCES = ("tokens", "masked_tokens")
+SEVERAL = ("outputs", "masked_outputs")  # outputs, "a" and "b"; a mask reaches the loss of "a"
+ONLY_DENSE = (
+    "dense",
+    "wide",
+    "embedding",
+    "outputs",
+    "added_vector",
+    "added_mean",
+    "added_sum",
+    "regularized",
+    "tokens",
+)
+MODELS = (*ONLY_DENSE, "conv", "norm", "masked_pooling", "masked_lstm", "masked_tokens", "masked_outputs")
+REGRESSIONS = ("mse", "mae", "huber", "own")
+NUMBERS = ("number", "total")  # functions that return the batch's mean or sum
+CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained, and how; `options` are the optimizer's."""
+
+    seed: int
+    model: str
+    loss: str
+    reduction: str | None
+    optimizer: str
+    options: dict[str, Any]
+    replicas: int
+    batch: int
+    rows: int
+    epochs: int
+    steps_per_execution: int
+    weights: str | None
+    class_weight: dict[int, float] | None
+    validation: tuple[int, int] | None  # rows, batch
+    compression: str | None
+    step: str
+    jit: bool
+    eager: bool
+    dtype: str
+    data: str
+
+    @property
+    def ids(self) -> bool:
+        """Whether inputs are words."""
+        return self.model in ("embedding", *SEQUENCES) or self.model.startswith("masked")
+
+    def reduction_of(self, output: str) -> str | None:
+        """Returns the reduction of an output's loss: sums stand beside a mean."""
+        return "sum_over_batch_size" if output == "b" and self.reduction == "sum" else self.reduction
+
+    @property
+    def sizes(self) -> list[int]:
+        """The examples of each batch of an epoch and of its validation."""
+        parts = [(self.rows, self.batch), *([self.validation] if self.validation else [])]
+        return [min(batch, rows - first) for rows, batch in parts for first in range(0, rows, batch)]
+
+    @property
+    def starved(self) -> bool:
+        """Whether TensorFlow's splitting by ceiling leaves a replica without examples."""
+        return any(-(-size // self.replicas) * (self.replicas - 1) >= size > 0 for size in self.sizes)
+
+
+def draw(seed: int) -> Case:
+    """Returns the case of a seed."""
+    rng = random.Random(seed)
+    maybe = lambda chance: rng.random() < chance  # noqa: E731
+    replicas = rng.choices([1, 2, 3, 4, 8], [4, 20, 10, 4, 1])[0]
+    model = rng.choice(MODELS)
+    compression = rng.choice([None, "bf16", "fp16", "int8", "topk", "powersgd"]) if maybe(0.25) else None
+    if compression:
+        model = rng.choice(["wide", "embedding", "regularized"])
+    if replicas == 8:
+        model, compression = rng.choice(["dense", "added_vector"]), None  # others take minutes to trace
+    losses = [*REGRESSIONS, "number", "total", "binary", "categorical", "sparse"]
+    if model in SEQUENCES:
+        losses = ["mse", "huber", "own", "categorical", "sparse"]
+    elif model in SEVERAL:
+        losses = ["mse", "own", "binary"]
+    loss = rng.choice(losses)
+    reduction = "sum_over_batch_size"
+    if maybe(0.25) and loss not in NUMBERS:
+        reduction = rng.choice(["sum", "sum", "none", None, "mean_with_sample_weight"])
+        if reduction in ("none", None) and model.startswith(("regularized", "added")):
+            reduction = "sum"  # Keras adds no number to a vector
+    optimizer = rng.choice(["SGD", "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "Lion", "Adamax"])
+    if compression in ("bf16", "fp16", "int8"):
+        optimizer = "SGD"  # others magnify what rounding leaves of small gradients
+    if optimizer == "Lion" and loss in ("mae", "huber"):
+        loss = "mse"  # of errors' signs the sum may be exactly 0, of which Lion takes the sign
+    dtype = "float32" if compression in ("bf16", "fp16", "int8") or maybe(0.15) else "float64"
+    if dtype == "float32":
+        optimizer = "SGD"
+    # The gradient of a vector is one of Keras' own step alone.
+    step = rng.choice(["own", "scaled"]) if maybe(0.3) and reduction not in ("none", None) else "keras"
+    options = draw_options(rng, optimizer, compression, replicas)
+    if step == "own":
+        options.pop("loss_scale_factor", None)
+    weights = None if loss in NUMBERS or maybe(0.5) else rng.choice(["each", "zeros"])
+    if weights and model in SEQUENCES:
+        # Keras divides by the sum of the weights as they are given, not as they are spread over tokens.
+        weights = "tokens" if reduction == "mean_with_sample_weight" else rng.choice(["tokens", "column"])
+    if weights and model in SEVERAL and (model == "masked_outputs" or maybe(0.5)):
+        weights = "outputs"
+    weighs_classes = weights is None and loss in ("sparse", "categorical") and model not in SEQUENCES and maybe(0.5)
+    batch = rng.randint(max(2, replicas), 3 * replicas + 6)
+    rows = batch * rng.randint(1, 3) + (rng.randint(1, batch - 1) if maybe(0.7) else 0)
+    validation = (rng.randint(1, 2 * batch), rng.randint(max(2, replicas), 2 * batch)) if maybe(0.5) else None
+    epochs, steps_per_execution = rng.choice([1, 1, 1, 2, 2, 3]), rng.choice([1, 1, 1, 2, 3, 4])
+    if replicas > 3:  # tracing takes minutes
+        epochs, steps_per_execution = min(epochs, 2), min(steps_per_execution, 2 if replicas == 4 else 1)
+    case = Case(
+        seed=seed,
+        model=model,
+        loss=loss,
+        reduction=reduction,
+        optimizer=optimizer,
+        options=options,
+        replicas=replicas,
+        batch=batch,
+        rows=rows,
+        epochs=epochs,
+        steps_per_execution=steps_per_execution,
+        weights=weights,
+        class_weight=CLASS_WEIGHT if weighs_classes else None,
+        validation=validation if replicas < 8 else None,
+        compression=compression if replicas > 1 else None,
+        step=step,
+        jit=step == "keras" and replicas < 4 and maybe(0.06),
+        eager=replicas < 4 and maybe(0.06),
+        dtype=dtype,
+        data=rng.choice(["arrays", "dataset"]),
+    )
+    return known_to_work(case)
+
+
+def draw_options(rng: random.Random, optimizer: str, compression: str | None, replicas: int) -> dict[str, Any]:
+    """Returns the arguments of an optimizer, which float32 has exactly: Keras casts them to that in places."""
+    options: dict[str, Any] = {"learning_rate": 2**-8 if optimizer == "Lion" else 2**-5}
+    own = {
+        "SGD": [{}, {"momentum": 0.875}, {"momentum": 0.75, "nesterov": True}, {"weight_decay": 0.125}],
+        "Adam": [{}, {"amsgrad": True}],
+        "AdamW": [{"weight_decay": 0.125}],
+        "RMSprop": [{"rho": 0.875}, {"rho": 0.875, "centered": True}, {"rho": 0.875, "momentum": 0.75}],
+        "Adagrad": [{"initial_accumulator_value": 0.125}],
+    }
+    options |= rng.choice(own.get(optimizer, [{}]))
+    if optimizer in ("Adam", "AdamW", "Adamax", "Nadam", "Lion"):
+        options |= {"beta_1": rng.choice([0.875, 0.75]), "beta_2": 1 - 2**-6}
+    if rng.random() < 0.4 and compression not in ("bf16", "fp16", "int8"):
+        options |= rng.choice([{"clipnorm": 0.05}, {"global_clipnorm": 0.1}, {"clipvalue": 0.02}])
+    if replicas == 8:
+        return options
+    if rng.random() < 0.25:
+        options["gradient_accumulation_steps"] = rng.choice([2, 3])
+    elif rng.random() < 0.15:
+        options |= {"use_ema": True, "ema_momentum": 0.75, "ema_overwrite_frequency": rng.choice([None, 2])}
+    if rng.random() < 0.15:
+        options["loss_scale_factor"] = rng.choice([8.0, 3.0])
+    return options
+
+
+def known_to_work(case: Case) -> Case:
+    """Returns the case without what the switches leave out."""
+    if case.replicas == 1:
+        return case
+    if not MASKED_LOSSES and case.model in ("masked_tokens", "masked_outputs"):
+        case = dataclasses.replace(case, model=case.model.replace("masked_", ""))
+    if case.model in ("masked_tokens", "masked_outputs") or case.reduction == "mean_with_sample_weight":
+        case = dataclasses.replace(case, jit=False)  # replicas count together, which XLA cannot
+    if not SUMS_BESIDE_OTHERS and case.model.startswith("added") and case.reduction == "sum":
+        case = dataclasses.replace(case, reduction="sum_over_batch_size")
+    if not EMPTY_REPLICAS and case.model not in ONLY_DENSE and case.starved:
+        even = case.batch // case.replicas * case.replicas
+        case = dataclasses.replace(
+            case, batch=even, rows=even * 2, validation=case.validation and (case.replicas * 2, even)
+        )
+    return case
