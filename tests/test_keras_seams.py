@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.trainers import data_adapters
+from keras.src.losses import loss as losses
+from keras.src.trainers import compile_utils, data_adapters
 from keras.src.trainers import epoch_iterator as keras_epochs
 from keras.src.trainers.data_adapters import generator_data_adapter, tf_dataset_adapter
 from tensorflow.python.distribute import collective_all_reduce_strategy, cross_device_ops, cross_device_utils, values
@@ -152,6 +153,15 @@ def test_keras_sums_and_logs_losses_where_the_step_does():
     loss = inspect.getsource(keras.Model.compute_loss)
     assert f"self.{batch_losses.KERAS_ADDED_LOSS}(loss)" in loss, moved
     assert f"self.{batch_losses.KERAS_COMPILED_LOSS}(" in loss, moved
+    build = inspect.getsource(compile_utils.CompileLoss._build_nested)
+    assert f"self.{batch_losses.KERAS_LOSSES}.append(" in build, moved
+    assert compile_utils.CompileLoss.Loss._fields[1] == "loss", moved
+    assert f"in self.{batch_losses.KERAS_LOSSES}" in inspect.getsource(compile_utils.CompileLoss.call), moved
+    reduction = inspect.getsource(losses.reduce_weighted_values)
+    assert "apply_mask(" in reduction, "seam losses: masks become weights elsewhere"
+    assert "backend.get_keras_mask(y_pred)" in inspect.getsource(keras.losses.Loss.__call__), moved
+    masked = keras.layers.Masking()(tf.zeros([2, 3, 1]))
+    assert hasattr(masked, batch_losses.KERAS_MASK), "seam losses: masks are kept elsewhere"
     for step_method in (keras_trainer.TensorFlowTrainer.train_step, keras_trainer.TensorFlowTrainer.test_step):
         assert f"self.{batch_losses.KERAS_LOSS_TRACKER}.update_state(" in inspect.getsource(step_method), moved
 
@@ -173,10 +183,11 @@ def test_models_tell_their_layers_and_variables_their_strategy(strategy):
 
 def test_keras_divides_a_loss_by_what_the_strategy_says(strategy):
     """Within `as_one_replica` there is one."""
-    from keras.src.losses import loss
 
     def scaled():
-        return loss.scale_loss_for_distribution(tf.constant(4.0)), loss.unscale_loss_for_distribution(tf.constant(4.0))
+        return losses.scale_loss_for_distribution(tf.constant(4.0)), losses.unscale_loss_for_distribution(
+            tf.constant(4.0)
+        )
 
     def alone():
         with strategy.as_one_replica():

@@ -590,6 +590,25 @@ def functions_of_unequal_length():
 
 
 @case
+def masked_steps():
+    """Each replica has another number of unmasked steps; the last batch leaves more for the first."""
+    words = np.abs(X * 3).astype(np.int32) % 4
+    tags, weights = words % 3, np.abs(X)
+
+    def tagger():
+        return keras.Sequential(
+            [
+                keras.Input((12,)),
+                keras.layers.Embedding(4, 5, mask_zero=True),
+                keras.layers.LSTM(3, return_sequences=True),
+            ]
+        )
+
+    fit = {"sample_weight": weights, "validation_data": (words[:9], tags[:9], weights[:9])}
+    return train(tagger, (words, tags), fit, optimizer=seeing_dense(lambda: keras.optimizers.SGD(0.1, momentum=0.9)))
+
+
+@case
 def rows_of_words():
     """Words that come several times on a replica, and on both."""
     words = np.abs(X * 3).astype(np.int32) % 6

@@ -40,6 +40,7 @@ LOSSES = [
     "own_loss",
     "two_optimizers",
     "metrics_with_state",
+    "masked_steps",
 ]
 EXECUTIONS = [
     "executions_of_4",
@@ -105,6 +106,7 @@ BETWEEN_WORKERS = [
     "loss_of_one_number",
     "two_optimizers",
     "metrics_with_state",
+    "masked_steps",
     # how many steps there are in an execution
     "executions_of_4",
     "executions_cut_by_the_epoch",
