@@ -238,3 +238,28 @@ def test_trying_a_model_leaves_no_trace(trainer):
         model.compile("sgd", "mse")
     trainer.fit(model, X[:16], Y[:16], batch_size=BATCH, verbose=0)
     assert float(model.layers[1].calls.numpy()) == 2
+
+
+@pytest.mark.parametrize("tail", [1, 5])
+def test_a_train_steps_own_logs_are_means_over_examples(trainer, tail):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"mine": loss}
+
+    with trainer.scope():
+        model = Own()
+        model.compile(keras.optimizers.SGD(0.0))
+    x, y = X[: BATCH + tail], Y[: BATCH + tail]
+    history = trainer.fit(model, x, y, batch_size=BATCH, shuffle=False, verbose=0).history
+    assert history["mine"] == pytest.approx([np.mean((model(x[BATCH:]) - y[BATCH:]) ** 2)], rel=1e-6)

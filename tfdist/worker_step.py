@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import optimizer_search, random_numbers
+from tfdist import batch_losses, dealing, optimizer_search, random_numbers
 from tfdist.cures import KERAS_SEED_VARIABLE
 from tfdist.errors import ConfigError
 from tfdist.ledger import Ledger
@@ -217,7 +217,10 @@ class WorkerStep:
             random_numbers.draw_by_worker()
         generator = random_numbers.StepGenerator(number)
         with generator.installed(), _Scope([*counted, *mapped], collect_losses=True) as scope:
-            result = self._step(data)
+            examples = dealing.examples(data)
+            examples = None if examples is None else tf.convert_to_tensor(examples)
+            with batch_losses.of_share(self._model, examples, lambda: None):  # outputs' logs are means over examples
+                result = self._step(data)
             results = {} if self._predicts else self._model.get_metrics_result()
         self._assign(scope)
         if self._predicts:

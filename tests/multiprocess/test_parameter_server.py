@@ -241,13 +241,14 @@ FIT_CASES = [
     "own_loss",
     "nan",
     "masks",
+    "output_losses",
 ]
 # Each of these goes the way of another one.
 SLOW = ("validation_split_nadam", "steps", "class_weight", "schedule", "stopping", "own_step", "on_batches")
 PARITY = [
     pytest.param(case, marks=pytest.mark.slow if case in SLOW else ())
     for case in FIT_CASES
-    if case not in ("placement", "masks")
+    if case not in ("placement", "masks", "output_losses")
 ]
 
 
@@ -287,6 +288,11 @@ def test_by_bytes_places_each_variable_on_the_least_loaded_server(parity):
     largest = max(placed)[1]
     after = placed[[size for size, _ in placed].index(max(placed)[0]) + 1]
     assert after[1] != largest, "the one after the largest goes to the other server"
+
+
+def test_the_losses_of_single_outputs_are_means_over_examples(parity):
+    logged, means = parity("output_losses")
+    assert logged == pytest.approx(means, rel=1e-5)
 
 
 def test_each_step_has_masks_of_its_own_and_the_same_again(parity):
