@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import processors
 from tfdist.errors import ClusterError
 from tfdist.monitor import Throughput
 
@@ -194,9 +195,12 @@ class _Agree(keras.callbacks.Callback):
             return
         if self._alike:
             others = [rank for rank in range(self._ranks.size) if prints[rank] != prints[0]]
+            unlike = processors.difference(self._strategy)
             raise ClusterError(
                 f"The model's or optimizer's variables of task {others} differ from the chief's {when}, though all "
                 "tasks have the same callbacks. Does something set weights from values that differ between tasks?"
+                + f" They differ in {unlike}, too, by which sums are rounded."
+                * bool(unlike)
             )
         for variable in variables:
             variable.assign(self._ranks.broadcast(tf.convert_to_tensor(variable.value)))
