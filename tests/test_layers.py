@@ -83,6 +83,7 @@ FLOORS = {
     "tfdist.predictor": True,
     "tfdist.coordinator": True,
     "tfdist.peers": True,
+    "tfdist.writers": True,
     "tfdist.lockstep": True,
     "tfdist.agreement": True,
     "tfdist.storage": True,

@@ -16,17 +16,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import processors
+from tfdist import processors, writers
 from tfdist.errors import ClusterError
 from tfdist.monitor import Throughput
 
-# Their work is files, which the chief alone writes.
-WRITERS = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.RemoteMonitor,
-)
 # They look at each step's logs and clock, and touch neither the model nor its training.
 _OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger, Throughput)
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -88,7 +81,7 @@ class Ranks:
 
 def wrap(callbacks: Sequence[keras.callbacks.Callback], strategy: Any, ranks: Ranks) -> list[keras.callbacks.Callback]:
     """Returns the callbacks to give to `fit` for what the user gave on this rank. A collective."""
-    mine = [c for c in callbacks if ranks.is_chief or not isinstance(c, WRITERS)]
+    mine = [c for c in callbacks if ranks.is_chief or not writers.only_writes(c)]
     # Of all callbacks, as a writer dropped here still reads the model on the chief.
     names = ",".join(type(c).__qualname__ for c in callbacks).encode()
     gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
