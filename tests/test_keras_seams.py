@@ -320,7 +320,7 @@ def test_keras_draws_without_a_seed_from_the_generator_of_the_thread(strategy):
     generator = random_numbers.GlobalGenerator.of_thread(strategy)
     keras.random.uniform([])
     assert random_numbers.GlobalGenerator.of_thread(strategy) is generator, moved
-    assert generator._made is not None, moved
+    assert generator._own is not None, moved
     keras.utils.set_random_seed(1)
     assert random_numbers.GlobalGenerator.of_thread(strategy) is not generator, moved
 
