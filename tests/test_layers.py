@@ -48,6 +48,7 @@ FLOORS = {
     "tfdist.optimizer_search": True,
     "tfdist.random_numbers": True,
     "tfdist.refusals": True,
+    "tfdist.counters": True,
     "tfdist.cures": True,
     "tfdist.parameter_servers": True,
     "tfdist.startup": True,

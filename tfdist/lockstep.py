@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import processors, writers
+from tfdist import counters, processors, writers
 from tfdist.errors import ClusterError
 from tfdist.monitor import Throughput
 
@@ -180,6 +180,7 @@ class _Agree(keras.callbacks.Callback):
             optimizer.learning_rate = float(gathered[0, 1])
 
     def _equal_weights(self, when: str) -> None:
+        counters.check(self._strategy, self.model.weights)
         if self._ranks.size == 1:
             return
         variables = [*self.model.weights, *getattr(self.model.optimizer, "variables", [])]
@@ -188,10 +189,14 @@ class _Agree(keras.callbacks.Callback):
             return
         if self._alike:
             others = [rank for rank in range(self._ranks.size) if prints[rank] != prints[0]]
+            each = self._ranks.gather(*(float(fingerprint([variable])) for variable in variables))
+            first = next(
+                getattr(v, "path", v.name) for v, column in zip(variables, each.T, strict=True) if len({*column}) > 1
+            )
             unlike = processors.difference(self._strategy)
             raise ClusterError(
                 f"The model's or optimizer's variables of task {others} differ from the chief's {when}, though all "
-                "tasks have the same callbacks. Does something set weights from values that differ between tasks?"
+                f"tasks have the same callbacks; {first} first. Does something set weights from values that differ between tasks?"
                 + f" They differ in {unlike}, too, by which sums are rounded."
                 * bool(unlike)
             )
