@@ -20,6 +20,7 @@ import tfdist
 from tfdist import (
     agreement,
     batch_losses,
+    counters,
     cures,
     data_position,
     distributed_data,
@@ -346,9 +347,20 @@ def test_keras_draws_without_a_seed_from_the_generator_of_the_thread(strategy):
     generator = random_numbers.GlobalGenerator.of_thread(strategy)
     keras.random.uniform([])
     assert random_numbers.GlobalGenerator.of_thread(strategy) is generator, moved
-    assert generator._made is not None, moved
+    assert generator._own is not None, moved
     keras.utils.set_random_seed(1)
     assert random_numbers.GlobalGenerator.of_thread(strategy) is not generator, moved
+
+
+def test_a_graph_knows_the_functions_that_its_operations_call():
+    @tf.function(autograph=False)
+    def traced(x):
+        return tf.cond(x > 0, lambda: x + 1, lambda: x)
+
+    graph = traced.get_concrete_function(tf.TensorSpec([])).graph
+    (branching,) = [op for op in graph.get_operations() if "If" in op.type]
+    names = counters._functions(branching)
+    assert len(names) == 2 and "AddV2" in set(counters._operations(graph, names)), "counters: functions have moved"
 
 
 def test_a_callback_knows_its_hooks():

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import values  # for central storage alone
 
-from tfdist import dealing, distributed_data, random_numbers, refusals
+from tfdist import counters, dealing, distributed_data, random_numbers, refusals
 from tfdist.errors import ConfigError
 from tfdist.moving_statistics import MovingStatistics
 
@@ -108,7 +108,10 @@ class _KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
         if kwargs.get("name") == KERAS_SEED_VARIABLE:
             return self._create_seed(next_creator, **kwargs)
         if not _is_statistic(kwargs):
-            return next_creator(**kwargs)
+            variable = next_creator(**kwargs)
+            own = counters.is_counter(kwargs) and isinstance(variable, tf.distribute.DistributedValues)
+            several = super().num_replicas_in_sync > 1
+            return counters.count_over_replicas(self, variable) if own and several else variable
         kwargs["aggregation"] = tf.VariableAggregation.MEAN
         if self._shared_variables:
             return next_creator(**kwargs)

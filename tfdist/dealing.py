@@ -7,8 +7,10 @@ more; where there are fewer examples than replicas, it has one that does not cou
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -38,6 +40,24 @@ def examples(batch: Any) -> tf.Tensor | int | None:
         return None
     known = first.shape[0] is not None and not tf.executing_eagerly()  # which knows each replica's own alone
     return int(first.shape[0]) if known else tf.shape(first)[0]
+
+
+_replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
+
+
+@contextlib.contextmanager
+def of_replica(count: tf.Tensor | None) -> Iterator[None]:
+    """Within it, so many examples of this replica count: a scalar, or None if that is not known."""
+    _replica.count = count
+    try:
+        yield
+    finally:
+        _replica.count = None
+
+
+def counting() -> tf.Tensor | None:
+    """Returns how many examples of this replica count, within `of_replica`."""
+    return getattr(_replica, "count", None)
 
 
 def can_deal(spec: Any) -> bool:

@@ -16,16 +16,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import counters, processors, writers
 from tfdist.errors import ClusterError
 from tfdist.monitor import Throughput
 
-# Their work is files, which the chief alone writes.
-WRITERS = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.RemoteMonitor,
-)
 # They look at each step's logs and clock, and touch neither the model nor its training.
 _OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger, Throughput)
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -87,7 +81,7 @@ class Ranks:
 
 def wrap(callbacks: Sequence[keras.callbacks.Callback], strategy: Any, ranks: Ranks) -> list[keras.callbacks.Callback]:
     """Returns the callbacks to give to `fit` for what the user gave on this rank. A collective."""
-    mine = [c for c in callbacks if ranks.is_chief or not isinstance(c, WRITERS)]
+    mine = [c for c in callbacks if ranks.is_chief or not writers.only_writes(c)]
     # Of all callbacks, as a writer dropped here still reads the model on the chief.
     names = ",".join(type(c).__qualname__ for c in callbacks).encode()
     gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
@@ -186,6 +180,7 @@ class _Agree(keras.callbacks.Callback):
             optimizer.learning_rate = float(gathered[0, 1])
 
     def _equal_weights(self, when: str) -> None:
+        counters.check(self._strategy, self.model.weights)
         if self._ranks.size == 1:
             return
         variables = [*self.model.weights, *getattr(self.model.optimizer, "variables", [])]
@@ -194,9 +189,16 @@ class _Agree(keras.callbacks.Callback):
             return
         if self._alike:
             others = [rank for rank in range(self._ranks.size) if prints[rank] != prints[0]]
+            each = self._ranks.gather(*(float(fingerprint([variable])) for variable in variables))
+            first = next(
+                getattr(v, "path", v.name) for v, column in zip(variables, each.T, strict=True) if len({*column}) > 1
+            )
+            unlike = processors.difference(self._strategy)
             raise ClusterError(
                 f"The model's or optimizer's variables of task {others} differ from the chief's {when}, though all "
-                "tasks have the same callbacks. Does something set weights from values that differ between tasks?"
+                f"tasks have the same callbacks; {first} first. Does something set weights from values that differ between tasks?"
+                + f" They differ in {unlike}, too, by which sums are rounded."
+                * bool(unlike)
             )
         for variable in variables:
             variable.assign(self._ranks.broadcast(tf.convert_to_tensor(variable.value)))

@@ -71,8 +71,9 @@ def _depth(graph: Any) -> int:
 class GlobalGenerator:
     """Takes the place of the global generator from which `keras.random.*` draws without a seed.
 
-    It makes its `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would make one in each
-    replica's thread, where no variable can be created.
+    For the replicas it makes its `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would make one in
+    each replica's thread, where no variable can be created. Outside of the replicas it draws from another one, which is this
+    process's own: one worker may draw alone, and must not wait for the others then, who would take what it sends for something else.
 
     Args:
         strategy: The strategy in whose scope the generator is made.
@@ -81,6 +82,7 @@ class GlobalGenerator:
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy
         self._made: keras.random.SeedGenerator | None = None
+        self._own: keras.random.SeedGenerator | None = None
 
     @classmethod
     def of_thread(cls, strategy: tf.distribute.Strategy) -> GlobalGenerator:
@@ -97,6 +99,10 @@ class GlobalGenerator:
 
     def next(self, ordered: bool = True) -> tf.Tensor:
         """Returns the next seed, another one on each replica."""
+        if tf.distribute.get_strategy() is not self._strategy or tf.distribute.in_cross_replica_context():
+            if self._own is None:
+                self._own = in_clean_thread(keras.random.SeedGenerator)
+            return self._own.next(ordered)
         if self._made is None:
             self._made = in_clean_thread(self._make)
         return self._made.next(ordered)

@@ -6,7 +6,6 @@ Its loss and gradient count nothing, as its share of the batch is 0 (see `batch_
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from tfdist import dealing
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_MOMENTS = "_moments"
-
-_replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
 
 
 def metrics_of(model: keras.Model) -> list[tf.Variable]:
@@ -116,24 +113,7 @@ def leave_out_of_moments(model: keras.Model) -> None:
 
 
 def _moments(moments: Callable[..., Any], inputs: tf.Tensor, mask: Any) -> Any:
-    examples = getattr(_replica, "examples", None)
+    examples = dealing.counting()
     if examples is None or mask is not None:
         return moments(inputs, mask)
     return moments(inputs[: tf.where(examples > 0, tf.shape(inputs)[0], 0)], mask)
-
-
-class of_replica:
-    """Within it, this replica has so many examples.
-
-    Args:
-        examples: Their number, a scalar; None if that is not known.
-    """
-
-    def __init__(self, examples: tf.Tensor | None):
-        self._examples = examples
-
-    def __enter__(self) -> None:
-        _replica.examples = self._examples
-
-    def __exit__(self, *_: object) -> None:
-        _replica.examples = None

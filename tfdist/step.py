@@ -260,7 +260,7 @@ class _ReplicaStep:
         with (
             optimizer_lib.sharing(share, self.model.optimizer, self._by_loss),
             batch_losses.of_share(self.model, examples, part, inputs, self.trains, self._compiles),
-            starved.of_replica(examples),
+            dealing.of_replica(examples),
         ):
             yield
 

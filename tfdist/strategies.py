@@ -15,7 +15,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import cures, memory, notice, preflight, progress, resolvers, server, startup
+from tfdist import cures, memory, notice, preflight, processors, progress, resolvers, server, startup
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.config import StrategyConfig
 from tfdist.errors import ClusterError, ConfigError, unknown
@@ -132,6 +132,7 @@ def _multi_worker_mirrored(
         raise startup.too_late("multi_worker_mirrored cannot be created") from e
     strategy.bucket_bytes = config.bucket_bytes
     _agree_on_seed(strategy)
+    processors.compare(strategy, strategy.num_workers)
     if resolver:
         atexit.unregister(_end_together)  # for a strategy before this one
         atexit.register(_end_together)

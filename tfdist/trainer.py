@@ -26,6 +26,7 @@ from tfdist import (
     refusals,
     resolvers,
     step,
+    writers,
 )
 from tfdist import compression as compression_lib
 from tfdist import data as data_lib
@@ -211,7 +212,8 @@ class Trainer:
         limit = step.StepLimit(steps, validation_steps)
         callbacks = arguments.listed(given.pop("callbacks", None))
         backup = next((each for each in callbacks if isinstance(each, BackupAndRestore)), self._backup)
-        with self._running(model), self._backing_up(backup, model, data, given):
+        chiefs_files = writers.elsewhere([] if self.is_chief else callbacks)
+        with self._running(model), self._backing_up(backup, model, data, given), chiefs_files:
             callbacks = [limit, *self._wrap([each for each in callbacks if each is not backup])]
             if backup:
                 if not any(isinstance(each, keras.callbacks.History) for each in callbacks):

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import gradients
+from tfdist import gradients, rounding
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 from tfdist.reduction import Reduction, sums, sums_here
@@ -110,6 +110,12 @@ class Update:
             context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))
         else:
             self._keras_update(grads, variables)
+            self._agree(context)
+
+    def _agree(self, context: tf.distribute.ReplicaContext | None) -> None:
+        """Makes the update the same on all workers."""
+        if context and rounding.may_differ(self._optimizer, context.strategy, clips=self._clip is None):
+            context.merge_call(rounding.agree, args=(self._optimizer,))
 
     def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
@@ -136,6 +142,7 @@ class Update:
         grads = optimizer._clip_gradients(grads)
         optimizer._apply_weight_decay(variables)
         optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
+        self._agree(tf.distribute.get_replica_context())
 
     def _add(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         for accumulator, total in self._totals(grads, variables):

@@ -87,7 +87,8 @@ class PowerSGD(Compressor):
         """Returns orthonormal columns with the spans of the matrices' (Gram-Schmidt), equal shapes at once.
 
         A column of which nothing but rounding errors is left becomes zeros. Each is projected twice, as once leaves some of the
-        others in it.
+        others in it. The sums along an axis are no matrix products, which TensorFlow cuts into as many parts as it has threads: the
+        result must be the same to the bit on workers with other numbers of them.
         """
         results = list(matrices)
         for shape in dict.fromkeys(tuple(matrix.shape) for matrix in matrices):
@@ -98,7 +99,8 @@ class PowerSGD(Compressor):
             for number in range(shape[1]):
                 whole = column = given[:, :, number : number + 1]
                 for _ in range(2 if number else 0):
-                    column -= done @ tf.matmul(done, column, transpose_a=True)
+                    parts = tf.reduce_sum(done * column, 1, keepdims=True)
+                    column -= tf.reduce_sum(done * parts, 2, keepdims=True)
                 length, before = (tf.norm(each, axis=1, keepdims=True) for each in (column, whole))
                 column = tf.where(length <= _NOTHING * before, 0.0, column / (length + self.orthogonalization_epsilon))
                 done = tf.concat([done, column], 2)

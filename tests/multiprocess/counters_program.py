@@ -1,0 +1,78 @@
+"""Layers that count in integers. Arguments: strategy, folder for the results."""
+
+import sys
+
+import tfdist
+from tests.multiprocess import harness
+
+options = {"devices": 2} if sys.argv[1] == "mirrored" else {}
+trainer = tfdist.Trainer(sys.argv[1], **options)
+
+import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+RANK = trainer.task.index
+x = np.arange(29, dtype=np.float32)[:, None]
+
+
+class Counts(keras.layers.Layer):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="count")
+        self.plain = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    def call(self, x, training=False):
+        if training:
+            self.how(self, x)
+        return x
+
+
+def examples(layer, x):
+    layer.count.assign_add(tf.shape(x)[0])
+
+
+def numbers(layer, x):
+    layer.count.assign(3 + layer.count - tf.cast(tf.reduce_sum(x), tf.int32))
+
+
+def plain(layer, x):
+    layer.plain.assign_add(tf.cast(tf.reduce_sum(x), tf.int64))
+    layer.count.assign(tf.cast(layer.plain, tf.int32))
+
+
+def calls(layer, x):
+    layer.count.assign_add(1)
+    layer.plain.assign_add(1)
+
+
+def sometimes(layer, x):
+    tf.cond(layer.count < 4, lambda: layer.count.assign(layer.count + 1), lambda: layer.count.value)
+
+
+def largest(layer, x):
+    layer.count.assign(tf.maximum(layer.count, tf.cast(tf.reduce_max(x), tf.int32)))
+
+
+def hidden(layer, x):
+    tf.cond(tf.reduce_max(x) > 27.0, lambda: layer.count.assign(layer.count + 1), lambda: layer.count.value)
+
+
+def trained(how, **options):
+    with trainer.scope():
+        layer = Counts(how)
+        model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **options)
+    try:
+        # 8 steps of 4, but for the last one's 1, of which the second replica has none
+        trainer.fit(model, x, x * 0, batch_size=4, epochs=1, shuffle=False, verbose=0)
+    except (tfdist.ConfigError, tfdist.ClusterError) as e:
+        return str(e)
+    return int(layer.count.numpy())
+
+
+results = {how.__name__: trained(how) for how in (examples, numbers, plain, calls, sometimes, largest)}
+results["in executions"] = trained(examples, steps_per_execution=3)
+results["hidden"] = trained(hidden)
+harness.store(sys.argv[2], RANK, results)

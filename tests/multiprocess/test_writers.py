@@ -1,0 +1,50 @@
+"""The chief alone writes files; a subclass of a writer that does more than that runs on all workers."""
+
+import numpy as np
+import pytest
+
+OTHERS = ["Predicts", "Evaluates", "Looks", "EarlyStopping"]
+
+
+@pytest.fixture(scope="module")
+def two(runs):
+    return runs("multi_worker_mirrored", "writers_program")
+
+
+def test_a_worker_leaves_out_what_only_writes(two):
+    chief, worker = two[0]
+    assert chief["kept"] == ["CSVLogger", "Renamed", "TensorBoard", "ModelCheckpoint", *OTHERS]
+    assert worker["kept"] == OTHERS
+    assert (chief["on instance"], worker["on instance"]) == (["CSVLogger", "Renamed"], ["Renamed"])
+
+
+def test_a_subclass_may_predict_and_evaluate_in_a_hook(two):
+    for results in two[0]:
+        for name in ("predicted", "evaluated"):
+            np.testing.assert_allclose(*results[name], rtol=1e-5)
+
+
+def test_only_the_chief_writes_to_the_places_that_were_given(two):
+    (chief, worker), out = two
+    assert sorted(path.name for path in out.glob("*.keras")) == ["1.keras", "2.keras", "plain.keras"]
+    assert chief["looked"] == str(out / "looks.csv") and len((out / "looks.csv").read_text().splitlines()) == 3
+    assert len(list((out / "predicts" / "train").iterdir())) == 1  # a second writer would have a second file
+    assert worker["looked"].startswith(str(out / "temporary1"))
+
+
+def test_afterwards_a_worker_has_the_chiefs_places_and_no_files_of_its_own(two):
+    (chief, worker), out = two
+    given = [str(out / name) for name in ("predicts", "{epoch}.keras", "looks.csv")]
+    assert chief["places"] == worker["places"] == given
+    assert chief["left"] == worker["left"] == []
+
+
+def test_the_chief_alone_sends_to_a_server(two):
+    chief, worker = two[0]
+    assert chief["sent"] == ("http://127.0.0.1:9",) * 2
+    assert worker["sent"][0].startswith("no address") and worker["sent"][1] == "http://127.0.0.1:9"
+
+
+def test_workers_that_leave_a_writer_out_have_the_same_callbacks_all_the_same(two):
+    for results in two[0]:
+        assert "differ from the chief's after epoch 1, though all tasks have the same callbacks" in results["spoiled"]

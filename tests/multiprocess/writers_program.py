@@ -1,0 +1,121 @@
+"""Callbacks that write files, and subclasses of them that do more. Arguments: strategy, folder for the results."""
+
+import pathlib
+import sys
+import tempfile
+
+import tfdist
+from tests.multiprocess import harness
+
+trainer = tfdist.Trainer(sys.argv[1])
+
+import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
+
+from tfdist import lockstep  # noqa: E402
+
+RANK = trainer.task.index
+OUT = pathlib.Path(sys.argv[2])
+x = np.random.default_rng(0).standard_normal((64, 12)).astype(np.float32)
+y = x[:, :1]
+tempfile.tempdir = str(OUT / f"temporary{RANK}")
+pathlib.Path(tempfile.tempdir).mkdir()
+
+
+class Renamed(keras.callbacks.CSVLogger):
+    pass
+
+
+class Predicts(keras.callbacks.TensorBoard):
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        self.found = self.model.predict(x, verbose=0)
+
+
+class Evaluates(keras.callbacks.ModelCheckpoint):
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        self.found = self.model.evaluate(x, y, verbose=0)
+
+
+class Looks(keras.callbacks.CSVLogger):
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self.found = self.filename
+
+
+class Sends(keras.callbacks.RemoteMonitor):
+    def on_train_begin(self, logs=None):
+        self.found = self.root
+
+
+class Spoils(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if RANK == 1:
+            self.model.layers[0].bias.assign([epoch + 5.0])
+
+
+def fit(callbacks):
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    trainer.fit(model, x, y, batch_size=16, epochs=2, verbose=0, callbacks=callbacks)
+    return model
+
+
+def made():
+    return [
+        keras.callbacks.CSVLogger(OUT / "plain.csv"),
+        Renamed(OUT / "renamed.csv"),
+        keras.callbacks.TensorBoard(OUT / "plain"),
+        keras.callbacks.ModelCheckpoint(OUT / "plain.keras"),
+        Predicts(OUT / "predicts"),
+        Evaluates(OUT / "{epoch}.keras"),
+        Looks(OUT / "looks.csv"),
+        keras.callbacks.EarlyStopping("loss"),
+    ]
+
+
+def kept(callbacks):
+    wrapped = lockstep.wrap(callbacks, trainer.strategy, trainer._ranks)
+    return [type(each).__name__ for each in wrapped[1:-1]]
+
+
+def fitted():
+    callbacks = made()
+    model = fit(callbacks)
+    predicts, evaluates, looks = (next(c for c in callbacks if isinstance(c, k)) for k in (Predicts, Evaluates, Looks))
+    return {
+        "predicted": (predicts.found, model.predict(x, verbose=0)),
+        "evaluated": (evaluates.found, model.evaluate(x, y, verbose=0)),
+        "looked": looks.found,
+        "places": [predicts.log_dir, evaluates.filepath, looks.filename],
+        "left": [str(path) for path in pathlib.Path(tempfile.tempdir).rglob("*")],
+    }
+
+
+def sent():
+    sends = Sends("http://127.0.0.1:9")
+    sends.on_epoch_end = lambda epoch, logs: None
+    fit([sends])
+    return sends.found, sends.root
+
+
+def spoiled():
+    try:
+        fit([keras.callbacks.CSVLogger(OUT / "spoiled.csv"), Spoils()])
+    except tfdist.ClusterError as e:
+        return str(e)
+    return ""
+
+
+results = {
+    "kept": kept(made()),
+    "on instance": kept(
+        [keras.callbacks.CSVLogger(OUT / "a.csv"), vars(c := Renamed(OUT / "a")).update(on_epoch_end=print) or c]
+    ),
+    **fitted(),
+    "sent": sent(),
+    "spoiled": spoiled(),
+}
+harness.store(sys.argv[2], RANK, results)

@@ -1,0 +1,70 @@
+"""On what the rounding of a process's sums depends: its threads, and the kind of its processor or GPUs.
+
+TensorFlow sums a large tensor in as many parts as it has threads, and cuts the long axis of a matrix product likewise. So the norm
+of one gradient differs in its last bit between processes that have not the same.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import zlib
+
+import numpy as np
+import tensorflow as tf
+
+_ATTRIBUTE = "_tfdist_processors"  # of a strategy: what `compare` has found
+_CPU_INFO = pathlib.Path("/proc/cpuinfo")
+
+
+def threads() -> int:
+    """Returns by how many threads TensorFlow computes one operation on this process's CPU."""
+    configured = tf.config.threading.get_intra_op_parallelism_threads()
+    named = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return configured or (int(named) if named.isdigit() else 0) or cores
+
+
+def kind(devices: tuple[str, ...]) -> str:
+    """Returns a name of the processors that compute a replica; of GPUs their own.
+
+    Args:
+        devices: TensorFlow's names of the devices of this process's replicas.
+    """
+    if any("GPU" in device for device in devices):
+        gpus = tf.config.list_physical_devices("GPU")
+        return ", ".join(str(tf.config.experimental.get_device_details(gpu).get("device_name")) for gpu in gpus)
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{threads()} threads of {names[0] if names else platform.processor()}"
+
+
+def compare(strategy: tf.distribute.MultiWorkerMirroredStrategy, workers: int) -> None:
+    """Lets all workers know whether their processors differ. A collective.
+
+    Args:
+        strategy: The strategy.
+        workers: Their number.
+    """
+    mine = kind(strategy.extended.worker_devices)
+    replicas = strategy.num_replicas_in_sync // workers
+
+    def found(context: tf.distribute.ValueContext) -> tf.Tensor:
+        worker, replica = divmod(context.replica_id_in_sync_group, replicas)
+        row = np.zeros((workers, 2))
+        if replica == 0:
+            row[worker] = zlib.crc32(mine.encode()), threads()
+        return tf.constant(row)
+
+    kinds = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(found), axis=None).numpy()
+    differ = len({number for number, _ in kinds}) > 1
+    setattr(strategy, _ATTRIBUTE, tuple(int(count) for _, count in kinds) if differ else ())
+
+
+def difference(strategy: tf.distribute.Strategy) -> str:
+    """Returns a phrase on how the workers' processors differ; empty if they do not, or there are no workers."""
+    counts = getattr(strategy, _ATTRIBUTE, ())
+    if len(set(counts)) > 1:
+        return f"threads ({', '.join(map(str, counts))})"
+    return "kinds of processors" if counts else ""
