@@ -209,12 +209,13 @@ class _KerasStrategy(tf.distribute.Strategy):
             dataset = dataset.with_options(by_data)
         distribute = super().experimental_distribute_dataset
 
-        def starting_at(number: int, steps: int) -> Any:
+        def starting_at(number: int, steps: int, ready: Callable[[], None]) -> Any:
             data.replay(dataset, number - 1)
+            ready()
             return iter(self._synchronizing(distribute(dataset.skip(steps), options)))
 
         distributed = self._synchronizing(distribute(dataset, options))
-        distributed.starting_at = starting_at
+        distributed.starting_at, distributed.sources = starting_at, [dataset]
         return distributed
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
@@ -227,16 +228,18 @@ class _KerasStrategy(tf.distribute.Strategy):
             made[context.input_pipeline_id] = dataset_fn(context)
             return self._loosened(made[context.input_pipeline_id])
 
-        def starting_at(number: int, steps: int) -> Any:
+        def starting_at(number: int, steps: int, ready: Callable[[], None]) -> Any:
             def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 dataset = made[context.input_pipeline_id]
                 data.replay(dataset, number - 1)
                 return self._loosened(data.skip(dataset, steps * elements))
 
-            return iter(self._synchronizing(distribute(rest, options), elements))
+            distributed = self._synchronizing(distribute(rest, options), elements)
+            ready()
+            return iter(distributed)
 
         distributed = self._synchronizing(distribute(make, options), elements)
-        distributed.starting_at = starting_at
+        distributed.starting_at, distributed.sources = starting_at, list(made.values())
         return distributed
 
     def _loosened(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
