@@ -40,7 +40,9 @@ def of_data(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
         return
     every = [each for dataset in datasets for each in walk(dataset)]
     parallel = [each for each in every if getattr(each, TF_PARALLEL, None) is not None]
-    if any(any(random_states(each)) or any(map(_random_nodes, functions(each))) for each in parallel):
+    if any(
+        next(random_states(each), None) is not None or any(map(_random_nodes, functions(each))) for each in parallel
+    ):
         yield f"a dataset's map or interleave draws random numbers in several threads; {_THREADS}"
     if any(getattr(each, TF_ORDERED, None) == "false" or each.options().deterministic is False for each in every):
         yield "a dataset's elements come in any order, which deterministic=False allows; leave it out"

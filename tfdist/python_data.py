@@ -34,7 +34,6 @@ class PythonData:
 
     def __init__(self, adapter: Any, calls_python: bool):
         self._data: Any = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) else None
-        self._shuffle = bool(getattr(adapter, "shuffle", False))
         self._keeps = hasattr(self._data, "state_dict")
         self.is_used = self._data is not None or calls_python
         self.order: int | None = None
@@ -56,28 +55,16 @@ class PythonData:
                 self._data.load_state_dict(json.loads(json.dumps(state["data"]), object_hook=_revived))
 
     def doubts(self) -> Iterator[str]:
-        """Yields why a resume will not be exact, and the remedies. Has a PyDataset make its first batch a few times."""
-        if self._data is None:
-            return
-        name = f"the PyDataset {type(self._data).__name__}"
-        beside = self._data.workers > 1 or bool(self._data.workers and self._data.use_multiprocessing)
-        if self._shuffle and beside:
-            yield f"Keras shuffles {name} in another thread; give fit shuffle=False, or {name} workers=1"
-        if self._keeps:
+        """Yields why a resume will not be exact, and the remedies. Has a PyDataset make its first batch twice."""
+        if self._data is None or self._keeps:
             return
         with _undrawn():
             drawn = _drawn()
-            checksums = []
-            for _ in range(2):
-                _draw_as(drawn)
-                checksums.append(_checksum(self._data))
-            np.random.seed(1)
-            random.seed(1)
-            other = _checksum(self._data)
-        if checksums[0] != checksums[1]:
-            yield f"{name} draws from a generator of its own whenever it makes a batch; {_REMEDY}"
-        elif beside and other != checksums[0]:
-            yield f"{name} draws random numbers in several threads or processes; give it workers=1"
+            first = _checksum(self._data)
+            _draw_as(drawn)
+            second = _checksum(self._data)
+        if first != second:
+            yield f"the PyDataset {type(self._data).__name__} draws from a generator of its own for each batch; {_REMEDY}"
 
     def note_order(self) -> None:
         """Notes the order of the epoch that begins next. No other thread may read the data meanwhile."""
