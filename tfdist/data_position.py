@@ -54,6 +54,7 @@ class Follower:
 
     Args:
         model: The model.
+        is_backed_up: Whether backups are taken of the `fit`.
 
     Attributes:
         position: Where the loop is.
@@ -62,8 +63,9 @@ class Follower:
 
     state: DataState
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model, is_backed_up: bool = True):
         self._model = model
+        self._is_backed_up = is_backed_up
         self._loop: Any = None  # Keras' EpochIterator
         self._resumes = False
         self._sources: list[tf.data.Dataset] = []
@@ -130,7 +132,7 @@ class Follower:
             build(iterator=iterator, data_batch=data_batch)
             return
         self._sources = getattr(getattr(iterator, KERAS_DATA, None), "sources", [])
-        self.state = DataState(self._sources, iterator.data_adapter)
+        self.state = DataState(self._sources, iterator.data_adapter, self._is_backed_up)
         with self.state.undrawn():
             build(iterator=iterator, data_batch=data_batch)
             _end_pass(iterator)

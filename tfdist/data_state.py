@@ -46,16 +46,17 @@ class DataState:
     Args:
         datasets: This process's datasets, in an order that is the same in the next run.
         adapter: Keras' data adapter, which calls its own `on_epoch_end` at the end of each epoch's data.
+        is_backed_up: Whether `take` will be called.
 
     Attributes:
         is_random: Whether the data have a state of which this knows.
         stays: Whether the training has resumed after the last step of an epoch, of which it runs no step again.
     """
 
-    def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: Any):
+    def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: Any, is_backed_up: bool):
         every = [each for dataset in datasets for each in walk(dataset)]
         self._variables = list({id(v): v for each in every for v in random_states(each)}.values())
-        self._python = PythonData(adapter, any(map(calls_python, every)))
+        self._python = PythonData(adapter, any(map(calls_python, every)), is_backed_up)
         self.is_random = bool(self._variables) or self._python.is_used
         self.stays = self._ended_before = False
         self._has_begun = False

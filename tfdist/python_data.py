@@ -26,14 +26,16 @@ class PythonData:
     Args:
         adapter: Keras' data adapter.
         calls_python: Whether the data call Python even if they are not a `keras.utils.PyDataset`.
+        notes_order: Whether to look at the first batch of each epoch, which a backup needs.
 
     Attributes:
         is_used: Whether Python code makes the data.
         order: A checksum of a PyDataset's first batch in the present epoch, if its hooks may change it, else None.
     """
 
-    def __init__(self, adapter: Any, calls_python: bool):
+    def __init__(self, adapter: Any, calls_python: bool, notes_order: bool):
         self._data: Any = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) else None
+        self._notes_order = notes_order
         self._keeps = hasattr(self._data, "state_dict")
         self.is_used = self._data is not None or calls_python
         self.order: int | None = None
@@ -68,7 +70,7 @@ class PythonData:
 
     def note_order(self) -> None:
         """Notes the order of the epoch that begins next. No other thread may read the data meanwhile."""
-        if self._data is not None and not self._keeps and _has_hooks(self._data):
+        if self._notes_order and self._data is not None and not self._keeps and _has_hooks(self._data):
             with _undrawn():
                 self.order = _checksum(self._data)
 
@@ -100,7 +102,9 @@ def _has_hooks(data: keras.utils.PyDataset) -> bool:
 def _checksum(data: keras.utils.PyDataset) -> int:
     checksum = 0
     for value in tf.nest.flatten(data[0]):
-        checksum = zlib.crc32(np.ascontiguousarray(value).tobytes(), checksum)
+        array = np.ascontiguousarray(value)
+        # Of objects, bytes would be addresses.
+        checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), checksum)
     return checksum
 
 

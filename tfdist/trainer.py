@@ -341,7 +341,7 @@ class Trainer:
         self, backup: BackupAndRestore | None, model: keras.Model, data: Any, given: dict[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         if backup is None:
-            return contextlib.nullcontext() if self._coordinator else Follower(model).following()
+            return contextlib.nullcontext() if self._coordinator else Follower(model, is_backed_up=False).following()
         names = ("batch_size", "class_weight", "initial_epoch", "shuffle", "steps_per_epoch", "validation_split")
         same = {name: given[name] for name in names if name in given}
         same["data"] = differences.about_data(data, given.get("y"))
