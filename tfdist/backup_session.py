@@ -184,14 +184,19 @@ class BackupSession:
         if self._executions == 1 and self._warns:
             known = [*self._state.held(), getattr(self._strategy, "notes", None)]
             self._watch = inexact_resume.StepWatch(self._model.train_function, known)
-        elif self._executions == 2 and self._watch:
-            inexact_resume.warn(list(self._watch.doubts()))
-            self._watch = None
+        elif self._executions == 2:
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch:
+            inexact_resume.warn(list(watch.doubts()))
 
     def ended(self, epoch: int, last: bool) -> None:
         """Saves at the end of an epoch, if asked to, and of the last one."""
         self.writer.check()
         self.follower.next_epoch(epoch)
+        self._end_watch()  # the epoch may have had one execution
         if self._ranks.size == 1 and self._told_to_go:
             self._leave(self._take())
         if self._options.save_freq == "epoch" or last or self._model.stop_training:
