@@ -22,8 +22,11 @@ from tfdist import (
     batch_losses,
     counters,
     cures,
+    data,
     data_position,
+    data_state,
     distributed_data,
+    inexact_resume,
     optimizer,
     optimizer_search,
     parameter_servers,
@@ -147,6 +150,27 @@ def test_models_make_their_functions_where_the_trainer_does():
     source = inspect.getsource(getattr(keras.Model, step.KERAS_MAKE_FUNCTION))
     assert f"def {cures.KERAS_STEP}(data)" in source, "seam step function: a bare fit is not recognised any more"
     assert ".run(step_function, args=(data,))" in source, "seam step function: it runs another function now"
+
+
+def test_datasets_tell_what_they_are_made_from_and_what_their_functions_draw():
+    moved = "seam random state of data: {} has moved"
+    generator, flip = tf.random.Generator.from_seed(1), keras.layers.RandomFlip()
+    dataset = tf.data.Dataset.from_tensors(tf.zeros([2, 2, 1])).repeat(3)
+    assert int(getattr(dataset, data.TF_COUNT)) == 3, moved.format(data.TF_COUNT)
+    dataset = dataset.map(lambda x: flip(x + generator.normal([2, 2, 1]), training=True), 2, deterministic=False)
+    assert len(list(data.walk(dataset))) == 3, moved.format(data.TF_INPUTS)
+    shapes = [tuple(state.shape) for state in data_state.random_states(dataset)]
+    assert sorted(shapes) == [(2,), (3,)], moved.format("a seed generator's or a Generator's state")
+    assert getattr(dataset, inexact_resume.TF_PARALLEL, None) is not None, moved.format(inexact_resume.TF_PARALLEL)
+    assert getattr(dataset, inexact_resume.TF_ORDERED, None) == "false", moved.format(inexact_resume.TF_ORDERED)
+
+
+def test_traced_functions_tell_their_random_operations():
+    traced = tf.function(lambda: tf.random.normal([2]) + tf.map_fn(lambda x: x + tf.random.uniform([]), tf.zeros([2])))
+    traced()
+    (line,) = inexact_resume.of_step(traced)
+    assert "RandomStandardNormal (test_keras_seams.py:" in line and "RandomUniform" in line
+    assert not list(inexact_resume.of_step(tf.function(lambda: tf.random.stateless_normal([2], [1, 2]))))
 
 
 def test_keras_sums_and_logs_losses_where_the_step_does():
@@ -408,6 +432,8 @@ def test_keras_loop_takes_its_passes_and_steps_from_the_functions_that_are_follo
     assert f"self.{data_position.KERAS_ENUMERATE}()" in inspect.getsource(TFEpochIterator.__iter__), moved
     source = inspect.getsource(getattr(TFEpochIterator, data_position.KERAS_ENUMERATE))
     assert source.count(f"iter(self.{data_position.KERAS_GET_ITERATOR}())") == 3, moved
+    assert all(hasattr(loop, name) for name in (*data_position.KERAS_ITERATORS, data_position.KERAS_DATA)), moved
+    assert callable(getattr(loop.data_adapter, data_state.KERAS_EPOCH_END)), moved
     steps = iter(loop)
     assert [next(steps)[:2] for _ in range(2)] == [(0, 0), (1, 1)], moved
     assert (getattr(loop, data_position.KERAS_STEPS_SEEN), loop.steps_per_epoch) == (2, None), moved

@@ -14,13 +14,14 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import differences, optimizer_search, progress
+from tfdist import differences, inexact_resume, optimizer_search, progress
 from tfdist.background import Background
 from tfdist.backup_claim import Claim
 from tfdist.backup_search import FORMAT, Copy, find, say
 from tfdist.data_position import Follower, Position
 from tfdist.errors import ConfigError
 from tfdist.lockstep import Ranks
+from tfdist.parameter_servers import ParameterServerStrategy
 from tfdist.storage import SHARED, Storage
 from tfdist.training_state import TrainingState
 
@@ -62,6 +63,8 @@ class BackupSession:
         self._last_logs: Any = None
         self._saved: float | None = None  # the newest backup
         self._saved_at = time.monotonic()
+        self._executions = 0
+        self._watch: inexact_resume.StepWatch | None = None
 
     def find(self) -> None:
         """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
@@ -106,6 +109,8 @@ class BackupSession:
         self._trained = any(
             keras.ops.convert_to_numpy(each.iterations) for each in optimizer_search.optimizers(self._model)
         )
+        if self._warns:
+            inexact_resume.warn(list(self.follower.doubts()))
         found = self._found
         if found is None:
             self.follower.position.epoch = self._about["fit"].get("initial_epoch", 0)
@@ -131,7 +136,7 @@ class BackupSession:
         for callback in self._logs_in_files():
             _cut_log(callback, position.epoch)
         first = epochs if stops and not position.epoch_step else position.epoch
-        self.follower.resume(position, first, self._last_logs, self._arrive)
+        self.follower.resume(position, first, self._last_logs, found.own, self._arrive)
         self._progress.tell(position.step, position.step)
         if forgotten := self._state.forgotten():
             say(f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()")
@@ -165,6 +170,7 @@ class BackupSession:
         now = self.follower.position.step
         self._progress.tell(done=now)
         self._last_logs = logs
+        self._watch_steps()
         freq = self._options.save_freq
         go, due = self._heard(self._model.train_function)
         if go:
@@ -172,10 +178,25 @@ class BackupSession:
         if due or (isinstance(freq, int) and now // freq > before // freq):
             self._save()
 
+    def _watch_steps(self) -> None:
+        """Says after the second execution of steps what a backup cannot hold."""
+        self._executions += 1
+        if self._executions == 1 and self._warns:
+            known = [*self._state.held(), getattr(self._strategy, "notes", None)]
+            self._watch = inexact_resume.StepWatch(self._model.train_function, known)
+        elif self._executions == 2:
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch:
+            inexact_resume.warn(list(watch.doubts()))
+
     def ended(self, epoch: int, last: bool) -> None:
         """Saves at the end of an epoch, if asked to, and of the last one."""
         self.writer.check()
         self.follower.next_epoch(epoch)
+        self._end_watch()  # the epoch may have had one execution
         if self._ranks.size == 1 and self._told_to_go:
             self._leave(self._take())
         if self._options.save_freq == "epoch" or last or self._model.stop_training:
@@ -201,6 +222,11 @@ class BackupSession:
             self._claim.release()
 
     @property
+    def _warns(self) -> bool:
+        """Whether this process says what makes a resume inexact; under parameter servers it is not exact anyway."""
+        return self._ranks.is_chief and not isinstance(self._strategy, ParameterServerStrategy)
+
+    @property
     def _told_to_go(self) -> bool:
         return bool(self._options.preemption and (self._options.preemption.noticed or self._others_go()))
 
@@ -222,6 +248,7 @@ class BackupSession:
         self._settle()
         position = self.follower.position
         shared, own = self._state.take(self._last_logs)
+        own |= self.follower.state.take()
         manifest = {
             "format": FORMAT,
             "tasks": self._ranks.size,

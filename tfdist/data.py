@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from tensorflow.python.data.ops.cache_op import CacheDataset
+from tensorflow.python.data.ops.random_op import _RandomDataset as RandomDataset
+from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
+from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
 
 from tfdist.check import indivisible
 from tfdist.errors import ConfigError
+
+# The private names of TensorFlow's datasets that this file leans on; tests/test_keras_seams.py watches them.
+TF_INPUTS = "_inputs"
+TF_FUNCTIONS = "_functions"
+TF_COUNT = "_count"
 
 _STARTING_AT = "_tfdist_starting_at"  # an attribute of the datasets of `epochs`
 
@@ -108,10 +118,59 @@ def skip(dataset: tf.data.Dataset, elements: int) -> tf.data.Dataset:
     return getattr(dataset, _STARTING_AT, dataset.skip)(elements)
 
 
-def replay(dataset: tf.data.Dataset, passes: int) -> None:
-    """Begins passes over a dataset, so that the next one shuffles as the one after them."""
-    for _ in range(passes):
-        iter(dataset)
+def replay(dataset: tf.data.Dataset, passes: int, reads: bool = True) -> None:
+    """Begins passes over a dataset, so that the next one shuffles as the one after them.
+
+    Args:
+        dataset: The dataset.
+        passes: How many.
+        reads: Whether to read the first one to its end if it filled a cache, which holds the order of that pass.
+    """
+    if passes and reads and any(isinstance(each, CacheDataset) for each in walk(dataset)):
+        collections.deque(iter(dataset), maxlen=0)
+        passes -= 1
+    for each, times in _shuffling(dataset, passes, passes):
+        for _ in range(times):
+            iter(each)  # moves its own order alone: it begins the dataset that it is made from when it is first read
+
+
+def _shuffling(dataset: tf.data.Dataset, begun: int, read: int) -> Iterator[tuple[tf.data.Dataset, int]]:
+    """Yields the datasets that come in another order each time they begin, and how often they begin.
+
+    Args:
+        dataset: A dataset.
+        begun: How many iterators of it are made.
+        read: How many of them are read.
+    """
+    if isinstance(dataset, (ShuffleDataset, RandomDataset)):
+        yield dataset, begun
+        begun = read
+    if isinstance(dataset, RepeatDataset):
+        count = max(int(getattr(dataset, TF_COUNT)), 1)
+        begun, read = begun + read * count, read * count  # it begins anew even after the last time
+    for each in getattr(dataset, TF_INPUTS)():
+        yield from _shuffling(each, begun, read)
+
+
+def walk(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yields a dataset and the datasets it is made from, except those that its functions make."""
+    yield dataset
+    for each in getattr(dataset, TF_INPUTS)():
+        yield from walk(each)
+
+
+def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields the traced functions of a dataset itself, as that of `map`."""
+    for each in getattr(dataset, TF_FUNCTIONS)():
+        yield each.function
+
+
+def nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:
+    """Yields the operations of a graph, and of all functions that it calls."""
+    definition = graph.as_graph_def()
+    yield from definition.node
+    for function in definition.library.function:
+        yield from function.node_def
 
 
 def from_generator(generator: types.GeneratorType, learns_shapes: Callable[[int], bool]) -> tf.data.Dataset:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfdist import inexact_resume
 from tfdist.data import replay
+from tfdist.data_state import DataState
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_SYMBOLIC_BUILD = "_maybe_symbolic_build"
@@ -23,6 +26,8 @@ KERAS_ENUMERATE = "_enumerate_iterator"
 KERAS_GET_ITERATOR = "_get_iterator"
 KERAS_INITIAL_EPOCH = "_initial_epoch"
 KERAS_STEPS_SEEN = "_steps_seen"
+KERAS_ITERATORS = ("_current_iterator", "_epoch_iterator")
+KERAS_DATA = "_distributed_dataset"
 
 
 @dataclasses.dataclass
@@ -49,15 +54,22 @@ class Follower:
 
     Args:
         model: The model.
+        is_backed_up: Whether backups are taken of the `fit`.
 
     Attributes:
         position: Where the loop is.
+        state: The random state of the data, once Keras has begun to build the model.
     """
 
-    def __init__(self, model: keras.Model):
+    state: DataState
+
+    def __init__(self, model: keras.Model, is_backed_up: bool = True):
         self._model = model
+        self._is_backed_up = is_backed_up
         self._loop: Any = None  # Keras' EpochIterator
         self._resumes = False
+        self._sources: list[tf.data.Dataset] = []
+        self._is_amid = False  # an epoch's steps have begun
         self._arrive: Callable[[], Any] | None = None
         self.position = Position()
 
@@ -72,17 +84,21 @@ class Follower:
                 vars(self._model).pop(name, None)
             setattr(self._model, KERAS_INITIAL_EPOCH, None)
 
-    def resume(self, position: Position, first_epoch: int, logs: Any, arrive: Callable[[], Any]) -> None:
+    def resume(
+        self, position: Position, first_epoch: int, logs: Any, own: Mapping[str, Any], arrive: Callable[[], Any]
+    ) -> None:
         """Makes the loop go on from a place. Call it in `on_train_begin`.
 
         Args:
             position: The place.
             first_epoch: The epoch to begin with, from 0; that of the place, unless no further one is wanted.
             logs: The logs of the last step before it, in case there are no further ones in its epoch.
+            own: What this process had of its own there, the state of the data included.
             arrive: Called there, after all that Keras does to begin an epoch and a pass over the data.
         """
         self.position = position
         self._resumes, self._arrive = True, arrive
+        self.state.put(own, goes_on=position.epoch_step > 0)
         setattr(self._model, KERAS_INITIAL_EPOCH, first_epoch)
         if position.epoch_step:
             setattr(self._model, KERAS_LOGS, functools.partial(self._logs, logs))
@@ -105,12 +121,24 @@ class Follower:
         self.position.epoch, self.position.epoch_step = epoch + 1, 0
         vars(self._model).pop(KERAS_LOGS, None)
 
+    def doubts(self) -> Iterator[str]:
+        """Yields why a resume will not be exact because of the data, and the remedies."""
+        yield from inexact_resume.of_data(self._sources)
+        yield from self.state.doubts()
+
     def _build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        getattr(type(self._model), KERAS_SYMBOLIC_BUILD)(self._model, iterator=iterator, data_batch=data_batch)
-        if self._loop is None:  # the first one is fit's own, later ones evaluate's
-            self._loop = iterator
-            setattr(iterator, KERAS_ENUMERATE, self._enumerate)
-            setattr(iterator, KERAS_GET_ITERATOR, lambda: self)
+        build = functools.partial(getattr(type(self._model), KERAS_SYMBOLIC_BUILD), self._model)
+        if self._loop is not None:  # the first one is fit's own, later ones evaluate's
+            build(iterator=iterator, data_batch=data_batch)
+            return
+        self._sources = getattr(getattr(iterator, KERAS_DATA, None), "sources", [])
+        self.state = DataState(self._sources, iterator.data_adapter, self._is_backed_up)
+        with self.state.undrawn():
+            build(iterator=iterator, data_batch=data_batch)
+            _end_pass(iterator)
+        self._loop = iterator
+        setattr(iterator, KERAS_ENUMERATE, self._enumerate)
+        setattr(iterator, KERAS_GET_ITERATOR, lambda: self)
 
     def _logs(self, last: Any, logs: Any) -> Any:
         return getattr(type(self._model), KERAS_LOGS)(self._model, logs or last)
@@ -118,31 +146,49 @@ class Follower:
     def __iter__(self) -> Any:
         """Begins a pass over the data."""
         data = getattr(type(self._loop), KERAS_GET_ITERATOR)(self._loop)
-        place = self.position
-        goes_on = self._resumes and place.passes and (place.epoch_step or self._loop.steps_per_epoch)
+        place, goes_on = self.position, self._goes_on_in_pass
+        setattr(self._loop, KERAS_ITERATORS[0], None)  # or the pass before might read ahead, and draw random numbers
         if not goes_on:
             place.passes, place.drawn = place.passes + 1, 0
-        return starting_at(data, place.passes, place.drawn) if self._resumes else iter(data)
+        if self._resumes:
+            return starting_at(data, place.passes, place.drawn, self.state.resumption(place.passes, goes_on))
+        if self._is_amid and self._loop.steps_per_epoch is None and self._sources:
+            # Keras throws this pass away. It would read ahead and draw random numbers until then; shuffles count it all the same.
+            self._model.distribute_strategy.statistics.synchronize()
+            for source in self._sources:
+                replay(source, 1, reads=False)
+            return iter(())
+        self.state.begin_pass(place.passes)
+        return iter(data)
+
+    @property
+    def _goes_on_in_pass(self) -> bool:
+        place = self.position
+        return bool(self._resumes and place.passes and (place.epoch_step or self._loop.steps_per_epoch))
 
     def _enumerate(self) -> Iterator[Any]:
         loop, place = self._loop, self.position
-        steps = getattr(type(loop), KERAS_ENUMERATE)(loop)
-        if not self._resumes:
-            yield from steps
-            return
-        done, first = place.epoch_step, True
-        for begin, end, data in steps:
-            if first:
+        self._is_amid = False
+        self.state.begin_epoch()
+        if self._resumes and not self._goes_on_in_pass:
+            self.state.restore("now")
+        done, resumes = place.epoch_step, self._resumes
+        for begin, end, data in getattr(type(loop), KERAS_ENUMERATE)(loop):
+            self._is_amid = True
+            if self._resumes:
                 # Of earlier epochs, in the same pass.
                 setattr(loop, KERAS_STEPS_SEEN, getattr(loop, KERAS_STEPS_SEEN) + place.drawn - done)
-                first = self._resumes = False
-            if begin < done:
-                continue
-            self._arrived()
-            if self._model.stop_training:
-                return
+                self._resumes = False
+            if resumes:
+                if begin < done:
+                    continue
+                self._arrived()
+                if self._model.stop_training:
+                    return
+            self.state.stays = False
             yield begin, end, data
-        self._arrived()
+        if resumes:
+            self._arrived()
 
     def _arrived(self) -> None:
         arrive, self._arrive = self._arrive, None
@@ -150,15 +196,23 @@ class Follower:
             arrive()
 
 
-def starting_at(data: Any, number: int, steps: int) -> Any:
+def starting_at(data: Any, number: int, steps: int, ready: Callable[[], None]) -> Any:
     """Returns an iterator of a pass over data.
 
     Args:
         data: A dataset, or what a strategy has made of one.
         number: The pass, from 1: a dataset that shuffles does so differently in each.
         steps: Steps of it to leave out.
+        ready: Called before the iterator is made, and after the passes before are replayed.
     """
     if hasattr(data, "starting_at"):
-        return data.starting_at(number, steps)
+        return data.starting_at(number, steps, ready)
     replay(data, number - 1)
+    ready()
     return iter(data.skip(steps))
+
+
+def _end_pass(loop: Any) -> None:
+    """Ends the reading ahead of a pass."""
+    for name in KERAS_ITERATORS:
+        setattr(loop, name, None)

@@ -50,12 +50,13 @@ class DistributesData(tf.distribute.Strategy):
             if self._deals(dataset):
                 distribute, elements = self._split, len(self.extended.worker_devices)
 
-        def starting_at(number: int, steps: int) -> Any:
+        def starting_at(number: int, steps: int, ready: Callable[[], None]) -> Any:
             data.replay(dataset, number - 1)
+            ready()
             return iter(self._synchronizing(distribute(dataset.skip(steps), options), elements))
 
         distributed = self._synchronizing(distribute(dataset, options), elements)
-        distributed.starting_at = starting_at
+        distributed.starting_at, distributed.sources = starting_at, [dataset]
         return distributed
 
     def _deals(self, dataset: tf.data.Dataset) -> bool:
@@ -101,7 +102,7 @@ class DistributesData(tf.distribute.Strategy):
             steps.append(int(-(-batches.max() // elements)) if (batches >= 0).all() else tf.data.UNKNOWN_CARDINALITY)
             return self._made_alike(dataset, sizes, batches, deals)
 
-        def starting_at(number: int, done: int) -> Any:
+        def starting_at(number: int, done: int, ready: Callable[[], None]) -> Any:
             def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 dataset = made[context.input_pipeline_id]
                 data.replay(dataset, number - 1)
@@ -110,12 +111,14 @@ class DistributesData(tf.distribute.Strategy):
                     return self._made_alike(dataset, sizes, batches, deals).skip(done * elements)
                 return self._made_alike(data.skip(dataset, done * elements), sizes, batches, deals)
 
-            return iter(self._synchronizing(distribute(rest, options), elements))
+            distributed = self._synchronizing(distribute(rest, options), elements)
+            ready()
+            return iter(distributed)
 
         distribute = super().distribute_datasets_from_function
         distributed = distribute(make, options)
         distributed = self._synchronizing(distributed, elements, steps[0])
-        distributed.starting_at = starting_at
+        distributed.starting_at, distributed.sources = starting_at, list(made.values())
         return distributed
 
     def _of_all_workers(self, dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:

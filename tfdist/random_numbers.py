@@ -103,13 +103,34 @@ class GlobalGenerator:
             if self._own is None:
                 self._own = in_clean_thread(keras.random.SeedGenerator)
             return self._own.next(ordered)
-        if self._made is None:
+        return self.generator(makes=True).next(ordered)
+
+    def generator(self, makes: bool) -> Any:
+        """Returns the seed generator that it draws from, or None if there is none yet, and `makes` is False."""
+        if self._made is None and makes:
             self._made = in_clean_thread(self._make)
-        return self._made.next(ordered)
+        return self._made
 
     def _make(self) -> keras.random.SeedGenerator:
         with self._strategy.scope():
             return keras.random.SeedGenerator()
+
+
+def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Variable | None:
+    """Returns the state that `keras.random.*` draws from in this thread if it is given no seed, or None if there is none.
+
+    Args:
+        strategy: The strategy of the steps that draw.
+        makes: Whether to make it if there is none.
+    """
+    found = global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
+    if strategy.num_replicas_in_sync > 1:
+        if makes or isinstance(found, GlobalGenerator):
+            found = GlobalGenerator.of_thread(strategy).generator(makes)
+    elif found is None and makes:
+        found = keras.random.SeedGenerator()
+        global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, found)
+    return found.state.value if isinstance(found, keras.random.SeedGenerator) else None
 
 
 class StepGenerator:

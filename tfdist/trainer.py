@@ -36,6 +36,7 @@ from tfdist.compression import comm
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
 from tfdist.coordinator import Coordinator
+from tfdist.data_position import Follower
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.parameter_servers import ParameterServerStrategy, bytes_per_server
 from tfdist.preemption import GRACE_SECONDS
@@ -342,7 +343,7 @@ class Trainer:
         self, backup: BackupAndRestore | None, model: keras.Model, data: Any, given: dict[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         if backup is None:
-            return contextlib.nullcontext()
+            return contextlib.nullcontext() if self._coordinator else Follower(model, is_backed_up=False).following()
         names = ("batch_size", "class_weight", "initial_epoch", "shuffle", "steps_per_epoch", "validation_split")
         same = {name: given[name] for name in names if name in given}
         same["data"] = differences.about_data(data, given.get("y"))

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import optimizer_search
+from tfdist import optimizer_search, random_numbers
 from tfdist.moving_statistics import MovingStatistics
 
 # What Keras' own callbacks remember from one step or epoch to another.
@@ -24,6 +24,7 @@ _REMEMBERED: Mapping[type, Sequence[str]] = {
 }
 _BARE = vars(keras.callbacks.Callback()).keys() | {"_supports_tf_logs"}
 _REST = "rest"  # what is no tensor, as JSON
+_GLOBAL_SEED = "global seed/"  # of this thread's `keras.random`
 _ARRAY, _PAIRS = "array:", "pairs:"
 
 
@@ -67,6 +68,8 @@ class TrainingState:
                     own |= {f"{name}/{number}": tf.identity(value) for number, value in enumerate(components)}
                 else:
                     shared[name] = tf.identity(components[0])
+            if (seed := random_numbers.global_seed(self._strategy)) is not None:
+                own |= {f"{_GLOBAL_SEED}{n}": tf.identity(value) for n, value in enumerate(self._components(seed))}
             arrays: dict[str, np.ndarray] = {}
             remembered = {name: _packed(_remembered(c), name, arrays) for name, c in self._callbacks.items()}
             rest = {
@@ -83,6 +86,10 @@ class TrainingState:
         for name, variable in self._variables.items():
             for number, component in enumerate(self._components(variable)):
                 component.assign(own[f"{name}/{number}"] if name in self._own else shared[name])
+        if f"{_GLOBAL_SEED}0" in own:
+            seed = random_numbers.global_seed(self._strategy, makes=True)
+            for number, component in enumerate(self._components(seed)):
+                component.assign(own[f"{_GLOBAL_SEED}{number}"])
         rest = json.loads(np.asarray(own[_REST]).item())
         arrays = {name.removeprefix(_ARRAY): value for name, value in own.items() if name.startswith(_ARRAY)}
         for name, callback in self._callbacks.items():
@@ -90,6 +97,12 @@ class TrainingState:
                 _remind(callback, _unpacked(rest["callbacks"][name], arrays))
         self._statistics.synchronized = rest["synchronized"]
         return _unpacked(rest["logs"], arrays)
+
+    def held(self) -> list[tf.Variable]:
+        """Returns this process's components of all variables that are taken."""
+        seed = random_numbers.global_seed(self._strategy)
+        every = [*self._variables.values(), *([] if seed is None else [seed])]
+        return [component for variable in every for component in self._components(variable)]
 
     def forgotten(self) -> list[str]:
         """Returns the classes of the user's callbacks that may remember something, which is not backed up."""

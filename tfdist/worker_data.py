@@ -119,7 +119,7 @@ class Pipelines:
     def __iter__(self) -> PipelinesIterator:
         return PipelinesIterator(self._data)
 
-    def starting_at(self, number: int, steps: int) -> PipelinesIterator:
+    def starting_at(self, number: int, steps: int, ready: Callable[[], None]) -> PipelinesIterator:
         """Returns a pass that leaves out as many batches of each pipeline as a worker has taken on average by `steps`."""
         return PipelinesIterator(self._data, -(-steps // self._data.pipelines))
 

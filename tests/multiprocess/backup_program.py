@@ -135,6 +135,15 @@ DATA = {
     "dataset": lambda: {"x": plain.shuffle(100).batch(BATCH)},
     "unknown": lambda: {"x": plain.shuffle(100).filter(lambda *_: True).batch(BATCH)},
     "endless": lambda: {"x": plain.shuffle(100).repeat().batch(BATCH), "steps_per_epoch": STEPS - 1},
+    "interleave": lambda: {
+        "x": (
+            tf.data.Dataset.range(STEPS)
+            .shuffle(STEPS)
+            .interleave(lambda n: plain.skip(n * BATCH).take(BATCH).shuffle(BATCH), cycle_length=2)
+            .shuffle(100)
+            .batch(BATCH)
+        )
+    },
     "repeated": lambda: {"x": plain.shuffle(100).batch(BATCH), "steps_per_epoch": STEPS // 2},
     "finite_function": lambda: {
         "x": lambda c: (

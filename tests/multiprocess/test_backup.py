@@ -187,6 +187,19 @@ def test_errors_that_are_fed_back_are_the_same_after_a_kill(tmp_path):
 
 
 @pytest.mark.slow
+def test_files_that_are_shuffled_and_interleaved_come_in_the_same_order(tmp_path):
+    """A shuffle below another one begins a new order when it is read, not when an iterator is made."""
+    how = {"data": "interleave"}
+    code, text, expected = run("multi_worker_mirrored", tmp_path / "whole", save_freq=0, **how)
+    assert code == 0, text
+    how["kills"] = [[1, "step", 2 * STEPS + 4]]
+    code, text, results = run("multi_worker_mirrored", tmp_path / "killed", save_freq=SAVE_FREQ, **how)
+    assert code == 0, text
+    assert results[0]["restarts"] == 1 and "exact" not in text
+    check_equal(results, expected)
+
+
+@pytest.mark.slow
 def test_four_ranks_share_a_folder(tmp_path):
     code, text, _ = run("multi_worker_mirrored", tmp_path, workers=4, save_freq=3, epochs=1)
     assert code == 0, text
