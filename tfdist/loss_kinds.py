@@ -12,7 +12,8 @@ import tensorflow as tf
 
 Kind = Literal["vector", "sum", "mean"]
 
-_ROWS = 8
+_ROWS = 16
+_TOLERANCE = 0.25  # in doublings, as a loss may draw random numbers
 _UNKNOWN = 3  # for a size that is not known
 
 
@@ -38,7 +39,7 @@ def kind_of_function(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Kind:
             return "mean"
         if np.ndim(once):
             return "vector"
-        return _kind(float(once), float(twice), 1e-3, f"The loss {loss.name}")
+        return _kind(float(once), float(twice), f"The loss {loss.name}")
 
 
 def kinds_of_added(model: keras.Model, x: Any, training: bool) -> list[Kind]:
@@ -66,8 +67,7 @@ def kinds_of_added(model: keras.Model, x: Any, training: bool) -> list[Kind]:
             return []
     kinds: list[Kind] = []
     for (rank, once), (_, twice) in zip(*found, strict=False):
-        # Layers that draw random numbers do not give twice as much to the bit.
-        kinds.append("vector" if rank else _kind(once, twice, 0.4, f"A loss that a layer of {model.name} adds"))
+        kinds.append("vector" if rank else _kind(once, twice, f"A loss that a layer of {model.name} adds"))
     return kinds
 
 
@@ -76,13 +76,14 @@ def own_losses(model: keras.Model) -> list[Any]:
     return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
 
 
-def _kind(once: float, twice: float, tolerance: float, name: str) -> Kind:
+def _kind(once: float, twice: float, name: str) -> Kind:
     if not once or not math.isfinite(once) or not math.isfinite(twice):
         return "mean"
     ratio = twice / once
-    if abs(ratio / 2 - 1) < tolerance:
+    doublings = math.log2(ratio) if ratio > 0 else math.inf
+    if abs(doublings - 1) < _TOLERANCE:
         return "sum"
-    if abs(ratio - 1) >= tolerance:
+    if abs(doublings) >= _TOLERANCE:
         warnings.warn(
             f"{name} is neither a sum nor a mean over the batch: with each example twice it is {ratio:.3g} times as large. "
             "Several replicas train its mean over their parts of the batch, which is another loss than one device's.",
