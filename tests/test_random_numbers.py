@@ -20,9 +20,7 @@ class Noisy(keras.Model):
     def __init__(self, steps=4):
         super().__init__()
         self.dense = keras.layers.Dense(1)
-        self.drawn = self.add_weight(
-            shape=(steps, len(KINDS), 16), initializer="zeros", dtype="int32", trainable=False, name="drawn"
-        )
+        self.drawn = tf.Variable(tf.zeros([steps, len(KINDS), 16], tf.int32), trainable=False)  # each replica's own
         self.at = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="at")
         self.inner = tf.function(lambda: tf.random.uniform([16]))
 
@@ -39,7 +37,7 @@ class Noisy(keras.Model):
             keras.random.uniform([16]),
         ]
         numbers = tf.cast(tf.stack(draws) * 1e6, tf.int32)
-        self.drawn.assign(tf.tensor_scatter_nd_update(self.drawn.value, [[number]], numbers[None]))
+        self.drawn.assign(tf.tensor_scatter_nd_update(tf.convert_to_tensor(self.drawn), [[number]], numbers[None]))
         self.at.assign(number + 1)
         return super().train_step(data)
 
@@ -55,7 +53,7 @@ def draw(trainer, seed, way, dataset=False, **compiled):
     sized = {} if dataset else {"batch_size": 4}
     fit = model.fit if way == "bare" else lambda *args, **kwargs: trainer.fit(model, *args, **kwargs)
     fit(*data, verbose=0, **sized)
-    return np.array([v.numpy() for v in trainer.strategy.experimental_local_results(model.drawn.value)])
+    return np.array([v.numpy() for v in trainer.strategy.experimental_local_results(model.drawn)])
 
 
 @pytest.fixture(scope="module")

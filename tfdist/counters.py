@@ -1,4 +1,4 @@
-"""Integer variables of a model, such as a count of the examples that a layer has seen, hold what one process would count.
+"""Integer weights of a model, such as a count of the examples that a layer has seen, hold what one process would count.
 
 Keras gives them no aggregation: each replica counts its own share of the data. What all replicas add alike (1 for each call) counts
 once; what depends on the data is summed over the replicas.
@@ -22,11 +22,14 @@ _SUMS = ("AddV2", "Add", "AddN")
 
 
 def is_counter(kwargs: dict[str, Any]) -> bool:
-    """Whether a creator's arguments describe an integer variable of which each replica would keep its own value."""
-    dtype = kwargs.get("dtype") or getattr(kwargs.get("initial_value"), "dtype", None)
+    """Whether a creator's arguments describe a weight of integers, of which each replica would keep its own value.
+
+    Keras names a type by a text. A `tf.Variable` that a layer makes by itself is no weight, and keeps each replica's value.
+    """
+    dtype = kwargs.get("dtype")
     return (
         not kwargs.get("trainable", True)
-        and dtype is not None
+        and isinstance(dtype, str)
         and tf.as_dtype(dtype).is_integer
         and kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE)
         and kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO)
@@ -80,8 +83,8 @@ def check(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> None:
 
 
 _REFUSED = (
-    "The integer variable {} is assigned what depends on the data, and so on the replica, other than by adding to it. Add to it "
-    "(assign_add), which is summed over the replicas, use a metric, or a variable of floating-point numbers, which is averaged."
+    "The integer weight {} is assigned what depends on the data, and so on the replica, other than by adding to it. Add to it "
+    "(assign_add), which is summed over the replicas, use a metric, a weight of floating-point numbers, which is averaged, or a tf.Variable, of which each replica keeps its own."
 )
 
 

@@ -37,9 +37,12 @@ def numbers(layer, x):
     layer.count.assign(3 + layer.count - tf.cast(tf.reduce_sum(x), tf.int32))
 
 
+def direct(layer, x):
+    layer.count.value.assign_add(tf.cast(tf.reduce_sum(x), tf.int32))
+
+
 def plain(layer, x):
-    layer.plain.assign_add(tf.cast(tf.reduce_sum(x), tf.int64))
-    layer.count.assign(tf.cast(layer.plain, tf.int32))
+    layer.plain.assign(tf.cast(tf.reduce_max(x), tf.int64))
 
 
 def calls(layer, x):
@@ -72,7 +75,7 @@ def trained(how, **options):
     return int(layer.count.numpy())
 
 
-results = {how.__name__: trained(how) for how in (examples, numbers, plain, calls, sometimes, largest)}
+results = {how.__name__: trained(how) for how in (examples, numbers, direct, plain, calls, sometimes, largest)}
 results["in executions"] = trained(examples, steps_per_execution=3)
 results["hidden"] = trained(hidden)
 harness.store(sys.argv[2], RANK, results)

@@ -141,10 +141,8 @@ class Recorder(keras.layers.Layer):
     """Keeps which elements were dropped from what each replica last saw."""
 
     def build(self, shape):
-        # Whole numbers: of other statistics the replicas would share the mean.
-        self.seen = self.add_weight(
-            shape=(16 // trainer.num_replicas, shape[-1]), initializer="zeros", dtype="int32", trainable=False
-        )
+        # Whole numbers, and no weight: of weights the replicas would share the mean, or hold the same.
+        self.seen = tf.Variable(tf.zeros([16 // trainer.num_replicas, shape[-1]], tf.int32), trainable=False)
 
     def call(self, x):
         self.seen.assign(keras.ops.cast(keras.ops.not_equal(x, 0), "int32"))
@@ -170,7 +168,7 @@ def dropout():
                 components = strategy.experimental_local_results(drop())
             else:
                 model.fit(ones, np.zeros((16, 1), np.float32), batch_size=16, verbose=0)
-                components = strategy.experimental_local_results(recorder.seen.value)
+                components = strategy.experimental_local_results(recorder.seen)
             steps.append([component.numpy() != 0 for component in components])
         masks.append(steps)
     return np.array(masks)
