@@ -100,8 +100,8 @@ def draw(seed: int) -> Case:
     reduction = "sum_over_batch_size"
     if maybe(0.25) and loss not in NUMBERS:
         reduction = rng.choice(["sum", "sum", "none", None, "mean_with_sample_weight"])
-        if reduction in ("none", None) and model.startswith(("regularized", "added")):
-            reduction = "sum"  # Keras adds no number to a vector
+        if reduction in ("none", None) and model.startswith(("regularized", "added", "masked_outputs")):
+            reduction = "sum"  # Keras adds vectors of one length, and no number to a vector
     optimizer = rng.choice(["SGD", "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "Lion", "Adamax"])
     if compression in ("bf16", "fp16", "int8"):
         optimizer = "SGD"  # others magnify what rounding leaves of small gradients
