@@ -12,6 +12,7 @@ from typing import Any
 EMPTY_REPLICAS = True  # a batch that leaves a replica without examples, beyond dense layers
 MASKED_LOSSES = True  # a mask reaches the loss on several replicas
 SUMS_BESIDE_OTHERS = True  # a loss compiled with reduction="sum" where a layer adds another loss
+UNEVEN_NORM_IN_OWN_STEPS = False  # synchronized BatchNorm in an own train_step, with shares that differ
 LOGS_OF_SUMS = True  # the logs of such a loss in an own train_step
 
 CLASSES, TOKENS, WORDS = 3, 4, 7
@@ -100,8 +101,8 @@ def draw(seed: int) -> Case:
     reduction = "sum_over_batch_size"
     if maybe(0.25) and loss not in NUMBERS:
         reduction = rng.choice(["sum", "sum", "none", None, "mean_with_sample_weight"])
-        if reduction in ("none", None) and model.startswith(("regularized", "added")):
-            reduction = "sum"  # Keras adds no number to a vector
+        if reduction in ("none", None) and model.startswith(("regularized", "added", "masked_outputs")):
+            reduction = "sum"  # Keras adds vectors of one length, and no number to a vector
     optimizer = rng.choice(["SGD", "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "Lion", "Adamax"])
     if compression in ("bf16", "fp16", "int8"):
         optimizer = "SGD"  # others magnify what rounding leaves of small gradients
@@ -187,6 +188,8 @@ def known_to_work(case: Case) -> Case:
         case = dataclasses.replace(case, model=case.model.replace("masked_", ""))
     if case.model in ("masked_tokens", "masked_outputs") or case.reduction == "mean_with_sample_weight":
         case = dataclasses.replace(case, jit=False)  # replicas count together, which XLA cannot
+    if not UNEVEN_NORM_IN_OWN_STEPS and case.model == "norm" and any(size % case.replicas for size in case.sizes):
+        case = dataclasses.replace(case, step="keras")
     if not SUMS_BESIDE_OTHERS and case.model.startswith("added") and case.reduction == "sum":
         case = dataclasses.replace(case, reduction="sum_over_batch_size")
     if not EMPTY_REPLICAS and case.model not in ONLY_DENSE and case.starved:

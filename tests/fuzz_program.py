@@ -147,19 +147,24 @@ def main(arguments: list[str]) -> None:
     cpus = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpus[0], [tf.config.LogicalDeviceConfiguration()] * _REPLICAS)
     strategies: dict[int, Any] = {}
+    seeds: list[int] = []
     for argument in arguments:
         first, _, last = argument.partition("-")
-        for seed in range(int(first), int(last or first) + 1):
-            began, case = time.monotonic(), fuzz_cases.draw(seed)
-            try:
-                found = differences(case, strategies)
-            except Exception as e:  # of which each is a find
-                lines = traceback.format_exc().splitlines()
-                places = [line.strip() for line in lines if "/tfdist/" in line or "tests/fuzz" in line]
-                found = [f"{type(e).__name__}: {str(e)[:600]}", *places[-3:]]
-            seconds = round(time.monotonic() - began, 1)
-            print(json.dumps({"seed": seed, "seconds": seconds, "case": str(case), "differences": found}), flush=True)
-            keras.backend.clear_session()
+        seeds += range(int(first), int(last or first) + 1)
+    for number, seed in enumerate(seeds, 1):
+        began, case, error = time.monotonic(), fuzz_cases.draw(seed), ""
+        try:
+            found = differences(case, strategies)
+        except Exception as e:  # of which each is a find
+            error = str(e)
+            lines = traceback.format_exc().splitlines()
+            places = [line.strip() for line in lines if "/tfdist/" in line or "tests/fuzz" in line]
+            found = [f"{type(e).__name__}: {error[-600:]}", *places[-3:]]
+        seconds = round(time.monotonic() - began, 1)
+        print(json.dumps({"seed": seed, "seconds": seconds, "case": str(case), "differences": found}), flush=True)
+        if "Collective ops is aborted" in error and number < len(seeds):  # as are all of this process from now on
+            os.execv(sys.executable, [sys.executable, "-m", "tests.fuzz_program", *map(str, seeds[number:])])
+        keras.backend.clear_session()
 
 
 if __name__ == "__main__":

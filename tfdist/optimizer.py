@@ -23,7 +23,7 @@ from tfdist.compression.base import Compressor
 from tfdist.compression.comm import check_strategy
 from tfdist.config import CompressionConfig
 from tfdist.errors import ConfigError
-from tfdist.reduction import Reduction, sums, sums_here
+from tfdist.reduction import Reduction, sums, sums_here, sums_of_rows
 from tfdist.refusals import DISTRIBUTED, KERAS_REDUCTION, UNBUILT
 from tfdist.update import KERAS_CLIP, KERAS_UPDATE, Update
 
@@ -246,7 +246,15 @@ class _Reduce:
     ) -> list[Any]:
         """Returns the gradients, None where there is none, summed over all replicas."""
         if not (context and sums_here(context.strategy)):
-            return gradients.all_reduce(tf.distribute.ReduceOp.SUM, grads)
+            rows = [place for place, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
+            if not (context and rows and isinstance(context.strategy, tf.distribute.MirroredStrategy)):
+                return gradients.all_reduce(tf.distribute.ReduceOp.SUM, grads)
+            dense = [None if place in rows else grad for place, grad in enumerate(grads)]
+            reduced = gradients.all_reduce(tf.distribute.ReduceOp.SUM, dense)
+            gathered = context.merge_call(sums_of_rows, args=([grads[place] for place in rows],))
+            for place, total in zip(rows, gathered, strict=True):
+                reduced[place] = total
+            return reduced
         grads = gradients.of_known_shape(grads, self._update.variables if variables is None else variables)
         places = [place for place, grad in enumerate(grads) if grad is not None]
         present = [grads[place] for place in places]

@@ -198,6 +198,21 @@ def sums(strategy: tf.distribute.Strategy, grads: Sequence[Any], step: tf.Tensor
     return [distribute_utils.regroup(summed[place]) for place in range(len(grads))]
 
 
+def sums_of_rows(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[Any]:
+    """Returns the rows of all replicas of one process. In cross-replica context.
+
+    TensorFlow gathers them by a collective, which keeps the number of rows of an execution's first step: the step after it,
+    of another number, ends in "Shape mismatch in the collective instance".
+
+    Args:
+        strategy: Mirrored.
+        grads: A value per replica for each gradient, `tf.IndexedSlices`.
+    """
+    group, local = group_of(strategy), strategy.experimental_local_results
+    step = tf.zeros([], tf.int64)
+    return [distribute_utils.regroup(tuple(sum_rows(group, local(grad), NONE.rows, step))) for grad in grads]
+
+
 def sum_rows(group: Group, slices: Sequence[tf.IndexedSlices], rows: Rows, step: tf.Tensor) -> list[tf.IndexedSlices]:
     """Returns all ranks' rows of a gradient, which stay rows, for each of this process's ranks.
 
