@@ -33,8 +33,8 @@ from tfdist import (
     random_numbers,
     refusals,
     scheduler,
-    starved,
     step,
+    synchronized_norm,
     training_state,
     update,
     worker_step,
@@ -63,7 +63,7 @@ def test_keras_distributes_and_draws_data_where_the_strategy_looks():
     predict = inspect.getsource(keras.Model.make_predict_function)
     assert f"def {cures.KERAS_PREDICT}(data)" in predict, moved
     layer = keras.layers.BatchNormalization(synchronized=True)
-    assert f"self.{starved.KERAS_MOMENTS}(inputs, mask)" in inspect.getsource(type(layer).call), moved
+    assert f"self.{synchronized_norm.KERAS_MOMENTS}(inputs, mask)" in inspect.getsource(type(layer).call), moved
 
 
 def test_tensorflow_takes_a_coordination_service_that_is_configured():

@@ -71,6 +71,7 @@ FLOORS = {
     "tfdist.loss_kinds": True,
     "tfdist.batch_losses": True,
     "tfdist.starved": True,
+    "tfdist.synchronized_norm": True,
     "tfdist.step": True,
     "tfdist.distributed_data": True,
     "tfdist.counters": True,

@@ -33,7 +33,9 @@ def kind_of_function(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Kind:
         try:
             rows = _rows((y_true, y_pred))
             once, twice = (
-                loss.call(*tf.nest.map_structure(tf.convert_to_tensor, each)) for each in (rows, _twice(rows))
+                # As Keras calls it: data of a `tf.data.Dataset` may have another type than the model's.
+                loss.call(*tf.nest.map_structure(lambda one: keras.ops.convert_to_tensor(one, loss.dtype), each))
+                for each in (rows, _twice(rows))
             )
         except Exception:  # it may want what is not known here
             return "mean"

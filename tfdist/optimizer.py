@@ -132,6 +132,14 @@ def sharing(
         _replica.compiled = _replica.scales = None
 
 
+def gradient_share() -> tf.Tensor | float | None:
+    """Returns by what this replica's gradients will be multiplied, in a step that does not multiply its loss; None if by nothing."""
+    if getattr(_replica, "scales", None) is not None:
+        return None
+    share: tf.Tensor | float | None = getattr(_replica, "share", None)
+    return share
+
+
 @contextlib.contextmanager
 def capturing() -> Iterator[list[tuple[Sequence[Any], Sequence[Any] | None]]]:
     """Keeps the arguments of this replica's `apply` calls, instead of applying them."""

@@ -5,7 +5,6 @@ Its loss and gradient count nothing, as its share of the batch is 0 (see `batch_
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,6 @@ import keras
 import tensorflow as tf
 
 from tfdist import dealing
-
-# The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
-KERAS_MOMENTS = "_moments"
 
 
 def metrics_of(model: keras.Model) -> list[tf.Variable]:
@@ -103,17 +99,3 @@ def _cond(
         return lambda: [tf.constant(0), *branch()]  # a branch that returns nothing would not be run
 
     return list(tf.cond(condition, numbered(yes), numbered(no))[1:])
-
-
-def leave_out_of_moments(model: keras.Model) -> None:
-    """Makes `BatchNormalization(synchronized=True)` count no example that does not count. In place."""
-    for layer in model._flatten_layers():
-        if getattr(layer, "synchronized", False) and KERAS_MOMENTS not in vars(layer):
-            setattr(layer, KERAS_MOMENTS, functools.partial(_moments, getattr(layer, KERAS_MOMENTS)))
-
-
-def _moments(moments: Callable[..., Any], inputs: tf.Tensor, mask: Any) -> Any:
-    examples = dealing.counting()
-    if examples is None or mask is not None:
-        return moments(inputs, mask)
-    return moments(inputs[: tf.where(examples > 0, tf.shape(inputs)[0], 0)], mask)

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import batch_losses, dealing, optimizer_search, refusals, starved
+from tfdist import batch_losses, dealing, optimizer_search, refusals, starved, synchronized_norm
 from tfdist import optimizer as optimizer_lib
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
@@ -37,7 +37,7 @@ def adopt(model: keras.Model, compression: Compressor | None = None) -> None:
     if KERAS_MAKE_FUNCTION not in vars(model):
         model.train_function = model.test_function = None
     setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
-    starved.leave_out_of_moments(model)
+    synchronized_norm.share_moments(model)
     for optimizer in optimizer_search.optimizers(model):
         if model.distribute_strategy.num_replicas_in_sync > 1:
             optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
