@@ -359,6 +359,11 @@ def multi_optimizer():
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
+        (
+            lambda: sequential(keras.layers.BatchNormalization(synchronized=True, name="bn")),
+            {"jit_compile": True},
+            "the layer bn is synchronized=True .* jit_compile=False",
+        ),
         (sequential, {"optimizer": OwnApply}, "OwnApply overrides apply_gradients"),
         (sequential, {"optimizer": multi_optimizer}, "MultiOptimizer is not supported"),
         (lambda: sequential(kind=Lazy), {}, r"The optimizer SGD of Lazy must be built before fit: optimizer\.build"),

@@ -106,6 +106,11 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             f"jit_compile=True compiles a train_step up to its gradients, and the one of {type(model).__name__} may do "
             "more after them: compile the model with jit_compile=False."
         )
+    if model.jit_compile and (found := [x.name for x in model._flatten_layers() if getattr(x, "synchronized", False)]):
+        yield (
+            f"jit_compile=True: the layer {found[0]} is synchronized=True and sums over the replicas amid the step, which XLA "
+            "cannot compile: compile the model with jit_compile=False, or make the layer without synchronized."
+        )
     if isinstance(type(model).train_step, tf.types.experimental.PolymorphicFunction):
         yield (
             f"The train_step of {type(model).__name__} is a tf.function, in which TensorFlow lets replicas reduce nothing: "
@@ -131,8 +136,13 @@ def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
     if model.run_eagerly:
         yield f"run_eagerly=True {why} steps run on other machines; compile the model with run_eagerly=False."
     yield from _unbuilt_faults(model)
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            yield f"The layer {layer.name}, a SpectralNormalization, {why} steps read a variable once and write it at their end."
     for optimizer in optimizers(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if isinstance(inner, keras.optimizers.Muon):
+            yield f"The optimizer Muon {why} steps read a variable once and write it at their end; use AdamW."
         if type(inner).__name__ == "MultiOptimizer":
             yield "MultiOptimizer is not supported under parameter_server; use one optimizer."
         if inner is not optimizer:
@@ -159,6 +169,8 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
             yield f"mixed_float16 (a LossScaleOptimizer) {_CENTRAL}"
         if inner.use_ema:
             yield f"use_ema=True {_CENTRAL}"
+        if isinstance(inner, keras.optimizers.Nadam):
+            yield f"The optimizer Nadam {_CENTRAL}"
 
 
 def _unbuilt_faults(model: keras.Model) -> Iterator[str]:

@@ -358,6 +358,13 @@ def faults():
         other = dense(optimizer)
         found[name] = failure(lambda other=other: trainer.fit(other, X, Y, verbose=0))
     with trainer.scope():
+        optimizer = keras.optimizers.Muon()
+        normalized = keras.layers.SpectralNormalization(keras.layers.Dense(3), name="spectral")
+        other = keras.Sequential([keras.Input((8,)), normalized])
+        other.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    found["muon"] = failure(lambda: trainer.fit(dense(optimizer), X, Y, verbose=0))
+    found["spectral"] = failure(lambda: trainer.fit(other, X, Y, verbose=0))
+    with trainer.scope():
         other = keras.Sequential([keras.layers.Dense(3)])
     found["unbuilt"] = failure(lambda: trainer.predict(other, X, verbose=0))
     with trainer.scope():

@@ -185,6 +185,8 @@ def test_a_worker_that_is_killed_in_evaluation_costs_no_example(results):
         ("eagerly", "run_eagerly=True is not possible under parameter_server"),
         ("accumulation", "gradient_accumulation_steps is not possible under parameter_server"),
         ("ema", "ema_overwrite_frequency is not possible under parameter_server"),
+        ("muon", "The optimizer Muon is not possible under parameter_server"),
+        ("spectral", "The layer spectral, a SpectralNormalization, is not possible under parameter_server"),
         ("unbuilt", "has no variables yet, and they are to be on the servers"),
         ("layer outside", "A layer was created outside of this trainer's scope (it has dense_"),
         ("variable outside", "uses 'outside:0', which is not on a parameter server"),
