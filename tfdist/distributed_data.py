@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -45,7 +46,7 @@ class DistributesData(tf.distribute.Strategy):
         distribute, elements = super().experimental_distribute_dataset, 1
         if hasattr(loop, refusals.KERAS_ADAPTER):  # of a model's fit, evaluate or predict
             model = sys._getframe(2).f_locals.get("self")
-            if step.KERAS_MAKE_FUNCTION not in vars(model):
+            if isinstance(model, keras.Model) and step.KERAS_MAKE_FUNCTION not in vars(model):
                 step.adopt(model)
             if self._deals(dataset):
                 distribute, elements = self._split, len(self.extended.worker_devices)
