@@ -322,6 +322,28 @@ def test_16_bit_gradients_are_compressed_with_their_loss_scale(trainer):
     np.testing.assert_array_equal(loop.weight.numpy(), np.full(3, -2 * small, np.float16))
 
 
+@pytest.mark.parametrize("clip", [{}, {"clipnorm": 0.05}])
+def test_an_optimizer_may_first_train_alone_and_then_under_a_loss_scale(trainer, clip):
+    """What its first distribution has made of it must not stay: gradients would be reduced, scaled or clipped twice."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((16, 3)), rng.standard_normal((16, 1))
+    with trainer.scope():
+        leaf = keras.optimizers.SGD(0.1, **clip)
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", dtype="float64")
+        model = keras.Sequential([keras.Input((3,), dtype="float64"), layer])
+    weights = np.zeros((3, 1))
+    for wrapped in (False, True, False):
+        with trainer.scope():
+            optimizer = keras.optimizers.LossScaleOptimizer(leaf, initial_scale=8.0) if wrapped else leaf
+            model.compile(optimizer, "mse", jit_compile=False)
+        trainer.fit(model, x, y, batch_size=8, shuffle=False, verbose=0)
+        for xs, ys in ((x[:8], y[:8]), (x[8:], y[8:])):
+            gradient = 2 * xs.T @ (xs @ weights - ys) / 8
+            norm = np.linalg.norm(gradient)
+            weights -= 0.1 * (gradient * min(1, clip["clipnorm"] / norm) if clip else gradient)
+        assert model.get_weights()[0] == pytest.approx(weights, abs=1e-6)
+
+
 def test_a_loss_scale_in_a_loop_of_ones_own_is_built_first(trainer):
     loop = Loop(trainer, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)), built=False)
     with pytest.raises(ConfigError, match=r"with a loss scale must be built first: optimizer\.build"):
