@@ -215,11 +215,20 @@ def test_a_mask_cannot_be_compiled(trainer):
         trainer.fit(model, words, tags, verbose=0)
 
 
-def test_what_is_neither_a_sum_nor_a_mean_is_said(trainer):
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, p: tf.sqrt(tf.reduce_sum((y - p) ** 2)),
+        keras.losses.Dice(),
+        keras.losses.Tversky(reduction="sum"),
+        lambda y, p: tf.math.reduce_variance(y - p),
+    ],
+)
+def test_what_is_neither_a_sum_nor_a_mean_is_said(trainer, loss):
     with trainer.scope():
         model = dense()
-        model.compile("sgd", lambda y, p: tf.sqrt(tf.reduce_sum((y - p) ** 2)))
-    with pytest.warns(UserWarning, match=r"neither a sum nor a mean .* 1\.41 times as large"):
+        model.compile("sgd", loss)
+    with pytest.warns(UserWarning, match=r"The loss .* is neither a sum nor a mean over examples: it is"):
         trainer.fit(model, X, Y, batch_size=BATCH, verbose=0)
 
 

@@ -140,9 +140,9 @@ class _CompiledLoss:
         if not isinstance(self.loss, keras.losses.Loss):
             return False
         if self._kind is None:
-            function = getattr(self.loss, "fn", self.loss.call)
-            keras_own = function.__module__.startswith("keras.")
-            self._kind = "vector" if keras_own else loss_kinds.kind_of_function(self.loss, y_true, y_pred)
+            keras_own = getattr(self.loss, "fn", self.loss.call).__module__.startswith("keras.")
+            found = loss_kinds.kind_of_function(self.loss, y_true, y_pred)
+            self._kind = found or ("vector" if keras_own else "mean")
         return self._kind == "sum" or (self._kind == "vector" and self.loss.reduction == "sum")
 
     def _divisor(self, y_pred: Any, sample_weight: Any, dtype: Any) -> tf.Tensor | None:

@@ -1,9 +1,11 @@
-"""Whether losses of one number are sums or means over the batch, found out by trying: on some rows, and on each row twice."""
+"""Whether losses of one number are sums or means over the batch, found out by trying: on some rows, on others, and on both."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
@@ -13,11 +15,11 @@ import tensorflow as tf
 Kind = Literal["vector", "sum", "mean"]
 
 _ROWS = 16
-_TOLERANCE = 0.25  # in doublings, as a loss may draw random numbers
+_ROUNDING, _NOISE = 1e-3, 0.2
 _UNKNOWN = 3  # for a size that is not known
 
 
-def kind_of_function(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Kind:
+def kind_of_function(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Kind | None:
     """Finds out what a compiled loss function returns.
 
     Args:
@@ -26,22 +28,17 @@ def kind_of_function(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Kind:
         y_pred: Likewise.
 
     Returns:
-        `"vector"`: a number for each example, which Keras reduces; `"sum"`: their sum; `"mean"`: what does not depend on the
-        number of examples. Also where that cannot be found out; with a warning where it depends on it otherwise.
+        `"vector"`: a number for each example, which Keras reduces; `"sum"`: their sum; `"mean"`: their mean, also where it is
+        neither, with a warning. None where it cannot be tried.
     """
-    with tf.init_scope():
-        try:
-            rows = _rows((y_true, y_pred))
-            once, twice = (
-                # As Keras calls it: data of a `tf.data.Dataset` may have another type than the model's.
-                loss.call(*tf.nest.map_structure(lambda one: keras.ops.convert_to_tensor(one, loss.dtype), each))
-                for each in (rows, _twice(rows))
-            )
-        except Exception:  # it may want what is not known here
-            return "mean"
-        if np.ndim(once):
-            return "vector"
-        return _kind(float(once), float(twice), f"The loss {loss.name}")
+
+    def numbers(rows: Any) -> list[tuple[int, float]]:
+        # As Keras calls it: data of a `tf.data.Dataset` may have another type than the model's.
+        found = loss.call(*tf.nest.map_structure(lambda one: keras.ops.convert_to_tensor(one, loss.dtype), rows))
+        return [(np.ndim(found), float(tf.reduce_sum(found)))]
+
+    kinds = _kinds(numbers, (y_true, y_pred), f"The loss {loss.name}")
+    return kinds[0] if kinds else None
 
 
 def kinds_of_added(model: keras.Model, x: Any, training: bool) -> list[Kind]:
@@ -56,21 +53,15 @@ def kinds_of_added(model: keras.Model, x: Any, training: bool) -> list[Kind]:
         A kind for each of `own_losses(model)`; an empty list if the model cannot be tried.
     """
     local = model.distribute_strategy.experimental_local_results
-    with tf.init_scope():
-        try:
-            values = [(variable, local(variable.value)[0]) for variable in model.variables]
-            found = []
-            for rows in (_rows(x), _twice(_rows(x))):
-                with keras.StatelessScope(values, collect_losses=True):
-                    inputs = tf.nest.map_structure(tf.convert_to_tensor, rows)
-                    model(inputs, training=training) if model._call_has_training_arg else model(inputs)
-                    found.append([(np.ndim(each), float(tf.reduce_sum(each))) for each in own_losses(model)])
-        except Exception:  # its call may be of no use by itself
-            return []
-    kinds: list[Kind] = []
-    for (rank, once), (_, twice) in zip(*found, strict=False):
-        kinds.append("vector" if rank else _kind(once, twice, f"A loss that a layer of {model.name} adds"))
-    return kinds
+
+    def numbers(rows: Any) -> list[tuple[int, float]]:
+        values = [(variable, local(variable.value)[0]) for variable in model.variables]
+        with keras.StatelessScope(values, collect_losses=True):
+            inputs = tf.nest.map_structure(tf.convert_to_tensor, rows)
+            model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+            return [(np.ndim(each), float(tf.reduce_sum(each))) for each in own_losses(model)]
+
+    return _kinds(numbers, x, f"A loss that a layer of {model.name} adds")
 
 
 def own_losses(model: keras.Model) -> list[Any]:
@@ -78,25 +69,49 @@ def own_losses(model: keras.Model) -> list[Any]:
     return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
 
 
-def _kind(once: float, twice: float, name: str) -> Kind:
-    if not once or not math.isfinite(once) or not math.isfinite(twice):
+def _kinds(numbers: Callable[[Any], list[tuple[int, float]]], like: Any, name: str) -> list[Kind]:
+    """Tries losses on some rows, on others, and on both together.
+
+    Args:
+        numbers: Returns the rank and the sum of each loss for rows.
+        like: Tensors of the rows' shapes and types.
+        name: For the warning.
+    """
+    with tf.init_scope():
+        try:
+            first, second = _rows(like, 0.1, 0.4), _rows(like, 0.5, 0.9)
+            both = tf.nest.map_structure(lambda a, b: np.concatenate([a, b]), first, second)
+            turned = tf.nest.map_structure(lambda each: each[::-1], first)
+            found = zip(*map(numbers, (first, turned, second, both)), strict=True)
+            return [
+                "vector" if rank else _kind(a, again, b, ab, name) for (rank, a), (_, again), (_, b), (_, ab) in found
+            ]
+        except Exception:  # it may want what is not known here
+            return []
+
+
+def _kind(a: float, again: float, b: float, ab: float, name: str) -> Kind:
+    """Returns the kind of a loss by its values for rows, for the same turned round, for others, and for all of them."""
+    size = abs(a) + abs(b)
+    if not size or not math.isfinite(size + ab):
         return "mean"
-    ratio = twice / once
-    doublings = math.log2(ratio) if ratio > 0 else math.inf
-    if abs(doublings - 1) < _TOLERANCE:
+    noisy = abs(again - a) > _ROUNDING * size  # it draws random numbers, or has rows meet other rows
+    tolerance = _NOISE if noisy else _ROUNDING
+    if abs(ab - a - b) < tolerance * size:
         return "sum"
-    if abs(doublings) >= _TOLERANCE:
+    if abs(ab - (a + b) / 2) >= tolerance * size:
         warnings.warn(
-            f"{name} is neither a sum nor a mean over the batch: with each example twice it is {ratio:.3g} times as large. "
-            "Several replicas train its mean over their parts of the batch, which is another loss than one device's.",
+            f"{name} is neither a sum nor a mean over examples: it is {a:.3g} for some, {b:.3g} for as many others, and {ab:.3g} "
+            "for all of them. Several replicas train the mean of what it is for their parts of the batch, which is another "
+            "loss than one device's.",
             stacklevel=2,
         )
     return "mean"
 
 
-def _rows(like: Any) -> Any:
-    """Returns rows of random numbers of the shapes and types of tensors."""
-    random = np.random.default_rng(0)
+def _rows(like: Any, low: float, high: float) -> Any:
+    """Returns rows of random numbers of the shapes and types of tensors; those of a later tensor are smaller."""
+    random, numbers = np.random.default_rng(0), itertools.count(1)
 
     def fill(tensor: Any) -> Any:
         shape = [_ROWS, *(size or _UNKNOWN for size in tensor.shape[1:])]
@@ -104,10 +119,6 @@ def _rows(like: Any) -> Any:
             return np.full(shape, "a")
         if tensor.dtype == tf.bool or tensor.dtype.is_integer:
             return random.integers(0, 2, shape).astype(tensor.dtype.as_numpy_dtype)
-        return random.uniform(0.1, 0.9, shape).astype(tensor.dtype.as_numpy_dtype)
+        return (random.uniform(low, high, shape) / next(numbers)).astype(tensor.dtype.as_numpy_dtype)
 
     return tf.nest.map_structure(fill, like)
-
-
-def _twice(rows: Any) -> Any:
-    return tf.nest.map_structure(lambda each: np.concatenate([each, each]), rows)
