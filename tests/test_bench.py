@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ import sys
 import pytest
 
 from tools import netlab
-from tools.bench import accuracy, link, record, report, scale
+from tools.bench import accuracy, link, peers, record, report, scale
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -133,6 +134,15 @@ def test_an_extrapolation_says_so():
 def test_wrong_arguments_are_refused(tmp_path, arguments, said):
     done = bench(tmp_path, *arguments)
     assert done.returncode and said in done.stderr
+
+
+@pytest.mark.skipif(bool(netlab.missing()), reason="no network namespaces")
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is not installed")
+def test_a_peer_runs_alone_in_its_processes():
+    found = peers.alone("DDP powersgd r4", 2, "")
+    assert found["tensorflow"] is False
+    assert len(found["seconds"]) == peers.TURNS and min(found["seconds"]) > 0
+    assert 0.2e6 < found["sent"] < 0.4e6, "both low-rank factors of the MLP, in bytes"
 
 
 def test_what_is_not_there_is_left_out(tmp_path):

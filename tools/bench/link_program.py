@@ -74,23 +74,14 @@ def of_tf_keras():
     return of_model(tf_keras, scope, data, lambda model: model.fit(data, steps_per_epoch=1, verbose=0))
 
 
-def of_torch(hook):
-    from tools.bench import torch_ddp
-
-    torch_ddp.join(FOLDER, trainer.task.index, strategy.num_replicas_in_sync)
-    return torch_ddp.step(hook, examples, labels, BATCH)
-
-
 def make(name):
-    """Returns a contender's step: `compute`, `tf_keras`, `TensorFlow`, `DDP <hook>`, `<compressor>[/<bucket_bytes>]`."""
+    """Returns a contender's step: `compute`, `tf_keras`, `TensorFlow`, `<compressor>[/<bucket_bytes>]`."""
     if name == "compute":
         return of_compute()
     if name == "tf_keras":
         return of_tf_keras()
     if name == "TensorFlow":
         return of_tensorflow(strategy, shapes)
-    if name.startswith("DDP"):
-        return of_torch(name[4:])
     compressor, _, size = name.partition("/")
     bucket_bytes = int(size or OPTIONS["bucket_bytes"])
     if MODEL == "mlp":
@@ -145,4 +136,4 @@ results = {
 if trainer.is_chief:
     (FOLDER / "results.json").write_text(json.dumps(results))
 time.sleep(2)  # until the others have what this task has sent them
-os._exit(0)  # where PyTorch and TensorFlow are both taken down, one has waited for ever
+os._exit(0)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import psutil
 
+# What matrix products and 16-bit numbers are computed with, by the kernel's names.
+_SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "torch", "numpy")
 
 
@@ -32,7 +34,7 @@ class Record:
         facts: Numbers about the case.
         note: A sentence about it.
         date: The day.
-        machine: Processor, cores, memory, kernel.
+        machine: Processor, the instruction sets of it that matter, cores, memory, kernel.
         versions: Of the packages that matter.
     """
 
@@ -80,10 +82,13 @@ def read(path: pathlib.Path) -> Iterator[Record]:
 
 
 def _machine() -> str:
-    found = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
+    about = pathlib.Path("/proc/cpuinfo").read_text()
+    found = re.search(r"model name\s*: (.*)", about)
+    flags = re.search(r"flags\s*: (.*)", about)
+    sets = " ".join(each for each in _SETS if flags and each in flags[1].split())
     memory = round(psutil.virtual_memory().total / 2**30)
     name = found[1] if found else platform.processor()
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, {memory} GiB, Linux {platform.release()}"
+    return f"{name}{f' ({sets})' if sets else ''}, {len(os.sched_getaffinity(0))} cores, {memory} GiB, Linux {platform.release()}"
 
 
 def _versions() -> dict[str, str]:
