@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -56,7 +56,12 @@ class DistributesData(tf.distribute.Strategy):
             ready()
             return iter(self._synchronizing(distribute(dataset.skip(steps), options), elements))
 
-        distributed = self._synchronizing(distribute(dataset, options), elements)
+        def first() -> Iterable[Any]:
+            parts = dealing.split(dataset.take(1), self.extended._num_replicas_in_sync, [0])
+            return (dealt.batch for dealt in parts)
+
+        can_deal = dealing.can_deal(dataset.element_spec)
+        distributed = self._synchronizing(distribute(dataset, options), elements, first=first if can_deal else None)
         distributed.starting_at, distributed.sources = starting_at, [dataset]
         return distributed
 
@@ -118,7 +123,8 @@ class DistributesData(tf.distribute.Strategy):
 
         distribute = super().distribute_datasets_from_function
         distributed = distribute(make, options)
-        distributed = self._synchronizing(distributed, elements, steps[0])
+        first = (lambda: next(iter(made.values())).take(1)) if deals else None
+        distributed = self._synchronizing(distributed, elements, steps[0], first)
         distributed.starting_at, distributed.sources = starting_at, list(made.values())
         return distributed
 
@@ -144,7 +150,13 @@ class DistributesData(tf.distribute.Strategy):
             dataset = dataset.filter(lambda *_: True)  # None is told its own number: all end when the last one does.
         return dealing.loosen(dataset)
 
-    def _synchronizing(self, dataset: Any, elements_per_step: int = 1, steps: int | None = None) -> Any:
+    def _synchronizing(
+        self,
+        dataset: Any,
+        elements_per_step: int = 1,
+        steps: int | None = None,
+        first: Callable[[], Iterable[Any]] | None = None,
+    ) -> Any:
         """Makes each pass over `dataset` begin with equal statistics on all replicas.
 
         Without it `evaluate` and `predict` would use each replica's own, and give another result than the saved
@@ -154,6 +166,7 @@ class DistributesData(tf.distribute.Strategy):
             dataset: A distributed dataset; changed in place.
             elements_per_step: How many of its elements a step takes. Keras reads `cardinality` as a number of steps.
             steps: The number of steps, if it does not follow from that.
+            first: Returns what has a replica's first batch, for Keras to learn shapes from.
         """
         kind = type(dataset)
 
@@ -161,6 +174,9 @@ class DistributesData(tf.distribute.Strategy):
             if tf.executing_eagerly():
                 self.statistics.synchronize()
                 self.statistics.may_change()
+            if first is not None and _learns_shapes(sys._getframe(1)):
+                # Not by devices: TensorFlow now and then crashes or hangs when it ends what is reading ahead for them.
+                return iter(first())
             iterator = kind.__iter__(distributed)
             iterator.__class__, iterator.strategy = _for_keras(iterator.__class__), self
             return iterator
@@ -172,6 +188,15 @@ class DistributesData(tf.distribute.Strategy):
         if getattr(kind, "cardinality", None) is not None:
             dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "cardinality": property(cardinality)})
         return dataset
+
+
+def _learns_shapes(frame: Any) -> bool:
+    """Whether Keras begins a pass for the shapes of its first batch: in the caller of its loop's caller."""
+    callers: list[str] = []
+    while frame is not None and len(callers) < 3:
+        callers.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return KERAS_SYMBOLIC_BUILD in callers
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Everything that `fit` takes. Arguments: strategy, output folder, names of cases (without any, all).
 
-`stock` is the reference: plain Keras on one device, without tfdist. Elsewhere the same cases go through the Trainer.
+`stock` is the reference: plain Keras on one device, without tfdist. `arithmetic` is what it must train, without Keras' `fit`.
+Elsewhere the same cases go through the Trainer.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from tests.multiprocess import harness
 
 name, out, *chosen = sys.argv[1:]
 trainer = None
-if name != "stock":
+if name not in ("stock", "arithmetic"):
     import tfdist
 
     trainer = tfdist.Trainer(name, **({"devices": 2} if name in ("mirrored", "central_storage") else {}))
@@ -23,6 +24,8 @@ RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
+
+from tests.multiprocess import fit_arithmetic  # noqa: E402
 
 rng = np.random.default_rng(0)
 SIZE, BATCH = 77, 16  # the last batch has 13: 7 and 6
@@ -64,18 +67,26 @@ def dense():
 
 def train(build=dense, data=(X, Y), fit=None, evaluate=None, epochs=1, optimizer=None, policy="float32", **compiled):
     """Returns the losses, weights and optimizer variables of a training."""
-    keras.config.set_dtype_policy(policy)
+    keras.config.set_dtype_policy(policy if name != "arithmetic" else "float32")
     keras.utils.set_random_seed(3)
     with scope():
         model = build()
-        arguments = {"loss": loss(), "metrics": ["accuracy"], **compiled}
-        arguments = {
-            key: value() if key == "metrics" and callable(value) else value for key, value in arguments.items()
-        }
-        model.compile((optimizer or (lambda: keras.optimizers.SGD(0.1, momentum=0.9)))(), **arguments)
+        compiled_with = {"loss": loss(), "metrics": ["accuracy"], **compiled}
+        if callable(compiled_with["metrics"]):
+            compiled_with["metrics"] = compiled_with["metrics"]()
+        made = (optimizer or (lambda: keras.optimizers.SGD(0.1, momentum=0.9)))()
+        if name == "arithmetic" and policy == "mixed_float16":  # where Keras does so
+            made = keras.optimizers.LossScaleOptimizer(made)
+        model.compile(made, **compiled_with)
     keras.config.set_dtype_policy("float32")
     sized = {"batch_size": BATCH} if len(data) > 1 else {}  # what has no targets beside it has batches of its own
     arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, **sized, **(fit or {})}
+    if name == "arithmetic":
+        history = fit_arithmetic.fit(model, data, compiled_with, **arguments)
+        if evaluate:
+            found = fit_arithmetic.evaluate(model, evaluate, compiled_with)
+            history |= dict(zip(("evaluation", "predictions"), found, strict=True))
+        return {"history": history, "weights": [w for w in model.get_weights() if w.dtype.kind == "f"], "slots": [0]}
     fitted = trainer.fit(model, *data, **arguments) if trainer and not bare else model.fit(*data, **arguments)
     results = dict(fitted.history)
     if evaluate:

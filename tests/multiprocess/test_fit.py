@@ -165,6 +165,18 @@ def test_no_case_is_left_out():
     assert set(ALL) > {*BETWEEN_WORKERS, *SLOW, *BARE}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL)
+def test_plain_keras_trains_what_the_arithmetic_says(runs, ranks, case):
+    (expected,) = runs("arithmetic", "fit_program", *ALL)[0]
+    results, expected, far = ranks("stock", case)[0][case], expected[case], 2e-2 if case in HALVES else 1e-5
+    np.testing.assert_equal(set(results["history"]), set(expected["history"]))
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(results["history"][name], values, atol=far)
+    for mine, other in zip(results["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(mine, other, atol=far, rtol=0)
+
+
 @with_two_replicas(EXACT)
 def test_two_replicas_train_what_one_process_does(stock, ranks, strategy, case):
     for results in ranks(strategy, case):
