@@ -569,18 +569,21 @@ def accumulation_of_embeddings():
     )
 
 
-@case
-def endless_batches_of_two_sizes():
+def of_two_sizes(*arrays):
     """Each replica's size is known when its step is traced, and another one's is another."""
-    parts = [tf.data.Dataset.from_tensors((X[rows], Y[rows])) for rows in (slice(0, 50), slice(50, None))]
+    parts = [tf.data.Dataset.from_tensors(tuple(a[rows] for a in arrays)) for rows in (slice(0, 50), slice(50, None))]
 
     def mine(context):
         if context.num_input_pipelines == 2:
             return parts[context.input_pipeline_id].repeat()
         return parts[0].concatenate(parts[1]).repeat()
 
-    data = mine if trainer else tf.data.Dataset.from_tensors((X, Y)).repeat()
-    return train(data=(data,), fit={"steps_per_epoch": 3})
+    return mine if trainer else tf.data.Dataset.from_tensors(arrays).repeat()
+
+
+@case
+def endless_batches_of_two_sizes():
+    return train(data=(of_two_sizes(X, Y),), fit={"steps_per_epoch": 3})
 
 
 @case
@@ -600,23 +603,27 @@ def functions_of_unequal_length():
     return train(data=(mine if trainer else dataset(whole),), epochs=2)
 
 
+def tagger():
+    words = keras.layers.Embedding(4, 5, mask_zero=True)
+    return keras.Sequential([keras.Input((12,)), words, keras.layers.LSTM(3, return_sequences=True)])
+
+
+TAGGED = np.abs(X * 3).astype(np.int32) % 4
+
+
 @case
 def masked_steps():
     """Each replica has another number of unmasked steps; the last batch leaves more for the first."""
-    words = np.abs(X * 3).astype(np.int32) % 4
-    tags, weights = words % 3, np.abs(X)
+    tags, weights = TAGGED % 3, np.abs(X)
+    fit = {"sample_weight": weights, "validation_data": (TAGGED[:9], tags[:9], weights[:9])}
+    return train(tagger, (TAGGED, tags), fit, optimizer=seeing_dense(lambda: keras.optimizers.SGD(0.1, momentum=0.9)))
 
-    def tagger():
-        return keras.Sequential(
-            [
-                keras.Input((12,)),
-                keras.layers.Embedding(4, 5, mask_zero=True),
-                keras.layers.LSTM(3, return_sequences=True),
-            ]
-        )
 
-    fit = {"sample_weight": weights, "validation_data": (words[:9], tags[:9], weights[:9])}
-    return train(tagger, (words, tags), fit, optimizer=seeing_dense(lambda: keras.optimizers.SGD(0.1, momentum=0.9)))
+@case
+def endless_masked_batches_of_two_sizes():
+    data = of_two_sizes(TAGGED, TAGGED % 3, np.abs(X))
+    sgd = seeing_dense(lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+    return train(tagger, (data,), {"steps_per_epoch": 3}, optimizer=sgd)
 
 
 @case

@@ -41,6 +41,7 @@ LOSSES = [
     "two_optimizers",
     "metrics_with_state",
     "masked_steps",
+    "endless_masked_batches_of_two_sizes",
 ]
 EXECUTIONS = [
     "executions_of_4",
@@ -107,6 +108,7 @@ BETWEEN_WORKERS = [
     "two_optimizers",
     "metrics_with_state",
     "masked_steps",
+    "endless_masked_batches_of_two_sizes",
     # how many steps there are in an execution
     "executions_of_4",
     "executions_cut_by_the_epoch",
