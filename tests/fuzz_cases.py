@@ -173,5 +173,5 @@ def draw_options(rng: random.Random, optimizer: str, compression: str | None, re
 
 def without_refused(case: Case) -> Case:
     """Returns the case without what tfdist refuses."""
-    counts_together = case.model in ("masked_tokens", "masked_outputs") or case.reduction == "mean_with_sample_weight"
-    return dataclasses.replace(case, jit=False) if case.replicas > 1 and counts_together else case
+    sums_amid = case.model in ("masked_tokens", "masked_outputs", "norm") or case.reduction == "mean_with_sample_weight"
+    return dataclasses.replace(case, jit=False) if case.replicas > 1 and sums_amid else case
