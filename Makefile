@@ -12,7 +12,7 @@ test: lint
 	$(MAKE) --jobs=2 --output-sync=target test-fit test-rest
 
 # The first three share fixtures.
-FIT := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py parameter_server.py) \
+FIT := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py parameter_server.py scripts.py) \
 	$(addprefix tests/test_,train.py examples.py create_strategy.py schedulers.py)
 
 test-fit: .venv/.installed

@@ -2,12 +2,12 @@
 
     python -m tfdist.train --config=configs/digits.py --workdir=DIR
 
-Takes about 15 s on 2 cores; expect val_accuracy >= 0.97.
+The same as the preset: `--config=digits`. Copy it, and change what it returns.
 """
 
-from configs import default
 from tfdist.config import TrainConfig
+from tfdist.presets import digits
 
 
 def get_config() -> TrainConfig:
-    return default.get_config()
+    return digits.get_config()

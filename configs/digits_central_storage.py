@@ -2,15 +2,12 @@
 
     python -m tfdist.train --config=configs/digits_central_storage.py --workdir=DIR
 
-Takes about 20 s on 2 cores; expect val_accuracy >= 0.97.
+The same as the preset: `--config=digits_central_storage`. Copy it, and change what it returns.
 """
 
-from configs import digits
 from tfdist.config import TrainConfig
+from tfdist.presets import digits_central_storage
 
 
 def get_config() -> TrainConfig:
-    config = digits.get_config()
-    config.strategy.name = "central_storage"
-    config.strategy.devices = "2"
-    return config
+    return digits_central_storage.get_config()

@@ -1,4 +1,4 @@
-"""A plain Keras script, and the three lines (marked) that make it train on several devices or machines.
+"""A plain Keras script, and the two lines (marked) that make it train on several devices or machines.
 
     python examples/existing_script.py                                          # one process
     python -m tfdist.launch --workers=2 -- python examples/existing_script.py   # two processes
@@ -30,7 +30,7 @@ with trainer.scope():  # (2) around what builds, loads or compiles the model
     )
     model.compile(optimizer=keras.optimizers.Adam(0.01), loss="binary_crossentropy", metrics=["accuracy"])
 
-trainer.fit(model, x[:1536], y[:1536], batch_size=64, epochs=10, validation_data=(x[1536:], y[1536:]), verbose=2)  # (3)
+model.fit(x[:1536], y[:1536], batch_size=64, epochs=10, validation_data=(x[1536:], y[1536:]), verbose=2)
 loss, accuracy = model.evaluate(x[1536:], y[1536:], verbose=0)
 print(f"accuracy {accuracy:.4f} on {trainer.num_replicas} replicas")
-trainer.save(model, "circle.keras")  # on every rank: the chief writes one file
+model.save("circle.keras")

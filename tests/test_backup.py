@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import shutil
 import signal
 import subprocess
+import time
 
 import keras
 import numpy as np
@@ -211,6 +213,83 @@ def test_training_goes_on_after_the_last_step_of_an_epoch(trainer, tmp_path, giv
         trainer, tmp_path, [Interrupt(validation=2)], save_freq=STEPS, given=given, validation=(X[:24], Y[:24])
     )
     assert (len(seen[0]), last[0]) in [(STEPS, (1, 0)), (2 * STEPS, (2, 0))], "not a step is repeated"
+
+
+# Or the process, which here goes on, would be ended when the grace is over.
+PREEMPTED = {"save_before_preemption": True, "grace_seconds": 36_000}
+
+
+class Told(keras.callbacks.Callback):
+    """Has the process told to go amid the number-th batch of validation."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.number -= 1
+        if self.number == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+
+@pytest.mark.parametrize("swap_on_epoch", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_validation_of_moving_averages_may_be_told_to_go(trainer, tmp_path, swap_on_epoch):
+    def train(*callbacks, folder=tmp_path, **how):
+        saved = backup(folder, 1000, **how)
+        swaps = keras.callbacks.SwapEMAWeights(swap_on_epoch)
+        averages = {"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)}
+        return life(trainer, saved, callbacks=[swaps, *callbacks], validation=(X[:24], Y[:24]), **averages)
+
+    expected, _ = train(folder=tmp_path / "other")
+    with pytest.raises(SystemExit) as left:
+        train(Told(2), **PREEMPTED)
+    assert left.value.code == 75
+    results, steps = train()
+    assert len(steps) == STEPS, "it went on with the second validation"
+    assert differences(results, expected) == []
+
+
+class OwnLogs(keras.Model):
+    """Logs that bear other names than the metrics from which they are computed."""
+
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.total = keras.metrics.Mean(name="total")
+
+    @property
+    def metrics(self):
+        return [self.total]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.total.update_state(loss)
+        return {"loss": self.total.result(), "root": keras.ops.sqrt(self.total.result())}
+
+    def test_step(self, data):
+        return {"mean": keras.ops.mean(self(data[0]))}
+
+
+def test_logs_that_a_step_computes_from_metrics_are_the_epochs(trainer, tmp_path):
+    def train(*callbacks, folder=tmp_path, **how):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        with trainer.scope():
+            inputs = keras.Input((6,))
+            model = OwnLogs(inputs=inputs, outputs=keras.layers.Dense(1)(inputs))
+            model.compile(keras.optimizers.SGD(0.1))
+        saved = backup(folder, 1000, **how)
+        given = {"batch_size": 5, "epochs": 3, "shuffle": False, "validation_data": (X[:24], Y[:24])}
+        return model.fit(X[:33], Y[:33] / 2.0, verbose=0, callbacks=[*callbacks, saved], **given).history
+
+    expected = train(folder=tmp_path / "other")
+    assert np.allclose(np.square(expected["root"]), expected["loss"]), "of both replicas, not the mean of theirs"
+    with pytest.raises(SystemExit):
+        train(Told(6), **PREEMPTED)
+    assert train() == expected
 
 
 @pytest.mark.slow
@@ -557,9 +636,11 @@ def test_a_path_that_is_a_file_is_refused(tmp_path):
         tfdist.Trainer("mirrored", devices=2, backup_dir=tmp_path / "backup")
 
 
-def test_a_bare_fit_is_refused(trainer, tmp_path):
+def test_without_a_trainer_it_is_refused(trainer, tmp_path, monkeypatch):
+    model = build(trainer)
+    monkeypatch.setattr(trainer.strategy, "trainer", None)
     with pytest.raises(ConfigError, match=r"call tfdist.Trainer\(...\).fit instead of model.fit"):
-        build(trainer).fit(X, Y, verbose=0, callbacks=[backup(tmp_path)])
+        model.fit(X, Y, verbose=0, callbacks=[backup(tmp_path)])
 
 
 CONFIG = {"augment": {"flip": True}, "noise": 1.0}
@@ -590,6 +671,19 @@ def test_a_backup_of_another_training_is_refused_by_name(trainer, tmp_path, inte
     assert message in str(e.value)
     assert "To train from the beginning, remove" in str(e.value)
     assert (tmp_path / "backup" / "step-3" / "manifest.json").exists()
+
+
+def test_a_field_that_an_older_version_did_not_have_counts_as_its_default(trainer, tmp_path, interrupted):
+    newer = {**CONFIG, "augment": {**CONFIG["augment"], "turn": 0.0}, "schedule": None}
+    for schedule in (None, "cosine"):
+        folder = tmp_path / str(schedule)
+        shutil.copytree(interrupted, folder / "backup")
+        given = backup(folder, config={**newer, "schedule": schedule}, defaults=newer)
+        if schedule is None:
+            life(trainer, given)
+        else:
+            with pytest.raises(ConfigError, match=r"schedule is 'cosine', and was None"):
+                life(trainer, given)
 
 
 def test_another_config_is_refused_by_name(trainer, tmp_path, interrupted):
@@ -675,3 +769,10 @@ def test_memory_stays_as_it_is(trainer, tmp_path):
         callbacks=[memory, backup(tmp_path, "epoch")],
     )
     assert memory.pages[-1] < 1.05 * memory.pages[19]
+
+
+def test_a_folder_of_an_unknown_kind_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"backup_dir must be a folder that TensorFlow can reach. Received: 'foo://x'"
+    ):
+        tfdist.BackupAndRestore("foo://x")

@@ -443,3 +443,9 @@ def test_every_wrong_tf_config_is_told_at_once_and_soon():
         seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 6), done.stderr
     assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_a_wait_of_no_length_is_refused(capsys, seconds):
+    code, out, err = run(capsys, "check", f"--timeout={seconds}")
+    assert (code, out) == (2, "") and "--timeout must be 0 or more seconds, and finite" in err

@@ -113,7 +113,10 @@ def test_every_file_in_configs_passes(path, monkeypatch):
         ({"optimizer": OptimizerConfig("sgd", beta_1=0.8)}, "optimizer 'sgd' takes no 'beta_1'. It takes: momentum"),
         ({"optimizer": OptimizerConfig(clipnorm=1, clipvalue=1)}, "may be set. Received: clipnorm, clipvalue."),
         ({"task": "digts", "task_options": None}, "Unknown task 'digts'; did you mean 'digits'?"),
-        ({"task": "collections:Counter"}, "task 'collections:Counter' is no tfdist.task.Task: it has no 'Options'."),
+        (
+            {"task": "collections:Counter"},
+            "task 'collections:Counter' is no tfdist.task.Task: it has no 'build_model'.",
+        ),
         ({"task": "no_such_package:Task"}, "The module of task 'no_such_package:Task' cannot be found"),
         (
             {"task_options": synthetic.Options()},
@@ -319,9 +322,19 @@ def test_options_annotated_by_texts_work_as_flags(own_tasks, tmp_path):
         flags.parse([*argv[:2], "--config.task_options.depth=five"], "")
 
 
-def test_an_error_inside_the_users_own_module_is_not_taken_for_a_fault(own_tasks):
-    module = own_tasks("own_task_d", "import os\nos.no_such_function()")
-    with pytest.raises(AttributeError, match="no_such_function"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "import os\nos.no_such_function()",
+            r"cannot be imported: AttributeError: .*no_such_function.*own_task_\w+.py:2\)",
+        ),
+        ("import sys\nsys.exit(0)", r"cannot be imported: SystemExit: 0 \(.*py:2\)"),
+    ],
+)
+def test_a_module_that_raises_or_leaves_is_told_with_the_place(own_tasks, text, said):
+    module = own_tasks("own_task_d" if "exit" in text else "own_task_e", text)
+    with pytest.raises(ConfigError, match=said):
         check.check(make(task=f"{module}:Own"))
 
 
@@ -349,3 +362,41 @@ def test_gradients_are_accumulated_over_several_steps_or_not_at_all(steps, sound
     config.optimizer.gradient_accumulation_steps = steps
     with contextlib.nullcontext() if sound else pytest.raises(ConfigError, match=r"0 \(off\) or 2 or more\. Received"):
         check.check(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("momentum", 2.0),
+        ("momentum", float("nan")),
+        ("beta_1", 2.0),
+        ("beta_1", float("nan")),
+        ("beta_2", 1.0),
+        ("rho", -0.1),
+        ("ema_momentum", 5.0),
+        ("epsilon", -1.0),
+        ("weight_decay", -1.0),
+        ("clipnorm", -1.0),
+        ("global_clipnorm", float("inf")),
+        ("clipvalue", float("nan")),
+    ],
+)
+def test_numbers_that_keras_would_take_or_trip_over_are_faults(name, value):
+    takes = next((each for each, names in config.OPTIMIZERS.items() if name in names), "adam")
+    found = [fault for fault in faults(make(optimizer=OptimizerConfig(takes, **{name: value}))) if name in fault]
+    assert len(found) == 1 and found[0].startswith(f"optimizer.{name} must be ") and str(value) in found[0]
+
+
+@pytest.mark.parametrize("save_freq", ["9" * 5000, "0", "00", "-1", "٣", "1.5", ""])
+def test_how_often_to_save_is_a_number_that_can_be(save_freq):
+    (found,) = faults(make(backup=config.BackupConfig(save_freq=save_freq)))
+    assert found.startswith("backup.save_freq must be 'epoch', 'never' or a number of steps") and len(found) < 300
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [("nonsense", "must be names such as GPU:0"), ("GPU:x", "such as GPU:0"), ("CPU:0,cpu:0", "names a device twice")],
+)
+def test_devices_are_names_and_each_is_one(devices, said):
+    (found,) = faults(make(global_batch_size=64, strategy=StrategyConfig("mirrored", devices=devices)))
+    assert said in found

@@ -58,6 +58,12 @@ def test_communication_options_pass_through(trainer):
         (["mirrored"], {"device": 2}, "did you mean 'devices'?"),
         (["multi_worker_mirrored"], {"implementation": "rings"}, "did you mean 'ring'?"),
         (["multi_worker_mirrored"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),
+        (
+            ["mirrored"],
+            {"devices": "GPU:9"},
+            "strategy.devices names GPU:9, which is not there. This process has CPU:0, CPU:1.",
+        ),
+        (["one_device"], {"devices": "GPU:0"}, "strategy.devices names GPU:0, which is not there"),
         (["mirrored"], {"bucket_bytes": -1}, "must be 0 \\(off\\) or more"),
         (["one_device"], {"devices": 2}, "use strategy.name=mirrored"),
         (
@@ -121,16 +127,16 @@ def sgd(**arguments):
         ({"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))}, "mixed_float16"),
     ],
 )
-def test_a_bare_fit_gets_the_trainers_step_and_train_on_batch_without_it_is_refused(trainer, arguments, message):
+def test_without_a_trainer_fit_gets_its_step_and_train_on_batch_is_refused(trainer, monkeypatch, arguments, message):
     x, y = np.random.default_rng(0).standard_normal((14, 3)), np.ones((14, 2))
-    model = build(trainer, **arguments)
-    with pytest.raises(ConfigError, match=message):
-        model.train_on_batch(x, y)
-    own, trained = build(trainer, **arguments), build(trainer, **arguments)
+    model, own, trained = (build(trainer, **arguments) for _ in range(3))
     for each in (own, trained):
         each.set_weights([np.full_like(w, 0.5) for w in each.get_weights()])
-    own.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     trainer.fit(trained, x, y, batch_size=4, shuffle=False, verbose=0)
+    monkeypatch.setattr(trainer.strategy, "trainer", None)
+    with pytest.raises(ConfigError, match=message):
+        model.train_on_batch(x, y)
+    own.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     for mine, theirs in zip(own.get_weights(), trained.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
@@ -166,6 +172,46 @@ def test_what_xla_cannot_compile_is_said(trainer):
         trainer.fit(model, np.ones((4, 3), np.float32), np.ones((4, 2), np.float32), verbose=0)
 
 
+def test_fit_says_once_on_how_many_replicas_it_trains(mirrored, capsys):
+    for size, said in (
+        (4, "mirrored: 2 replicas, global batch 4 = 2 x 2\n"),
+        (5, "global batch 5, dealt out evenly\n"),
+    ):
+        trainer = tfdist.Trainer(mirrored)
+        model = build(trainer)
+        for _ in range(2):
+            model.fit(np.zeros([20, 3]), np.zeros([20, 2]), batch_size=size, verbose=2)
+        assert capsys.readouterr().out.count(said) == 1
+
+
+def test_a_second_trainer_trains_in_the_same_process(trainer):
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((12, 3)), rng.standard_normal((12, 2))
+
+    def losses(model):
+        model.set_weights([np.ones([3, 2]), np.zeros([2])])
+        return model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    expected = losses(build(tfdist.Trainer("one_device")))
+    first, second = (tfdist.Trainer("mirrored", devices=2) for _ in range(2))
+    for model in (build(first), build(second), build(first)):
+        assert np.allclose(losses(model), expected, atol=1e-6)
+
+
+def test_data_in_the_place_of_the_model_are_said(trainer):
+    with pytest.raises(ConfigError, match=r"fit.*model"):
+        trainer.fit(np.zeros([4, 3]), np.zeros([4, 2]))
+
+
+def test_a_loop_of_ones_own_outside_of_the_replicas_is_said(trainer):
+    said = "outside of the replicas: make the step the model's train_step"
+    with pytest.raises(ConfigError, match=said), trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.zeros([1, 3])))
+        tape.gradient(loss, model.trainable_variables)
+
+
 def test_an_optimizer_from_outside_the_scope_is_refused(trainer):
     optimizer = keras.optimizers.Adam()
     model = build(trainer, optimizer=lambda: optimizer)
@@ -173,12 +219,23 @@ def test_an_optimizer_from_outside_the_scope_is_refused(trainer):
         trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
 
 
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
 def test_no_data_are_no_training(trainer):
-    model = build(trainer)
+    model, some = build(trainer), (np.ones((4, 3)), np.ones((4, 2)))
     with pytest.raises(ConfigError, match="hold no batch"):
         trainer.fit(model, np.ones((0, 3)), np.ones((0, 2)), verbose=0)
     with pytest.raises(ConfigError, match="hold no batch"):
         trainer.evaluate(model, tf.data.Dataset.from_tensors((np.ones((4, 3)), np.ones((4, 2)))).take(0), verbose=0)
+    with pytest.raises(ConfigError, match="validation, hold no batch"):
+        trainer.fit(model, *some, validation_data=(some[0][:0], some[1][:0]), verbose=0)
+    with pytest.raises(ConfigError, match="predict hold no batch"):
+        trainer.predict(model, np.ones((0, 3)), verbose=0)
+
+
+def test_a_callback_that_raises_stop_iteration_is_not_taken_for_the_end_of_the_data(trainer):
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: next(iter([])))
+    with pytest.raises(StopIteration):
+        trainer.fit(build(trainer), np.ones((4, 3)), np.ones((4, 2)), callbacks=[stop], verbose=0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -240,6 +297,11 @@ def test_saving_after_a_loop_of_the_users_own_takes_the_mean(trainer, tmp_path):
     trainer.save(model, tmp_path / "model.keras")
     saved = keras.models.load_model(tmp_path / "model.keras").layers[0].moving_mean.numpy()
     assert saved == pytest.approx((first + second) / 2, abs=1e-7)
+
+
+def test_save_makes_the_folder(trainer, tmp_path):
+    trainer.save(build(trainer), tmp_path / "new" / "deep" / "model.keras")
+    assert (tmp_path / "new" / "deep" / "model.keras").exists()
 
 
 def test_save_heeds_overwrite(trainer, tmp_path):
@@ -341,14 +403,8 @@ class OwnApply(keras.optimizers.SGD):
         return super().apply_gradients(grads_and_vars)
 
 
-class Lazy(keras.Sequential):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.other = keras.optimizers.SGD()
-
-
-def sequential(*layers, shape=(3,), batch=None, kind=keras.Sequential):
-    return kind([keras.Input(shape, batch_size=batch), *layers, keras.layers.Dense(2)])
+def sequential(*layers, shape=(3,), batch=None):
+    return keras.Sequential([keras.Input(shape, batch_size=batch), *layers, keras.layers.Dense(2)])
 
 
 def multi_optimizer():
@@ -366,7 +422,6 @@ def multi_optimizer():
         ),
         (sequential, {"optimizer": OwnApply}, "OwnApply overrides apply_gradients"),
         (sequential, {"optimizer": multi_optimizer}, "MultiOptimizer is not supported"),
-        (lambda: sequential(kind=Lazy), {}, r"The optimizer SGD of Lazy must be built before fit: optimizer\.build"),
         (lambda: sequential(keras.layers.LSTM(2, stateful=True), shape=(4, 3), batch=4), {}, "lstm.* is stateful=True"),
         (lambda: sequential(keras.layers.Dense(2, dtype="float8_from_float32")), {}, "float8 layers"),
     ],

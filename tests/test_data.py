@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import data
+from tfdist import data, worker_data
 from tfdist.errors import ConfigError
 
 SIZE, BATCH = 50, 8
@@ -117,8 +117,23 @@ def test_a_batch_larger_than_the_data_is_a_fault():
         shards(batch=SIZE + 1)
 
 
-def test_a_generator_loses_nothing_to_the_pass_that_learns_shapes():
+def test_a_generator_loses_nothing():
     batches = ((np.full((2, 1), number, np.float32),) for number in range(20))
-    dataset = data.from_generator(batches, learns_shapes=lambda number: number == 0)
-    assert [int(x[0, 0]) for (x,) in dataset] == [0]
+    dataset = data.from_generator(batches)
     assert [int(x[0, 0]) for (x,) in dataset] == list(range(20))
+
+
+def test_arrays_are_given_to_a_traced_function_and_not_held_by_its_graph():
+    x = np.zeros((1000, 100), np.float32)
+    traced = worker_data.WorkerData(lambda context: data.epochs((x, x), context, 10, seed=0), 2)._traced[0]
+    assert [tensor.shape for tensor in traced.captured_inputs] == [(1000, 100)] * 2
+    assert traced.graph.as_graph_def().ByteSize() < 20_000
+
+
+def test_arrays_too_large_for_a_graph_are_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(worker_data, "_LARGEST", 10_000)
+    x = np.zeros((100, 100), np.float32)
+    with pytest.raises(
+        ConfigError, match=r"tensors of 2 GB and more .* let it read files, .* or use tfdist\.data\.epochs"
+    ):
+        worker_data.WorkerData(lambda context: tf.data.Dataset.from_tensor_slices(x), 2)

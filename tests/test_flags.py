@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfdist import config as config_lib
 from tfdist import flags
 from tfdist.config import TrainConfig
 from tfdist.errors import ConfigError
@@ -111,7 +115,6 @@ def test_overrides_of_one_run_do_not_reach_the_next(write):
         ("--config.learning_rate=fast", "--config.learning_rate: expected a number. Received: 'fast'."),
         ("--config.deterministic=maybe", "--config.deterministic: expected true or false. Received: 'maybe'."),
         ("--config.epochs=0", "epochs must be 1 or more, and finite. Received: 0."),
-        ("--config.task=synthetic", "set task and task_options together, in the config file."),
         ("--config.epochs=1e3", "expected a whole number. Received: '1e3'."),
         ("--config.epochs=0x10", "expected a whole number. Received: '0x10'."),
         ("--config.epochs=" + "9" * 5000, "--config.epochs: expected a whole number. Received: '999"),
@@ -202,6 +205,10 @@ def test_a_flag_file_is_read(write, tmp_path):
     assert "unknown config field 'sead'; did you mean 'seed'?" in faults(write(), f"--flagfile={tmp_path}/flags")[0]
     (tmp_path / "flags").write_text(f"{write()}\n--config.epochs=3\n")
     assert parse(f"--flagfile={tmp_path}/flags")[0].epochs == 3
+    (tmp_path / "own").write_text(f"--config.epochs=3\n--flagfile={tmp_path}/own")
+    assert list(faults(write(), f"--flagfile={tmp_path}/own")) == [
+        f"--flagfile: {tmp_path}/own includes itself; remove the line that does."
+    ]
 
 
 def test_the_workers_of_the_environment_count(write):
@@ -405,3 +412,58 @@ def test_any_sound_values_are_set_in_both_ways_of_writing(tmp_path_factory, numb
         for part in ([f"--config.{name}", str(number)] if apart else [f"--config.{name}={number}"])
     ]
     assert parse(f"--config={path}", *written)[0] == TrainConfig(global_batch_size=32, **numbers)
+
+
+def test_a_preset_is_known_by_its_name():
+    config, workdir = parse("--config=digits_multi_worker", "--config.max-restarts=3")
+    assert (config.strategy.name, config.cluster.workers, config.max_restarts) == ("multi_worker_mirrored", 2, 3)
+    assert workdir == pathlib.Path("runs/digits_multi_worker")
+    assert (
+        "no preset; did you mean 'digits_mirrored'? Presets: default, digits," in faults("--config=digit_mirrored")[0]
+    )
+
+
+def test_the_configuration_of_a_run_repeats_it(tmp_path):
+    config, _ = parse("--config=digits_topk", "--config.task_options.dropout=0.25", "--config.optimizer.nesterov")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_lib.to_dict(config)))
+    assert parse(f"--config={path}")[0] == config
+    assert parse(f"--config={path}", "--config.epochs=99")[0].epochs == 99
+    path.write_text('{"epoch": 3, "optimizer": {"name": "sgd", "momentun": 1}}')
+    found = faults(f"--config={path}")
+    assert len(found) == 2 and "did you mean 'epochs'?" in found[0] and "did you mean 'momentum'?" in found[1]
+    for text in ("[]", "no", "[" * 100_000):
+        path.write_text(text)
+        assert str(path) in faults(f"--config={path}")[0]
+
+
+def test_a_task_brings_its_options(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "flags_own_task.py").write_text(
+        "import dataclasses\nfrom tfdist.task import Task\n"
+        "@dataclasses.dataclass\nclass Options:\n    width: int = 3\n    def faults(self):\n        return []\n"
+        "@dataclasses.dataclass\nclass Needs:\n    width: int\n"
+        "class Own(Task):\n    Options = Options\nclass Needing(Task):\n    Options = Needs\n"
+    )
+    config, _ = parse("--config=digits", "--config.task=flags_own_task:Own", "--config.task_options.width=8")
+    assert (config.task, config.task_options.width) == ("flags_own_task:Own", 8)
+    said = r"Needs\(\) of task 'flags_own_task:Needing' raises TypeError.*give all its fields defaults"
+    with pytest.raises(ConfigError, match=said):
+        parse("--config=default", "--config.task=flags_own_task:Needing")
+
+
+def test_help_tells_of_each_field_and_of_the_given_configuration(capsys):
+    assert parse("--config=digits_topk", "--help") is None
+    shown = capsys.readouterr().out
+    assert "  --config.compression.name=topk\n" in shown
+    about = shown.partition("  --config.optimizer.weight_decay=")[2].splitlines()[1]
+    assert (
+        about == "      0 means none; likewise `clipnorm`, `clipvalue` and `global_clipnorm`, of which one may be set."
+    )
+    assert "Presets: default, digits," in shown
+
+
+def test_help_may_be_cut_short():
+    command = f"{sys.executable} -m tfdist.train --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 1

@@ -7,18 +7,26 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as losses
 from keras.src.trainers import compile_utils, data_adapters
 from keras.src.trainers import epoch_iterator as keras_epochs
 from keras.src.trainers.data_adapters import generator_data_adapter, tf_dataset_adapter
-from tensorflow.python.distribute import collective_all_reduce_strategy, cross_device_ops, cross_device_utils, values
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    cross_device_ops,
+    cross_device_utils,
+    mirrored_strategy,
+    values,
+)
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 
 import tfdist
 from tfdist import (
     agreement,
+    arguments,
     batch_losses,
     counters,
     cures,
@@ -26,9 +34,11 @@ from tfdist import (
     data_position,
     data_state,
     distributed_data,
+    first_batch,
     inexact_resume,
     optimizer,
     optimizer_search,
+    own_methods,
     parameter_servers,
     random_numbers,
     refusals,
@@ -47,10 +57,32 @@ def strategy():
     return tfdist.create_strategy("mirrored", devices=2)
 
 
-def test_keras_learns_shapes_in_the_function_that_reduce_looks_for():
-    function = getattr(keras_trainer.TensorFlowTrainer, cures.KERAS_SYMBOLIC_BUILD, None)
-    assert function is not None, "seam `reduce`: Keras has renamed its symbolic build"
-    assert "distribute_strategy.reduce(" in inspect.getsource(function), "seam `reduce`: no longer called there"
+def test_keras_builds_models_where_they_are_built_here():
+    moved = "seam first batch: Keras builds models elsewhere"
+    for method in (keras.Model.fit, keras.Model.evaluate):
+        source = inspect.getsource(method)
+        loop = re.search(rf"self\.{first_batch.KERAS_BUILD}\(iterator=epoch_iterator\)", source)
+        function = re.search(r"self\.make_(train|test)_function\(\)", source)
+        assert loop and function and loop.start() < function.start(), moved
+    for method in (keras.Model.train_on_batch, keras.Model.test_on_batch):
+        assert f"self.{first_batch.KERAS_BUILD}(data_batch=(x, y, sample_weight))" in inspect.getsource(method), moved
+    build = inspect.getsource(getattr(keras.Model, first_batch.KERAS_BUILD))
+    assert f"self.{first_batch.KERAS_BUILD_BY_CALL}(data_batch=data_batch)" in build, moved
+    for name in first_batch.KERAS_COMPILED:
+        assert f"self.{name}.built" in inspect.getsource(getattr(keras.Model, first_batch.KERAS_BUILD_BY_CALL)), moved
+    assert f"self.{first_batch.KERAS_DATA} = dataset" in inspect.getsource(keras_trainer.TFEpochIterator.__init__), (
+        moved
+    )
+
+
+def test_keras_saves_and_trains_by_methods_of_its_model():
+    for name in (*own_methods._TRAINING, *own_methods._SAVING):
+        assert own_methods.keras_own(name).__module__.startswith("keras."), f"seam own methods: {name} has moved"
+    several = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    for extended in (mirrored_strategy.MirroredExtended, several):
+        source = inspect.getsource(extended)
+        assert "container_strategy._collective_key_base" in source, "seam keys: of a second strategy in one process"
+    assert f'getattr(self, "{cures.TF_SERVES}", False)' in inspect.getsource(several), "seam server: started again"
 
 
 def test_keras_distributes_and_draws_data_where_the_strategy_looks():
@@ -58,7 +90,6 @@ def test_keras_distributes_and_draws_data_where_the_strategy_looks():
     assert ".experimental_distribute_dataset(" in inspect.getsource(keras_trainer.TFEpochIterator.__init__), moved
     for method in (keras.Model.fit, keras.Model.evaluate, keras.Model.predict):
         assert "TFEpochIterator(" in inspect.getsource(method), moved
-    assert distributed_data.KERAS_SYMBOLIC_BUILD == cures.KERAS_SYMBOLIC_BUILD
     assert f"def {distributed_data.KERAS_PREDICT_DATA}(iterator)" in inspect.getsource(keras.Model.predict), moved
     predict = inspect.getsource(keras.Model.make_predict_function)
     assert f"def {cures.KERAS_PREDICT}(data)" in predict, moved
@@ -403,7 +434,7 @@ def test_reduce_sums_structures_and_scalars(strategy):
 def test_keras_loop_begins_and_ends_epochs_where_a_resumed_training_steps_in():
     moved = "seam data position: {} has moved"
     source = inspect.getsource(keras.Model.fit)
-    build = f"self.{data_position.KERAS_SYMBOLIC_BUILD}(iterator=epoch_iterator)"
+    build = f"self.{first_batch.KERAS_BUILD}(iterator=epoch_iterator)"
     for line in (
         build,
         "epoch_iterator.reset()",
@@ -432,7 +463,7 @@ def test_keras_loop_takes_its_passes_and_steps_from_the_functions_that_are_follo
     assert f"self.{data_position.KERAS_ENUMERATE}()" in inspect.getsource(TFEpochIterator.__iter__), moved
     source = inspect.getsource(getattr(TFEpochIterator, data_position.KERAS_ENUMERATE))
     assert source.count(f"iter(self.{data_position.KERAS_GET_ITERATOR}())") == 3, moved
-    assert all(hasattr(loop, name) for name in (*data_position.KERAS_ITERATORS, data_position.KERAS_DATA)), moved
+    assert all(hasattr(loop, name) for name in (*data_position.KERAS_ITERATORS, first_batch.KERAS_DATA)), moved
     assert callable(getattr(loop.data_adapter, data_state.KERAS_EPOCH_END)), moved
     steps = iter(loop)
     assert [next(steps)[:2] for _ in range(2)] == [(0, 0), (1, 1)], moved
@@ -484,3 +515,74 @@ def test_collectives_are_launched_as_expected():
     assert f"self.{comm.TF_LAUNCHERS} = []" in inspect.getsource(cross_device_ops.CollectiveAllReduce.__init__)
     source = inspect.getsource(collective_all_reduce_strategy.CollectiveAllReduceExtended)
     assert f"self.{comm.TF_CROSS_DEVICE_OPS} =" in source
+
+
+def test_variables_are_told_by_their_names():
+    moved = "parameter_servers, data_state: the names of variables have moved"
+    sgd = keras.optimizers.SGD(0.1)
+    sgd.build([keras.Variable(1.0)])
+    assert {v.name for v in sgd.variables} >= set(parameter_servers.KERAS_OPTIMIZER_SCALARS), moved
+    assert keras.random.SeedGenerator(1).state.name.startswith(data_state.KERAS_SEED_STATE), moved
+    assert tf.random.Generator.from_seed(1).state.name.startswith(data_state.TF_GENERATOR_STATE), moved
+
+
+def test_keras_has_one_generator_for_all_who_bring_none():
+    global_state.set_global_attribute(random_numbers.KERAS_GLOBAL_GENERATOR, None)
+    keras.random.uniform(())
+    found = global_state.get_global_attribute(random_numbers.KERAS_GLOBAL_GENERATOR)
+    assert isinstance(found, keras.random.SeedGenerator), "random_numbers: the global generator has moved"
+
+
+def test_functions_and_datasets_tell_what_they_hold():
+    function = tf.function(lambda x: x + 1)
+    function(1.0)
+    assert len(getattr(function, inexact_resume.TF_TRACED)()) == 1, "inexact_resume: traces have moved"
+    inner = tf.function(lambda x: x + 1).get_concrete_function(tf.TensorSpec([]))
+    with tf.Graph().as_default() as graph:
+        inner(tf.constant(1.0))
+        found = getattr(graph, counters.TF_FUNCTION)(inner.name.decode())
+    assert len(found.cached_definition.node_def) > 0, "counters: functions of a graph have moved"
+    mapped = tf.data.Dataset.range(3).map(lambda x: x + 1)
+    assert len(getattr(mapped, data.TF_FUNCTIONS)()) == 1, "data: functions of datasets have moved"
+    assert int(getattr(tf.data.Dataset.range(3).batch(2), data.TF_BATCH_SIZE)) == 2, "data: the batch size has moved"
+
+
+def test_optimizers_clip_where_it_is_done_here():
+    assert f"self.{update.KERAS_CLIP}(" in inspect.getsource(keras.optimizers.Optimizer._backend_apply_gradients), (
+        "update: clipping has moved"
+    )
+
+
+def test_arrays_without_a_batch_size_have_keras_own():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    sizes = []
+
+    class Sizes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            sizes.append(batch)
+
+    model.fit(
+        np.zeros([2 * arguments.KERAS_BATCH_SIZE, 1]),
+        np.zeros([2 * arguments.KERAS_BATCH_SIZE, 1]),
+        callbacks=[Sizes()],
+        verbose=0,
+    )
+    assert sizes == [0, 1], "arguments: the batch size has moved"
+
+
+def test_keras_own_steps_are_told_by_their_modules():
+    moved = "batch_losses: Keras' own steps have moved"
+    for own in (
+        keras.Model.train_step,
+        keras.Model.test_step,
+        keras.Model.compute_loss,
+        compile_utils.CompileLoss.call,
+    ):
+        assert own.__module__.startswith(batch_losses._KERAS_STEPS), moved
+
+
+def test_keras_asks_for_an_epochs_logs_where_they_are_computed():
+    assert f"self.{step.KERAS_LOGS}(logs)" in inspect.getsource(inspect.unwrap(keras.Model.fit)), (
+        "step: logs have moved"
+    )

@@ -55,9 +55,9 @@ else:
     assert all(cluster == found["chief-0"] for cluster in found.values())
 
 
-def test_lines_are_shown_behind_the_task_and_logged_as_they_came(job):
+def test_lines_are_shown_behind_the_task_as_a_terminal_would_and_logged_as_they_came(job):
     assert job.run(r"""sys.stdout.write("10%\r20%\r\nwhole\n\nno newline at the end")""") == 0
-    assert job.output().splitlines() == [f"[worker:0] {x}" for x in ("10%", "20%", "whole", "no newline at the end")]
+    assert job.output().splitlines() == [f"[worker:0] {x}" for x in ("20%", "whole", "no newline at the end")]
     assert job.log("worker-0") == "10%\r20%\r\nwhole\n\nno newline at the end"
 
 
@@ -71,7 +71,12 @@ def test_tensorflows_chatter_is_in_the_log_alone(job):
 @pytest.mark.parametrize(
     ("end", "exit_code", "reason"),
     [
-        ("sys.exit(7)", 7, "worker:1 failed with exit code 7: last words"),
+        ("sys.exit(7)", 7, "worker:1 failed with exit code 7"),
+        (
+            "print('train.py: error: no such file')\nsys.exit(7)",
+            7,
+            "worker:1 failed with exit code 7: train.py: error: no such file",
+        ),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "worker:1 was killed by SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGUSR1)", 138, "worker:1 was killed by SIGUSR1"),
     ],
@@ -275,7 +280,7 @@ def test_in_python_the_failure_is_kept_and_the_signal_handlers_are_put_back(tmp_
     output = io.BytesIO()
     launcher = Launcher(["sh", "-c", "echo oh no; exit 3"], local_cluster(1), tmp_path / "logs", output=output)
     assert launcher.run() == 3
-    assert launcher.failure == Failure(TaskSpec("worker", 0), 3, "oh no")
+    assert launcher.failure == Failure(TaskSpec("worker", 0), 3, "")
     assert b"[worker:0] oh no\n" in output.getvalue()
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
@@ -439,3 +444,63 @@ def test_ctrl_c_ends_the_wait_for_a_restart(job):
     until(lambda: "restart 4/99" in job.output())
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=5) == 128 + signal.SIGINT
+
+
+def test_a_progress_bar_is_shown_when_it_is_full(job):
+    code = """
+import keras
+bar = keras.utils.Progbar(3)
+for step in range(4):
+    bar.update(step)
+"""
+    assert job.run(code) == 0
+    lines = job.output().splitlines()
+    assert (
+        len(lines) == 1 and lines[0].startswith("[worker:0] 3/3 ") and "\x1b" not in lines[0] and "\x08" not in lines[0]
+    )
+
+
+def test_what_a_script_logs_is_shown(job):
+    code = """
+from absl import logging
+logging.set_verbosity("info")
+logging.info("mine")
+logging.warning("mine, too")
+"""
+    assert job.run(code) == 0
+    first, second = job.output().splitlines()
+    assert first.endswith("mine") and second.endswith("mine, too")
+
+
+def test_logs_of_the_run_before_are_put_away(job):
+    assert job.run("print('first')", "--workers=2") == 0
+    assert job.run("print('second')") == 0
+    assert job.log("worker-0") == "second\n"
+    assert (job.folder / "logs" / "before" / "worker-1.log").read_text() == "first\n"
+    assert not (job.folder / "logs" / "worker-1.log").exists()
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    (tmp_path / "worker-0.log").symlink_to("/dev/full")
+    shown = io.BytesIO()
+    launcher = Launcher([sys.executable, "-c", "print('on')"], local_cluster(1), tmp_path, output=shown)
+    launcher._put_away_logs = lambda: None  # or the link would go
+    assert launcher.run() == 0
+    assert b"[worker:0] on\n" in shown.getvalue()
+    assert f"cannot write {tmp_path}/worker-0.log: No space left on device".encode() in shown.getvalue()
+
+
+def test_ctrl_c_is_answered_at_once_and_leaves_nobody_waiting(job):
+    code = """
+pathlib.Path(f"ready-{TASK['index']}").touch()
+if TASK["index"] == 0:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as if it waited in a collective
+sleep_for_ever()
+"""
+    job.start(code, "--workers=2")
+    until(lambda: len(list(job.folder.glob("ready-*"))) == 2)
+    began = time.monotonic()
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(timeout=20) == 130
+    assert time.monotonic() - began < 10  # the grace is 25
+    assert "tfdist: SIGINT: ending all tasks; those left after 25 s are killed, or upon another signal" in job.output()

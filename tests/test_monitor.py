@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import keras
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing import event_accumulator
 
+from tfdist import lockstep, wire
+from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.monitor import Scalars, Throughput
 
 
@@ -105,3 +108,18 @@ def test_what_was_not_measured_is_not_written(tmp_path, clock):
     callback.on_epoch_end(1, None)
     callback.on_train_end()
     assert scalars(tmp_path) == {"loss": [(0, 2.0)]}
+
+
+def test_callbacks_that_only_observe_say_so(tmp_path):
+    class Own(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            pass
+
+    class Watching(Own):
+        only_observes = True
+
+    throughput = Throughput(8)
+    cluster = ClusterSpec({"worker": ["a:1", "b:1"]})
+    observers = [throughput, Scalars(tmp_path, throughput), wire.WireBytes(cluster, TaskSpec("worker", 0))]
+    assert not any(map(lockstep._acts_on_batches, [*observers, Watching()]))
+    assert lockstep._acts_on_batches(Own()), "what may read or change the model has the statistics of all replicas"

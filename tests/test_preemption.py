@@ -90,3 +90,39 @@ sys.exit(4)
 @pytest.mark.parametrize("taken", ["signal.SIG_DFL", "signal.SIG_IGN", "lambda *_: None"])
 def test_it_is_taken_back_from_whoever_took_it(taken):
     assert run(f"import signal; signal.signal(signal.SIGTERM, {taken}); heard.listen(); time.sleep(60)") == 75
+
+
+def test_an_event_loop_has_its_signals_back_after_a_training():
+    program = """
+import asyncio, os, signal
+async def work():
+    loop = asyncio.get_running_loop()
+    heard_by_loop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, heard_by_loop.set)
+    again = Preemption(grace_seconds=60)
+    again.listen()
+    again.give_back()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(heard_by_loop.wait(), 10)
+    assert not again.noticed
+signal.set_wakeup_fd(-1)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+asyncio.run(work())
+sys.exit(5)
+"""
+    code = "import sys\nfrom tfdist.preemption import Preemption\n" + program
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 5
+
+
+def test_a_handler_of_ones_own_is_there_again_after_a_training():
+    program = """
+import os, signal, sys
+from tfdist.preemption import Preemption
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(6))
+heard = Preemption(grace_seconds=60)
+heard.listen()
+heard.give_back()
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 6

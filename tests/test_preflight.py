@@ -1,14 +1,16 @@
 """What can be reached, and how a wait for it ends."""
 
 import errno
+import json
 import os
+import re
 import socket
 import threading
 
 import pytest
 
-from tfdist import preflight
-from tfdist.cluster import ClusterSpec, free_ports
+from tfdist import preflight, versions
+from tfdist.cluster import ClusterSpec, free_ports, local_cluster
 from tfdist.errors import ClusterError
 
 
@@ -178,3 +180,39 @@ def test_a_name_that_is_looked_for_does_not_hold_the_wait(monkeypatch):
             preflight.wait_for(spec, spec.tasks()[1:], 1.0)
     finally:
         over.set()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "fault", "line"),
+    [
+        ({"keras": "3.14.0"}, "has keras 3.14.0, and this task 3.15", ""),
+        ({"configuration": "other"}, "has another configuration", ""),
+        ({"python": "3.12.1"}, "", "has python 3.12.1, and this task 3."),
+        ({"script": "other"}, "", "has another script"),
+        ({"tensorflow": ""}, "", ""),
+        ({}, "", ""),
+    ],
+)
+def test_tasks_that_run_something_else_are_named_before_the_start(monkeypatch, capsys, theirs, fault, line):
+    spec = local_cluster(2)
+    _, other = spec.tasks()
+    mine = {**versions.own(), "configuration": "mine", "script": "mine"}
+    monkeypatch.setattr(versions, "own", lambda: mine)
+    monkeypatch.setattr(versions, "encode", lambda: json.dumps({**mine, **theirs}).encode())
+    with preflight.at_own_address(spec, other):
+        where = f"worker:1 at {spec.address(other)} "
+        if fault:
+            with pytest.raises(ClusterError, match=re.escape(where + fault)):
+                preflight.wait_for(spec, [other], 5, sleep=lambda seconds: None)
+        else:
+            preflight.wait_for(spec, [other], 5)
+    assert (where + (fault or line) in capsys.readouterr().err) == bool(fault or line)
+
+
+@pytest.mark.parametrize("said", [b"", b"nonsense", b"[1]", b"[" * 5000])
+def test_a_task_that_says_nothing_sound_of_its_versions_is_no_fault(monkeypatch, said):
+    spec = local_cluster(2)
+    _, other = spec.tasks()
+    monkeypatch.setattr(versions, "encode", lambda: said)
+    with preflight.at_own_address(spec, other):
+        preflight.wait_for(spec, [other], 5)

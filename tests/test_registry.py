@@ -72,7 +72,9 @@ def test_a_missing_attribute_names_the_nearest():
     ("text", "error"),
     [("import no_such_module_inside", ModuleNotFoundError), ("1 / 0", ZeroDivisionError), ("x.y = 1", NameError)],
 )
-def test_an_error_inside_the_users_module_is_raised_as_it_is(module, text, error):
+def test_an_error_inside_the_users_module_is_told_with_its_place(module, text, error):
     name = module(f"own_module_{error.__name__}", text)
-    with pytest.raises(error):
+    said = rf"The module of thing '{name}:Mine' cannot be imported: {error.__name__}: .*{name}\.py:1\)"
+    with pytest.raises(ConfigError, match=said) as raised:
         registry.resolve("thing", f"{name}:Mine", TABLE)
+    assert isinstance(raised.value.__cause__, error)

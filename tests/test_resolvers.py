@@ -266,6 +266,18 @@ def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
             "auto",
             "kubernetes: HOSTNAME must be NAME-INDEX",
         ),
+        (
+            {"TFDIST_PODS": "2", "TFDIST_SERVICE": "s", "HOSTNAME": "s-\u00b2"},
+            "auto",
+            "kubernetes: HOSTNAME must be NAME-INDEX",
+        ),
+        (
+            {"TFDIST_PODS": "999999999", "TFDIST_SERVICE": "s", "HOSTNAME": "s-1"},
+            "auto",
+            "at most 10000. Received: 999999999.",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "9" * 5000, "OMPI_COMM_WORLD_RANK": "0"}, "auto", "OMPI_COMM_WORLD_SIZE must be"),
+        ({"SM_HOSTS": "[" * 100_000, "SM_CURRENT_HOST": "a"}, "auto", "sagemaker: SM_HOSTS must be a list such as"),
         ({"TF_CONFIG": "{"}, "auto", "TF_CONFIG is not JSON"),
         ({}, "slurm", "the environment tells of no cluster of slurm: SLURM_STEP_ID is not set."),
         (
@@ -323,6 +335,19 @@ def test_workers_of_one_host_share_its_gpus(visible, rank, ps, more, expected):
     assert found.environ.get("CUDA_VISIBLE_DEVICES") == expected
     if expected is not None:
         assert not resolvers.find({**environ, **found.environ}, ps=ps).environ, "a share is not shared again"
+
+
+@pytest.mark.parametrize("source", ["tf_config", "auto"])
+def test_tasks_that_tf_config_places_on_one_host_share_its_gpus(source):
+    cluster = ClusterSpec({"worker": ["10.0.0.1:1", "10.0.0.1:2", "10.0.0.2:1"]})
+    for index, expected in ((0, "0"), (1, "1"), (2, None)):
+        environ = {"TF_CONFIG": cluster.to_tf_config(TaskSpec("worker", index)), "CUDA_VISIBLE_DEVICES": "0,1"}
+        assert resolvers.find(environ, source).environ.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_tasks_that_a_list_places_on_one_host_share_its_gpus():
+    found = resolvers.find({"CUDA_VISIBLE_DEVICES": "0,1"}, hosts="10.0.0.1:1,10.0.0.1:2", task="worker:1")
+    assert found.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_servers_on_a_host_of_their_own_take_no_gpus():
@@ -504,3 +529,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ClusterError, match=r"rank 1 cannot write its address to .*Not a directory"):
         rendezvous.exchange(str(tmp_path / "file"), "job", 1, 3, "h:1", timeout=0.3)
+
+
+def test_more_slots_than_any_cluster_has_are_refused(tmp_path):
+    (tmp_path / "hostfile").write_text("h1 slots=999999\n")
+    with pytest.raises(ConfigError, match=r"hostfile .*hostfile, line 1: more than 10000 tasks"):
+        resolvers.find({}, hostfile=str(tmp_path / "hostfile"))

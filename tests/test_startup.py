@@ -1,6 +1,7 @@
 """Untested versions, and strategies that come too late."""
 
 import os
+import pathlib
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,8 @@ import tensorflow as tf
 
 from tfdist import startup
 from tfdist.cluster import local_cluster
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -95,3 +98,20 @@ print(tf.config.threading.get_inter_op_parallelism_threads())
         timeout=120,
     )
     assert done.stdout.split() == [str(threads)], done.stderr
+
+
+@pytest.mark.parametrize("where", ["environment", "file"])
+@pytest.mark.parametrize("program", ["tfdist.train", "trainer"])
+def test_another_framework_below_keras_is_said_before_keras_is_loaded(tmp_path, where, program):
+    environ = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    environ |= {"PYTHONPATH": str(ROOT), "KERAS_HOME": str(tmp_path)}
+    if where == "environment":
+        environ["KERAS_BACKEND"] = "jax"
+    else:
+        (tmp_path / "keras.json").write_text('{"backend": "jax"}')
+    train = ["-m", "tfdist.train", "--config=digits", f"--workdir={tmp_path / 'run'}"]
+    arguments = train if program == "tfdist.train" else ["-c", "import tfdist; tfdist.Trainer('one_device')"]
+    done = subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if program == "tfdist.train" else 1)
+    assert "tfdist trains Keras models on TensorFlow, and " in done.stderr
+    assert done.stderr.rstrip().endswith("jax: set KERAS_BACKEND=tensorflow before Keras is imported.")

@@ -97,6 +97,12 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
     assert (tmp_path / "step-7").exists(), "what there is left is not thrown away"
 
 
+def test_a_file_in_the_place_of_a_backup_is_passed_over(tmp_path, capsys):
+    write(tmp_path, 7)
+    (tmp_path / "step-99").write_text("")
+    assert find(Storage(str(tmp_path), 0, 1), ALONE, 1).step == 7
+
+
 @pytest.mark.parametrize("name", FILES[1:])
 def test_every_byte_counts(tmp_path, name):
     write(tmp_path, 7)

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tfdist import config
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -157,7 +159,7 @@ def test_tpu_without_one_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("where", "code", "named"),
     [
-        ("import", 1, "worker:1 failed with exit code 1: RuntimeError: failing in import, on purpose"),
+        ("import", 2, "'tests.failing_task:Failing' cannot be imported: RuntimeError: failing in import, on purpose"),
         # Like the step: the others are in their strategy and wait for this one.
         pytest.param(
             *("build", 1, "worker:1 failed with exit code 1: RuntimeError: failing in build, on purpose"),
@@ -198,6 +200,36 @@ def test_a_task_that_fails_ends_all_within_ten_seconds(tmp_path, where, code, na
         assert tracebacks and all(line.startswith("[worker:1] ") for line in tracebacks), output
         assert output.count(f"[worker:1] RuntimeError: failing in {where}, on purpose") == 1, output
     assert not left_over(str(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["{0}/file", "{0}/file/below", "/proc/nowhere", "{0}/" + "x" * 300])
+def test_a_work_directory_that_cannot_be_written_to_is_said(tmp_path, capsys, where):
+    from tfdist import train
+
+    (tmp_path / "file").write_text("")
+    assert train.main(["train", "--config=digits", f"--workdir={where.format(tmp_path)}"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("tfdist: workdir must be a folder that can be written to. Received: ") and said.count("\n") == 1
+    )
+
+
+def own_optimizer(learning_rate, **arguments):
+    return keras.optimizers.SGD(learning_rate) if learning_rate < 1 else "none"
+
+
+def test_a_function_may_make_the_optimizer():
+    from tfdist import train
+
+    named = config.TrainConfig(
+        "digits", optimizer=config.OptimizerConfig(f"{__name__}:own_optimizer"), learning_rate=0.5
+    )
+    assert float(train.build_optimizer(named).learning_rate) == 0.5
+    named.learning_rate = 1.5
+    with pytest.raises(
+        config.ConfigError, match=r"own_optimizer' must return a keras.optimizers.Optimizer. Received: 'none'"
+    ):
+        train.build_optimizer(named)
 
 
 def test_summary_numbers_are_json():

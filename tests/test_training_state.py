@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.errors import ConfigError
 from tfdist.training_state import TrainingState
 
 
@@ -32,6 +33,7 @@ class Model(keras.Model):
 
 @pytest.fixture(scope="module")
 def model(mirrored):
+    mirrored.trainer = None  # of another test's, which would refuse the model
     keras.backend.clear_session()  # names begin anew
     keras.utils.set_random_seed(0)
     with mirrored.scope():
@@ -121,6 +123,23 @@ def test_callbacks_get_back_what_they_remember(model):
     got = first.state
     assert (got["number"], got["none"], got["deep"]["x"]) == (0.1 + 0.2, None, float(np.float32(0.1)))
     assert np.array_equal(got["list"][1], np.arange(3.0)) and np.isnan(got["nan"])
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"deep": [np.array([None, {}])]}, "/deep/0 is a ndarray"),
+        (tf.ragged.constant([[1], [2, 3]]), "is a RaggedTensor"),
+        ({1, 2}, "is a set"),
+        (object(), "is a object"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(model, value, named):
+    callback = Remembers()
+    callback.state = value
+    with pytest.raises(ConfigError, match=r"What callbacks remember cannot be backed up: .*Remembers") as refused:
+        TrainingState(model, [callback]).take()
+    assert named in str(refused.value)
 
 
 def test_a_callback_that_is_not_there_any_more_is_left_out(model):

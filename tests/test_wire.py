@@ -42,6 +42,20 @@ def test_executions_of_several_steps_count_as_such():
     assert measured(APART, counts(7, 100), batches=[3, 7, 11]) == (4 + 16) * 100 / 16
 
 
+def test_steps_before_compression_begins_are_counted_apart():
+    numbers = iter([0, 100, 300, 600, 610, 620])
+    sent = wire.WireBytes(HERE, TaskSpec("worker", 0), lambda: {"lo": next(numbers)}, begins=3)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    sent.set_model(model)
+    for epoch in range(2):
+        sent.on_epoch_begin(epoch)
+        for batch in range(3):
+            model.optimizer.iterations.assign_add(1)
+            sent.on_train_batch_end(batch)
+    assert (sent.per_step_before, sent.per_step) == (300 / 2 / 2, 20 / 2 / 2)
+
+
 @pytest.mark.parametrize("cluster", [MIXED, ALONE])
 def test_what_cannot_be_told_is_none(cluster):
     assert measured(cluster, counts(7, 100)) is None

@@ -25,6 +25,8 @@ _HOMES = {
     "find_cluster": "resolvers",
 }
 
+_WITH_KERAS = ("backup", "optimizer", "strategies", "trainer")
+
 __all__ = [
     "BackupAndRestore",
     "BackupError",
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
+    if _HOMES[name] in _WITH_KERAS:
+        importlib.import_module("tfdist.keras_backend").check()
     return getattr(importlib.import_module(f"tfdist.{_HOMES[name]}"), name)
 
 

@@ -18,7 +18,7 @@ from tensorflow.python.eager import context as eager_context
 from tfdist import progress
 from tfdist.backup_search import stored_seed
 from tfdist.backup_session import BackupSession
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, shown
 from tfdist.lockstep import Ranks
 from tfdist.preemption import Preemption
 from tfdist.storage import Storage
@@ -43,6 +43,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             leaves SIGTERM alone.
         grace_seconds: How long that may take; a process that has not ended by nine tenths of it does so then.
         config: More plain values that must be the same in the run that goes on.
+        defaults: What those of `config` were that a backup of an older version of the program does not have.
 
     Raises:
         ConfigError: An argument is out of range, or `backup_dir` is a file.
@@ -58,6 +59,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         save_before_preemption: bool = True,
         grace_seconds: float = 25.0,
         config: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self.backup_dir = os.fspath(backup_dir)
@@ -68,7 +70,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.keep = keep
         self.delete_checkpoint = delete_checkpoint
         self.preemption = Preemption(grace_seconds) if save_before_preemption else None
-        self._config = dict(config or {})
+        self._config, self._defaults = dict(config or {}), dict(defaults or {})
         self._fits = 0  # that have come to their end, their backups deleted or not: a run started again counts alike
         self._finished: list[Storage] = []  # of the fits that have come to their end
         self._progress: progress.Progress | None = None
@@ -116,6 +118,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         finally:
             if self.preemption:
                 self.preemption.training = False
+                self.preemption.give_back()
             session.writer.wait(5.0)
             self._session = None
 
@@ -176,8 +179,11 @@ class BackupAndRestore(keras.callbacks.Callback):
 def _faults(folder: str, save_freq: Any, save_every_seconds: Any, keep: Any, grace_seconds: Any) -> Iterator[str]:
     if not folder:
         yield "backup_dir must be a folder. Received: ''."
-    elif tf.io.gfile.exists(folder) and not tf.io.gfile.isdir(folder):
-        yield f"backup_dir must be a folder, and {folder!r} is a file."
+    try:
+        if tf.io.gfile.exists(folder) and not tf.io.gfile.isdir(folder):
+            yield f"backup_dir must be a folder, and {folder!r} is a file."
+    except tf.errors.OpError as e:  # a scheme that is not known
+        yield f"backup_dir must be a folder that TensorFlow can reach. Received: {shown(folder)} ({e.message.splitlines()[0]})."
     whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
     if save_freq != "epoch" and not whole:
         yield f"save_freq must be 'epoch' or a number of steps, 1 or more. Received: {save_freq!r}."

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
+from keras.src.utils.python_utils import pythonify_logs
 from tensorflow.python.eager import context as eager_context
 
 from tfdist import differences, inexact_resume, optimizer_search, progress
@@ -103,6 +104,7 @@ class BackupSession:
     def begin(self, epochs: int) -> None:
         """Puts the state back, once Keras has built all variables."""
         self._state = TrainingState(self._model, self._callbacks)
+        self._state.check()
         # In this order, as what comes last follows from what comes first.
         self._about |= {**differences.about(self._model), "variables": self._state.form()}
         self._about = differences.plain(self._about)
@@ -117,7 +119,7 @@ class BackupSession:
             self._progress.tell(0, 0)
             self._take_folder(after=-1)
             return
-        then = found.manifest["about"]
+        then = differences.filled(found.manifest["about"], differences.plain(self._options._defaults))
         for number, optimizer in self._about["optimizer"].items():
             # A rate that this process may have changed before is state; the backup's holds.
             if self._trained and number in then["optimizer"]:
@@ -205,7 +207,7 @@ class BackupSession:
     def validate(self) -> None:
         """Keeps what the training is before a validation, which may have to be left."""
         if self._options.preemption:
-            self.before_validation = self._take()
+            self.before_validation = self._take(to_host=False)
 
     def validated(self, batch: int) -> None:
         """Leaves a validation if told to."""
@@ -244,10 +246,15 @@ class BackupSession:
         go, due = (heard.numpy() > 0).tolist()
         return go, due
 
-    def _take(self) -> Copy:
+    def _logs(self) -> Any:
+        """Returns the last step's logs, as the epoch has them if there are no further steps in it."""
+        computed: dict[str, Any] = getattr(self._model.train_function, "computed_logs", dict)()
+        return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
+
+    def _take(self, to_host: bool = True) -> Copy:
         self._settle()
         position = self.follower.position
-        shared, own = self._state.take(self._last_logs)
+        shared, own = self._state.take(self._logs(), to_host)
         own |= self.follower.state.take()
         manifest = {
             "format": FORMAT,

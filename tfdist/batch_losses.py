@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.losses.loss import apply_mask
 
@@ -22,6 +24,7 @@ KERAS_COMPILED_LOSS = "_compile_loss"
 KERAS_LOSSES = "_flat_losses"
 KERAS_MASK = "_keras_mask"
 
+_KERAS_STEPS = ("keras.src.backend.", "keras.src.trainers.")  # the modules of Keras' steps and compiled losses
 _MEANS = ("sum_over_batch_size", "mean")
 
 
@@ -61,6 +64,7 @@ def of_share(model: keras.Model, *args: Any, **kwargs: Any) -> Iterator[None]:
     - The logs `loss` and those of single outputs are means over examples. Keras weighs an output's loss by its batch only
       where the size of the batch is known when the step is traced, which differs between the steps of one execution.
     - A replica without examples adds nothing, also where its loss is NaN.
+    - A number that an own step adds to a `keras.metrics.Mean` counts by this replica's share.
 
     Args:
         model: Compiled.
@@ -80,6 +84,9 @@ def of_share(model: keras.Model, *args: Any, **kwargs: Any) -> Iterator[None]:
     for tracker in (getattr(model, KERAS_LOSS_TRACKER, None), *getattr(compiled, "metrics", ())):
         if tracker is not None and not isinstance(vars(tracker).get("update_state"), _Tracked):
             tracker.update_state = _Tracked(tracker)
+    for metric in model.metrics:
+        if type(metric).update_state is keras.metrics.Mean.update_state and "update_state" not in vars(metric):
+            metric.update_state = _Mean(metric)
     _replica.share = _Share(*args, **kwargs)
     try:
         yield
@@ -183,17 +190,34 @@ class _AddedLoss:
 
 
 class _Tracked:
-    """`update_state` of the metric that keeps the mean of a loss."""
+    """`update_state` of the metric that keeps the mean of a loss; an own step may call it, too."""
 
     def __init__(self, tracker: keras.metrics.Metric):
         self._update = tracker.update_state
+        self._of_own_step = _Mean(tracker)
 
     def __call__(self, value: Any, sample_weight: Any = None) -> Any:
         share = _here()
+        if not sys._getframe(1).f_globals["__name__"].startswith(_KERAS_STEPS):
+            return self._of_own_step(value, sample_weight)
         if share is None or share.examples is None or value.shape.rank:
             return self._update(value, sample_weight=sample_weight)
         value = tf.math.multiply_no_nan(value, tf.cast(share.examples > 0, value.dtype))
         return self._update(value, sample_weight=share.examples)
+
+
+class _Mean:
+    """`update_state` of a `keras.metrics.Mean`."""
+
+    def __init__(self, metric: keras.metrics.Metric):
+        self._update = metric.update_state
+
+    def __call__(self, values: Any, sample_weight: Any = None) -> Any:
+        share = _here()
+        rank = values.shape.rank if tf.is_tensor(values) else np.ndim(values)
+        if share is not None and sample_weight is None and rank == 0:
+            sample_weight = share.part()
+        return self._update(values, sample_weight=sample_weight)
 
 
 def _over(value: Any, part: Any) -> Any:

@@ -129,11 +129,16 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
         yield from e.faults
         return
     expected = getattr(task, "Options", None)
-    if not isinstance(expected, type):
-        yield f"task {config.task!r} is no tfdist.task.Task: it has no 'Options'."
+    lacking = [name for name in ("build_model", "compile_arguments", "train_data") if not hasattr(task, name)]
+    if not isinstance(expected, type) or lacking:
+        yield f"task {config.task!r} is no tfdist.task.Task: it has no {lacking[0] if lacking else 'Options'!r}."
         return
     if config.task_options is None:
-        config.task_options = expected()
+        try:
+            config.choose_task(config.task)
+        except ConfigError as e:
+            yield from e.faults
+            return
     if not isinstance(config.task_options, expected):
         yield (
             f"task {config.task!r} takes task_options of {_full_name(expected)}. "

@@ -10,6 +10,7 @@ from tfdist.errors import short, shown, unknown
 
 JOBS = ("chief", "worker", "ps")
 TASK_TYPES = (*JOBS, "evaluator")
+MOST_TASKS = 10_000  # more are a mistake
 _LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):[0-9]+", re.IGNORECASE)
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]+)")
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdist import registry
-from tfdist.errors import did_you_mean, unknown
+from tfdist.errors import ConfigError, did_you_mean, shown, told, unknown
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "parameter_server", "central_storage", "tpu")
 PLACEMENTS = ("round_robin", "by_bytes")
@@ -55,6 +56,21 @@ COMPRESSORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 _CHOICES = {"transport": ("two_shot", "sum"), "selection": ("sampled", "exact")}
+# Least, what it is below, and the most that is allowed beside, of optimizers' arguments.
+_RANGES: Mapping[str, tuple[float, float, float | None]] = {
+    "momentum": (0, 1, 1),
+    "rho": (0, 1, 1),
+    "beta_1": (0, 1, None),
+    "beta_2": (0, 1, None),
+    "ema_momentum": (0, 1, 1),
+    "epsilon": (0, float("inf"), None),
+    "weight_decay": (0, float("inf"), None),
+    "clipnorm": (0, float("inf"), None),
+    "clipvalue": (0, float("inf"), None),
+    "global_clipnorm": (0, float("inf"), None),
+}
+_DEVICE = re.compile(r"(/\w+:[\w:/]+/device:|/device:|/)?(CPU|GPU|TPU)(:[0-9]+)?", re.IGNORECASE)
+_MOST_DIGITS = 15
 _EVERY_OPTIMIZER = (
     "weight_decay",
     "clipnorm",
@@ -124,6 +140,12 @@ class StrategyConfig:
             )
         if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
             yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {self.devices}."
+        elif self.devices and not self.virtual_cpus and self.name != "tpu":
+            names = [name.upper() for name in self.device_names]
+            if strange := [name for name in names if not _DEVICE.fullmatch(name)]:
+                yield f"strategy.devices must be names such as GPU:0, or a number of virtual CPUs. Received: {shown(strange[0])}."
+            elif len(set(names)) < len(names):
+                yield f"strategy.devices names a device twice. Received: {shown(self.devices)}."
         if self.name in ("multi_worker_mirrored", "parameter_server") and self.devices:
             yield (
                 f"strategy.devices does not apply to {self.name}, which uses all GPUs it sees, or the CPU; "
@@ -211,6 +233,11 @@ class OptimizerConfig:
                 "optimizer.gradient_accumulation_steps must be 0 (off) or 2 or more. "
                 f"Received: {self.gradient_accumulation_steps}."
             )
+        for name, (least, below, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not (least <= value < below or value == most):
+                limit = f"{least:g} to {most:g}" if most is not None else f"{least:g} or more, and less than {below:g}"
+                yield f"optimizer.{name} must be {limit}. Received: {value}."
         takes = OPTIMIZERS[self.name]
         for name in self.changed():
             if name not in takes and name not in _EVERY_OPTIMIZER:
@@ -320,8 +347,12 @@ class BackupConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the values."""
-        if self.save_freq not in ("epoch", "never") and not (self.save_freq.isdecimal() and int(self.save_freq[:9])):
-            yield f"backup.save_freq must be 'epoch', 'never' or a number of steps, 1 or more. Received: {self.save_freq!r}."
+        if self.save_freq not in ("epoch", "never") and not (
+            self.save_freq.isascii()
+            and self.save_freq.isdecimal()
+            and 0 < len(self.save_freq.strip("0")) <= _MOST_DIGITS
+        ):
+            yield f"backup.save_freq must be 'epoch', 'never' or a number of steps, 1 or more. Received: {shown(self.save_freq)}."
         if not 0 <= self.save_every_seconds < float("inf"):
             yield f"backup.save_every_seconds must be 0 (off) or more, and finite. Received: {self.save_every_seconds}."
         if self.keep < 1:
@@ -353,6 +384,7 @@ class TrainConfig:
         steps_per_execution: Steps to run for each call of Python; callbacks see every so many steps.
         start_timeout: How long a task waits for the others, in seconds.
         grace_seconds: How long a task has to end after a signal before it is killed, and to save before that.
+        check_weights: Whether workers compare all their weights after each epoch; else only before and after the training.
         backup: When and where to back the training up.
         max_restarts: Restarts that failures of tasks may cost, where this command starts them.
     """
@@ -375,6 +407,7 @@ class TrainConfig:
     steps_per_execution: int = 1
     start_timeout: float = 300.0
     grace_seconds: float = 25.0
+    check_weights: bool = True
     backup: BackupConfig = dataclasses.field(default_factory=BackupConfig)
     max_restarts: int = 0
 
@@ -382,16 +415,36 @@ class TrainConfig:
         # So that the task's options exist as fields that flags can set.
         if self.task_options is None and isinstance(self.task, str) and self.task in registry.TASKS:
             self.task_options = registry.resolve("task", self.task, registry.TASKS).Options()
-        _resolve_types(self)
+        resolve_types(self)
+
+    def choose_task(self, task: str) -> None:
+        """Makes a task this configuration's, with the options that it has by default where those here are another one's.
+
+        Raises:
+            ConfigError: There is no such task, or its options cannot be made.
+        """
+        options = getattr(registry.resolve("task", task, registry.TASKS), "Options", None)
+        self.task = task
+        if not isinstance(options, type) or isinstance(self.task_options, options):
+            return
+        self.task_options = None  # another task's
+        try:
+            self.task_options = options()
+        except Exception as e:
+            raise ConfigError(
+                f"{options.__qualname__}() of task {task!r} raises {told(e)}; give all its fields defaults."
+            ) from e
+        if dataclasses.is_dataclass(self.task_options):
+            resolve_types(self.task_options)
 
 
-def _resolve_types(config: Any) -> None:
+def resolve_types(config: Any) -> None:
     """Makes the fields' types classes: under `from __future__ import annotations` they are texts, and flags need classes."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         field.type = hints[field.name]
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
-            _resolve_types(value)
+            resolve_types(value)
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -399,17 +452,30 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+# What must be the same in a run that goes on, and on all tasks: what decides which numbers are trained.
+_SAME = (
+    *("task", "task_options", "global_batch_size", "per_replica_batch_size", "steps_per_epoch", "steps_per_execution"),
+    *("seed", "deterministic", "precision", "jit_compile"),
+    *("strategy", "optimizer", "compression", "learning_rate"),
+)
+
+
+def fixed(config: TrainConfig) -> dict[str, Any]:
+    """Returns what of the configuration must be the same in a run that goes on, and on all tasks."""
+    same = {name: value for name, value in to_dict(config).items() if name in _SAME}
+    del same["strategy"]["timeout_seconds"]
+    return same
+
+
 def backup_arguments(config: TrainConfig, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the arguments of the `BackupAndRestore` that `config` asks for."""
     backup = dataclasses.asdict(config.backup)
-    # What may be another in the run that goes on.
-    free = ("backup", "cluster", "epochs", "grace_seconds", "max_restarts", "start_timeout")
-    fixed = {name: value for name, value in to_dict(config).items() if name not in free}
     return {
         "backup_dir": backup.pop("dir") or os.path.join(workdir, "backup"),
         **backup,
         "save_freq": "epoch" if config.backup.save_freq == "epoch" else int(config.backup.save_freq),
         "save_every_seconds": config.backup.save_every_seconds or None,
         "grace_seconds": config.grace_seconds,
-        "config": {"config": fixed},
+        "config": {"config": fixed(config)},
+        "defaults": {"config": fixed(TrainConfig(config.task, type(config.task_options)()))},
     }

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import optimizer_search, refusals
+from tfdist import first_batch, optimizer_search, refusals
 from tfdist.errors import ConfigError
 from tfdist.parameter_servers import ParameterServerStrategy
 from tfdist.predictor import Predictions, Predictor
@@ -64,6 +64,7 @@ class Coordinator:
             for method in _AFTER_ALL:
                 setattr(model, method, _AfterAll(model, method))
             model.train_function = model.test_function = None
+        first_batch.adopt(model)
         for optimizer in optimizer_search.optimizers(model):
             update_on_servers(optimizer)
 
@@ -272,10 +273,10 @@ class Execution:
     def _count(self, step: Any, traced: Traced, rows: Sequence[np.ndarray]) -> None:
         if not rows:
             return
-        logs = step.commit(np.stack(rows))
+        logs = step.commit(traced, np.stack(rows))
         own = step.own_logs(traced, rows[-1])
         self._logs.clear()
-        self._logs.update({name: own[name] if name in own else logs[name] for name in traced.names} if own else logs)
+        self._logs.update({name: own[name] if name in own else logs[name] for name in traced.names})
 
 
 def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,13 +23,14 @@ from tfdist.errors import ConfigError
 from tfdist.moving_statistics import MovingStatistics
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
-KERAS_SYMBOLIC_BUILD = "_maybe_symbolic_build"
 KERAS_STEP = "one_step_on_data"
 KERAS_PREDICT = "one_step_on_data_distributed"
 KERAS_APPLY = "_distributed_tf_update_step"
 KERAS_SEED_VARIABLE = "seed_generator_state"
 KERAS_ACCUMULATOR_VARIABLE = "gradient_accumulator"
+TF_SERVES = "_std_server_started"
 
+_KEYS = 100_000  # of the collectives of one strategy
 # What TensorFlow's CollectiveBcastSend takes.
 _BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 
@@ -65,11 +67,20 @@ class _KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
         Keras divides a loss by the number of replicas, but only if it reduces the loss itself: not where a function
         returns one number, nor in a `train_step` that has a loss of its own. The caller divides, whatever the loss.
         """
-        self._view.one = True
+        with self._seen_as(True):
+            yield
+
+    def as_it_is(self) -> contextlib.AbstractContextManager[None]:
+        """Ends `as_one_replica` for what is inside, such as a variable that a step creates."""
+        return self._seen_as(False)
+
+    @contextlib.contextmanager
+    def _seen_as(self, one: bool) -> Iterator[None]:
+        before, self._view.one = getattr(self._view, "one", False), one
         try:
             yield
         finally:
-            self._view.one = False
+            self._view.one = before
 
     @property
     def extended(self) -> Any:
@@ -187,10 +198,6 @@ class _KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
             axis: The axis also reduced within each replica, or None. On scalars 0 means None.
         """
         local = self.experimental_local_results
-        if sys._getframe(1).f_code.co_name == KERAS_SYMBOLIC_BUILD:
-            # Keras wants one batch to learn its shapes from: a local one will do, and needs neither numbers nor
-            # equal shapes on all replicas.
-            return tf.nest.map_structure(lambda v: local(v)[0], value)
         if tf.nest.is_nested(value):
             return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
         if isinstance(value, (bool, int, float)):  # a train_step's own log
@@ -208,11 +215,22 @@ class OneDeviceStrategy(_KerasStrategy, tf.distribute.OneDeviceStrategy):
     _shared_variables = True
 
 
-class MirroredStrategy(_KerasStrategy, tf.distribute.MirroredStrategy):
+class _OwnKeys:
+    """Gives each strategy of a process its own collectives; the workers make theirs in the same order."""
+
+    _number = itertools.count(1)
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        # As TensorFlow's tests do: two strategies with the same keys take each other's collectives for their own.
+        self._collective_key_base = next(self._number) * _KEYS
+        super().__init__(*args, **kwargs)
+
+
+class MirroredStrategy(_OwnKeys, _KerasStrategy, tf.distribute.MirroredStrategy):
     """Trains on several devices of one machine, each with a copy of the variables."""
 
 
-class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(_OwnKeys, _KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
     """Trains on the devices of several workers, each with a copy of the variables.
 
     Attributes:
@@ -222,6 +240,12 @@ class MultiWorkerMirroredStrategy(_KerasStrategy, tf.distribute.MultiWorkerMirro
 
     bucket_bytes = 0
     notes: tf.Variable | None = None
+
+    def __init__(self, cluster_resolver: Any = None, communication_options: Any = None):
+        super().__init__(cluster_resolver, communication_options)
+        if cluster_resolver is not None:
+            # A second strategy would start the server anew, under the collectives that the other workers still have on their way.
+            setattr(type(self.extended), TF_SERVES, True)
 
     @property
     def num_workers(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from tfdist.errors import ConfigError
 TF_INPUTS = "_inputs"
 TF_FUNCTIONS = "_functions"
 TF_COUNT = "_count"
+TF_BATCH_SIZE = "_batch_size"
 
 _STARTING_AT = "_tfdist_starting_at"  # an attribute of the datasets of `epochs`
 
@@ -78,7 +78,8 @@ def epochs(
     replicas = context.num_replicas_in_sync
     batch_size = per_replica_batch_size(global_batch_size, replicas)
     pipelines = context.num_input_pipelines
-    tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+    with tf.init_scope():  # so that a function that is traced is given them, and does not hold them as constants
+        tensors = tf.nest.map_structure(lambda each: each if tf.is_tensor(each) else tf.constant(each), arrays)
 
     @tf.autograph.experimental.do_not_convert
     def order(epoch: tf.Tensor) -> tf.data.Dataset:
@@ -159,6 +160,13 @@ def walk(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from walk(each)
 
 
+def batch_size(dataset: tf.data.Dataset) -> int | None:
+    """Returns how many examples are in a batch of a dataset, as its outermost `batch` says; None where it is not told."""
+    sizes = (getattr(each, TF_BATCH_SIZE, None) for each in walk(dataset))
+    size = next((each for each in sizes if each is not None), None)
+    return None if size is None else int(size)
+
+
 def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
     """Yields the traced functions of a dataset itself, as that of `map`."""
     for each in getattr(dataset, TF_FUNCTIONS)():
@@ -173,15 +181,11 @@ def nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:
         yield from function.node_def
 
 
-def from_generator(generator: types.GeneratorType, learns_shapes: Callable[[int], bool]) -> tf.data.Dataset:
-    """Makes a dataset of what a Python generator yields, of which Keras loses nothing while it learns the shapes.
-
-    Before it trains, Keras starts a pass over the data for its first batch. A generator cannot go back: whatever
-    TensorFlow has read ahead by then would be lost.
+def from_generator(generator: types.GeneratorType) -> tf.data.Dataset:
+    """Makes a dataset of what a Python generator yields.
 
     Args:
         generator: Yields batches, as `fit` takes them.
-        learns_shapes: Whether a pass, by its number from 0, is such a one. It is given the first batch alone.
 
     Raises:
         ValueError: As Keras: the generator is empty, or yields no tuples.
@@ -190,8 +194,4 @@ def from_generator(generator: types.GeneratorType, learns_shapes: Callable[[int]
     def present(batch: Any) -> Any:  # TensorFlow cannot split an absent sample_weight over replicas
         return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
 
-    adapter = GeneratorDataAdapter(map(present, generator))
-    restart, first = adapter.generator, adapter._first_batches[:1]
-    passes = itertools.count()
-    adapter.generator = lambda: iter(first) if learns_shapes(next(passes)) else restart()
-    return adapter.get_tf_dataset()
+    return GeneratorDataAdapter(map(present, generator)).get_tf_dataset()

@@ -18,16 +18,15 @@ import tensorflow as tf
 from tfdist import inexact_resume
 from tfdist.data import replay
 from tfdist.data_state import DataState
+from tfdist.first_batch import KERAS_BUILD, KERAS_DATA
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
-KERAS_SYMBOLIC_BUILD = "_maybe_symbolic_build"
 KERAS_LOGS = "_get_metrics_result_or_logs"
 KERAS_ENUMERATE = "_enumerate_iterator"
 KERAS_GET_ITERATOR = "_get_iterator"
 KERAS_INITIAL_EPOCH = "_initial_epoch"
 KERAS_STEPS_SEEN = "_steps_seen"
 KERAS_ITERATORS = ("_current_iterator", "_epoch_iterator")
-KERAS_DATA = "_distributed_dataset"
 
 
 @dataclasses.dataclass
@@ -71,17 +70,19 @@ class Follower:
         self._sources: list[tf.data.Dataset] = []
         self._is_amid = False  # an epoch's steps have begun
         self._arrive: Callable[[], Any] | None = None
+        self._results: Callable[[Any], Any] | None = None  # the model's, where it stands back
         self.position = Position()
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Lets this follow the `fit` that is called inside."""
-        setattr(self._model, KERAS_SYMBOLIC_BUILD, self._build)
+        build = getattr(self._model, KERAS_BUILD)
+        setattr(self._model, KERAS_BUILD, functools.partial(self._build, build))
         try:
             yield
         finally:
-            for name in (KERAS_SYMBOLIC_BUILD, KERAS_LOGS):
-                vars(self._model).pop(name, None)
+            setattr(self._model, KERAS_BUILD, build)
+            self._take_logs_back()
             setattr(self._model, KERAS_INITIAL_EPOCH, None)
 
     def resume(
@@ -101,7 +102,8 @@ class Follower:
         self.state.put(own, goes_on=position.epoch_step > 0)
         setattr(self._model, KERAS_INITIAL_EPOCH, first_epoch)
         if position.epoch_step:
-            setattr(self._model, KERAS_LOGS, functools.partial(self._logs, logs))
+            self._results = getattr(self._model, KERAS_LOGS)
+            setattr(self._model, KERAS_LOGS, lambda own: self._results(own or logs))
 
     def stepped(self, end_step: int, steps: int | None) -> None:
         """Says that the loop has done an execution of steps.
@@ -119,15 +121,14 @@ class Follower:
     def next_epoch(self, epoch: int) -> None:
         """Says that the loop has ended an epoch, and its validation."""
         self.position.epoch, self.position.epoch_step = epoch + 1, 0
-        vars(self._model).pop(KERAS_LOGS, None)
+        self._take_logs_back()
 
     def doubts(self) -> Iterator[str]:
         """Yields why a resume will not be exact because of the data, and the remedies."""
         yield from inexact_resume.of_data(self._sources)
         yield from self.state.doubts()
 
-    def _build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        build = functools.partial(getattr(type(self._model), KERAS_SYMBOLIC_BUILD), self._model)
+    def _build(self, build: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
         if self._loop is not None:  # the first one is fit's own, later ones evaluate's
             build(iterator=iterator, data_batch=data_batch)
             return
@@ -135,13 +136,14 @@ class Follower:
         self.state = DataState(self._sources, iterator.data_adapter, self._is_backed_up)
         with self.state.undrawn():
             build(iterator=iterator, data_batch=data_batch)
-            _end_pass(iterator)
         self._loop = iterator
         setattr(iterator, KERAS_ENUMERATE, self._enumerate)
         setattr(iterator, KERAS_GET_ITERATOR, lambda: self)
 
-    def _logs(self, last: Any, logs: Any) -> Any:
-        return getattr(type(self._model), KERAS_LOGS)(self._model, logs or last)
+    def _take_logs_back(self) -> None:
+        if self._results is not None:
+            setattr(self._model, KERAS_LOGS, self._results)
+            self._results = None
 
     def __iter__(self) -> Any:
         """Begins a pass over the data."""
@@ -210,9 +212,3 @@ def starting_at(data: Any, number: int, steps: int, ready: Callable[[], None]) -
     replay(data, number - 1)
     ready()
     return iter(data.skip(steps))
-
-
-def _end_pass(loop: Any) -> None:
-    """Ends the reading ahead of a pass."""
-    for name in KERAS_ITERATORS:
-        setattr(loop, name, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,7 +15,6 @@ from tfdist import data, dealing, refusals, step
 from tfdist.moving_statistics import MovingStatistics
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
-KERAS_SYMBOLIC_BUILD = "_maybe_symbolic_build"
 KERAS_PREDICT_DATA = "get_data"
 
 
@@ -56,13 +55,9 @@ class DistributesData(tf.distribute.Strategy):
             ready()
             return iter(self._synchronizing(distribute(dataset.skip(steps), options), elements))
 
-        def first() -> Iterable[Any]:
-            parts = dealing.split(dataset.take(1), self.extended._num_replicas_in_sync, [0])
-            return (dealt.batch for dealt in parts)
-
-        can_deal = dealing.can_deal(dataset.element_spec)
-        distributed = self._synchronizing(distribute(dataset, options), elements, first=first if can_deal else None)
+        distributed = self._synchronizing(distribute(dataset, options), elements)
         distributed.starting_at, distributed.sources = starting_at, [dataset]
+        distributed.parts = self.extended._num_replicas_in_sync  # of each batch
         return distributed
 
     def _deals(self, dataset: tf.data.Dataset) -> bool:
@@ -123,8 +118,7 @@ class DistributesData(tf.distribute.Strategy):
 
         distribute = super().distribute_datasets_from_function
         distributed = distribute(make, options)
-        first = (lambda: next(iter(made.values())).take(1)) if deals else None
-        distributed = self._synchronizing(distributed, elements, steps[0], first)
+        distributed = self._synchronizing(distributed, elements, steps[0])
         distributed.starting_at, distributed.sources = starting_at, list(made.values())
         return distributed
 
@@ -150,13 +144,7 @@ class DistributesData(tf.distribute.Strategy):
             dataset = dataset.filter(lambda *_: True)  # None is told its own number: all end when the last one does.
         return dealing.loosen(dataset)
 
-    def _synchronizing(
-        self,
-        dataset: Any,
-        elements_per_step: int = 1,
-        steps: int | None = None,
-        first: Callable[[], Iterable[Any]] | None = None,
-    ) -> Any:
+    def _synchronizing(self, dataset: Any, elements_per_step: int = 1, steps: int | None = None) -> Any:
         """Makes each pass over `dataset` begin with equal statistics on all replicas.
 
         Without it `evaluate` and `predict` would use each replica's own, and give another result than the saved
@@ -166,7 +154,6 @@ class DistributesData(tf.distribute.Strategy):
             dataset: A distributed dataset; changed in place.
             elements_per_step: How many of its elements a step takes. Keras reads `cardinality` as a number of steps.
             steps: The number of steps, if it does not follow from that.
-            first: Returns what has a replica's first batch, for Keras to learn shapes from.
         """
         kind = type(dataset)
 
@@ -174,9 +161,6 @@ class DistributesData(tf.distribute.Strategy):
             if tf.executing_eagerly():
                 self.statistics.synchronize()
                 self.statistics.may_change()
-            if first is not None and _learns_shapes(sys._getframe(1)):
-                # Not by devices: TensorFlow now and then crashes or hangs when it ends what is reading ahead for them.
-                return iter(first())
             iterator = kind.__iter__(distributed)
             iterator.__class__, iterator.strategy = _for_keras(iterator.__class__), self
             return iterator
@@ -190,15 +174,6 @@ class DistributesData(tf.distribute.Strategy):
         return dataset
 
 
-def _learns_shapes(frame: Any) -> bool:
-    """Whether Keras begins a pass for the shapes of its first batch: in the caller of its loop's caller."""
-    callers: list[str] = []
-    while frame is not None and len(callers) < 3:
-        callers.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return KERAS_SYMBOLIC_BUILD in callers
-
-
 @functools.cache
 def _for_keras(kind: Any) -> type:
     """Returns a subclass of a distributed iterator whose `next` gives Keras what it can use; a `tf.function` uses `kind`'s."""
@@ -206,8 +181,6 @@ def _for_keras(kind: Any) -> type:
     def following(iterator: Any) -> Any:
         element, caller = kind.__next__(iterator), sys._getframe(1).f_code.co_name
         dealt = isinstance(element, dealing.Dealt)
-        if caller == KERAS_SYMBOLIC_BUILD:
-            return element.batch if dealt else element
         if caller != KERAS_PREDICT_DATA:
             return element
         if not dealt:

@@ -71,3 +71,12 @@ def unknown(what: str, received: str, known: Iterable[str]) -> str:
     """Returns the sentence for a name that is not in a list of known names."""
     known = sorted(known)
     return f"unknown {what} {shown(received)}{did_you_mean(received, known)} Known: {', '.join(known)}."
+
+
+def told(error: BaseException) -> str:
+    """Returns type and message of an error."""
+    try:
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+    except Exception:  # the user's own __str__
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

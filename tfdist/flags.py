@@ -6,12 +6,12 @@ arguments are looked at first, it gets those that are sound, and every fault is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import io
 import pathlib
 import re
-import sys
-import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,13 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from tfdist import check, host_list
-from tfdist import config as config_lib
+from tfdist import check, config_files, field_help, host_list
 from tfdist.config import TrainConfig
-from tfdist.errors import ConfigError, collected, did_you_mean, short, shown
+from tfdist.errors import ConfigError, collected, did_you_mean, short, shown, told
 
-_CONFIG_HELP = "Python file whose get_config() returns a tfdist.TrainConfig."
+_CONFIG_HELP = (
+    "A preset's name, a Python file whose get_config() returns a tfdist.TrainConfig, or the config.json of a run."
+)
 
 
 def parse(
@@ -43,6 +44,7 @@ def parse(
     Raises:
         ConfigError: With every fault of the command line and the configuration.
     """
+    faults: list[str] = []
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "Where results go. Default: runs/NAME_OF_THE_CONFIG_FILE.", flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
@@ -50,20 +52,35 @@ def parse(
         flags.DEFINE_string(name, None, f"{text} Short for --config.cluster.{name}.", flag_values=values)
     if any(_split(argument)[0] in ("help", "h") for argument in argv[1:]):
         flags.DEFINE_string("config", None, _CONFIG_HELP, flag_values=values)
-        print(f"{description}\n{values.get_help()}\n{_fields_help()}")
+        asked = _config_path(argv[1:])
+        config, of = TrainConfig(), "TrainConfig"
+        with collected(faults):
+            if asked:
+                config, of = config_files.load(asked), asked
+        names = ", ".join(config_files.preset_names())
+        wrong = "".join(f"\n{fault}" for fault in faults)
+        print(f"{description}\n{values.get_help()}\n{field_help.text(config, of)}\nPresets: {names}.{wrong}")
         return None
+    said = io.StringIO()  # absl leaves out a file that includes itself, and only prints so
     try:
-        arguments = values.read_flags_from_files(list(argv[1:]), force_gnu=True)
+        with contextlib.redirect_stderr(said):
+            arguments = values.read_flags_from_files(list(argv[1:]), force_gnu=True)
     except (flags.Error, OSError, ValueError) as e:
         raise ConfigError(f"--flagfile: {e}") from None
+    if included := said.getvalue().strip():
+        raise ConfigError(f"--flagfile: {included.rpartition(' ')[2]} includes itself; remove the line that does.")
     arguments = [_in_full(argument) for argument in arguments]
     path = _config_path(arguments)
     if not path:
         raise ConfigError(
-            "--config is missing: a Python file whose get_config() returns a tfdist.TrainConfig, such as configs/digits.py."
+            "--config is missing: a preset's name, such as digits, or a Python file whose get_config() returns a tfdist.TrainConfig. "
+            f"Presets: {', '.join(config_files.preset_names())}."
         )
-    config = _load(path)
-    faults: list[str] = []
+    config = config_files.load(path)
+    task = _last_value(arguments, "config.task") or config.task
+    if isinstance(task, str) and (task != config.task or config.task_options is None):
+        with contextlib.suppress(ConfigError):  # which the check says, too
+            config.choose_task(task)
     sound = [argv[0], f"--config={path}", *_sound_arguments(config, arguments, faults)]
     try:
         # The file has been run, once: its value stands for its name.
@@ -72,7 +89,7 @@ def parse(
         )
         values(sound)
     except Exception as e:  # what it raises at values that it cannot take is not documented
-        raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {_told(e)}"]) from None
+        raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {told(e)}"]) from None
     with collected(faults):
         check.check(values.config, workers(values.config))
     if faults:
@@ -83,6 +100,7 @@ def parse(
 def _split(argument: str) -> tuple[str, str | None]:
     """Returns name and value of a flag; an empty name where the argument is no flag, None where it has no value."""
     name, equals, value = argument.removeprefix("-").removeprefix("-").partition("=")
+    name = re.sub(r"(?<=\w)-(?=\w)", "_", name)
     return (name if argument.startswith("-") else ""), (value if equals else None)
 
 
@@ -100,69 +118,17 @@ def _take_value(following: list[str]) -> str | None:
 
 
 def _config_path(arguments: Sequence[str]) -> str | None:
-    """Returns the value of the last `--config=value` or `--config value`."""
+    return _last_value(arguments, "config")
+
+
+def _last_value(arguments: Sequence[str], flag: str) -> str | None:
+    """Returns the value of the last `--flag=value` or `--flag value`."""
     found = None
     for position, argument in enumerate(arguments):
         name, value = _split(argument)
-        if name == "config":
+        if name == flag:
             found = _take_value(list(arguments[position + 1 :])) if value is None else value
     return found
-
-
-def _load(path: str) -> TrainConfig:
-    """Returns what a config file's get_config() returns, its own traceback shortened to its own line."""
-    try:
-        source = pathlib.Path(path).read_bytes()
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"--config={path}: {getattr(e, 'strerror', None) or e}.") from None
-    # Dataclasses that the file defines look their module up.
-    module = sys.modules["tfdist_config"] = types.ModuleType("tfdist_config")
-    namespace = vars(module)
-    namespace["__file__"] = path
-    try:
-        exec(compile(source, path, "exec", dont_inherit=True), namespace)  # noqa: S102 (a config is a program)
-        config = namespace["get_config"]()
-    except (ConfigError, KeyboardInterrupt):
-        raise
-    except BaseException as e:  # sys.exit(), too: no training has taken place
-        if isinstance(e, KeyError) and "get_config" not in namespace:
-            raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
-        told = _told(e)
-        line, origin = _place(e, path)
-        raise ConfigError(f"--config={path}{line}: {told}{_nearest_field(told, namespace)}{origin}") from None
-    if not isinstance(config, TrainConfig):
-        raise ConfigError(
-            f"--config={path}: get_config() must return a tfdist.TrainConfig. Received: {type(config).__name__}."
-        )
-    return config
-
-
-def _place(error: BaseException, path: str) -> tuple[str, str]:
-    """Returns the config file's own line in an error, and where outside of the file the error was raised, or nothing."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError) and error.lineno:
-        frames.append((error.filename or "", error.lineno))
-    line = next((f", line {line}" for name, line in reversed(frames) if name == path), "")
-    outside = frames[-1][0] not in (path, __file__)
-    return line, f" (raised at {frames[-1][0]}:{frames[-1][1]})" if outside else ""
-
-
-def _told(error: BaseException) -> str:
-    """Returns type and message of an error."""
-    try:
-        text = error.msg if isinstance(error, SyntaxError) else str(error)
-    except Exception:  # the user's own __str__
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _nearest_field(told: str, namespace: dict[str, Any]) -> str:
-    """Returns the field nearest to one that a dataclass was given and does not have, where that is what is told."""
-    match = re.fullmatch(r"TypeError: (\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", told)
-    kind = match and (namespace.get(match[1]) or getattr(config_lib, match[1], None))
-    if match is None or not dataclasses.is_dataclass(kind):
-        return ""
-    return did_you_mean(match[2], [field.name for field in dataclasses.fields(kind)])
 
 
 def _sound_arguments(config: TrainConfig, arguments: Sequence[str], faults: list[str]) -> Iterator[str]:
@@ -183,7 +149,13 @@ def _sound_arguments(config: TrainConfig, arguments: Sequence[str], faults: list
                 fault = fault or ("" if value is not None else f"{written} has no value; write {written}=VALUE.")
             fault = fault or _value_fault(kind, flag, written, value)
         else:
-            known = ["config", "workdir", "help", *host_list.FLAGS, *(path for path, _ in _fields(config, "config"))]
+            known = [
+                "config",
+                "workdir",
+                "help",
+                *host_list.FLAGS,
+                *(path for path, _ in field_help.fields(config, "config")),
+            ]
             fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
             fault += " Known: --config, --config.field, --workdir, --help."
             if value is None:
@@ -236,19 +208,3 @@ def _value_fault(kind: Any, flag: str, written: str, value: str | None) -> str:
     except ValueError:
         return f"{written}: expected {expected}. Received: {shown(value)}."
     return ""
-
-
-def _fields(config: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields path and value of every field."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _fields(value, f"{path}.{field.name}")
-        else:
-            yield f"{path}.{field.name}", value
-
-
-def _fields_help() -> str:
-    """Returns every field of the configuration with its default."""
-    rows = [f"  --{path}={value}" for path, value in _fields(TrainConfig(), "config")]
-    return "Fields of the configuration, with the defaults of TrainConfig:\n" + "\n".join(rows)

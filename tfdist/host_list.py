@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.cluster_faults import MOST_TASKS
 from tfdist.errors import ConfigError, shown
 
 PORT = 2222  # where no other is said
@@ -84,13 +85,15 @@ def _read(path: str) -> list[str]:
         words = line.partition("#")[0].split()
         # `max_slots`, of which mpirun knows too, is a limit of its own.
         more = [word for word in words[1:] if not word.startswith(("max_slots=", "max-slots="))]
-        slots = re.fullmatch(r"slots=([0-9]{1,6})", more[0]) if len(more) == 1 else None
+        slots = re.fullmatch(r"slots=([0-9]{1,9})", more[0]) if len(more) == 1 else None
         if more and not slots:
             faults.append(
                 f"hostfile {path}, line {number}: expected 'host' or 'host slots=2'. Received: {shown(line)}."
             )
+        elif len(found) + (count := int(slots[1]) if slots else 1) > MOST_TASKS:
+            faults.append(f"hostfile {path}, line {number}: more than {MOST_TASKS} tasks. Received: {shown(line)}.")
         elif words:
-            found += words[:1] * (int(slots[1]) if slots else 1)
+            found += words[:1] * count
     if faults or not found:
         raise ConfigError(faults or f"hostfile {path} has no host.")
     return found
@@ -99,13 +102,18 @@ def _read(path: str) -> list[str]:
 def _with_ports(hosts: Sequence[str]) -> list[str]:
     """Returns the addresses, of which those without a port get the next one of their host."""
     found: list[str] = []
+    taken: set[str] = set()
+    following: dict[str, int] = {}  # the next port of a host
     for host in hosts:
-        address, port = host, PORT
+        address = host
         if not re.search(r":[0-9]+$", host) or host.endswith("]") or (host.count(":") > 1 and "[" not in host):
             bare = f"[{host}]" if ":" in host and "[" not in host else host
-            while (address := f"{bare}:{port}") in found:
+            port = following.get(bare, PORT)
+            while (address := f"{bare}:{port}") in taken:
                 port += 1
+            following[bare] = port + 1
         found.append(address)
+        taken.add(address)
     return found
 
 

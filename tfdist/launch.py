@@ -48,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
                 "-- COMMAND. "
                 f"Received: {' '.join(arguments) or 'nothing'}"
             )
+        if not values.grace_seconds < float("inf"):
+            raise ConfigError(f"--grace_seconds must be 0 or more, and finite. Received: {values.grace_seconds}.")
         cluster, prefixes = namespaces.place(values.workers, values.ps, values.netns)
         launcher = Launcher(
             command,

@@ -16,13 +16,14 @@ from typing import IO
 from tfdist import progress
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.guardian import Guardian
-from tfdist.processes import Failure, TaskProcess, last_words
+from tfdist.processes import Failure, TaskProcess, last_words, signal_name
 from tfdist.restarts import Restarts
 
 # A traceback is held back for this long: its task may be about to end of it, and then it is shown with that.
 _HOLD_SECONDS = 3.0
 _TRACEBACK = b"Traceback (most recent call last):"
 _FAULTY = 2  # the exit code
+_AFTER_INTERRUPT = 2.0  # seconds that the others have, once one has ended of Ctrl-C
 
 
 class Launcher:
@@ -35,7 +36,7 @@ class Launcher:
     Args:
         command: The command and its arguments, the same for all tasks.
         cluster: The tasks and their addresses.
-        log_dir: Where each task's output is kept, as `<task>.log`.
+        log_dir: Where each task's output is kept, as `<task>.log`. What is there of an earlier run moves to a folder `before`.
         environ: The environment that tasks inherit. None means this process's.
         grace_seconds: How long tasks have to end after SIGTERM before SIGKILL: TensorFlow may be waiting for a peer and
             not heed a signal.
@@ -69,6 +70,7 @@ class Launcher:
         self._output = output or sys.stdout.buffer
         self._tasks: list[TaskProcess] = []
         self._running: list[TaskProcess] = []
+        self._later: list[tuple[float, TaskSpec]] = []  # when to start a worker again
         self._signals: list[int] = []
         self._kill_at = float("inf")
         self._again = False
@@ -88,6 +90,7 @@ class Launcher:
             when the chief does: servers never end by themselves.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._put_away_logs()
         # What is ignored stays so, as under nohup.
         heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
         caught = {n: signal.signal(n, self._on_signal) for n in heeded}
@@ -107,6 +110,12 @@ class Launcher:
         if self.failure is None:
             return 0
         return self.failure.exit_code if self.failure.exit_code > 0 else 128 - self.failure.exit_code
+
+    def _put_away_logs(self) -> None:
+        before = self._log_dir / "before"
+        for log in self._log_dir.glob("*.log"):
+            before.mkdir(exist_ok=True)
+            log.replace(before / log.name)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -144,6 +153,9 @@ class Launcher:
     def _watch(self) -> None:
         handled = 0
         while self._running:
+            for at, spec in [each for each in self._later if time.monotonic() >= each[0]]:
+                self._later.remove((at, spec))
+                self._start(spec)
             for key, _ in self._selector.select(timeout=0.05):
                 self._pump(key.data)
             for task in self._running:
@@ -159,7 +171,12 @@ class Launcher:
                 self._guardian.forget(task.process.pid)
                 self._ended(task)
             if len(self._signals) > handled:
-                self._end(self._signals[0], 0.0 if handled else self._grace_seconds)
+                grace = 0.0 if handled else self._grace_seconds
+                if self._running:
+                    name = signal_name(self._signals[handled])
+                    last = f"; those left after {grace:g} s are killed, or upon another signal" if grace else " now"
+                    self._say(f"{name}: ending all tasks{last}")
+                self._end(self._signals[0], grace)
                 handled = len(self._signals)
             if time.monotonic() > self._kill_at:
                 for task in self._running:
@@ -183,6 +200,11 @@ class Launcher:
                 task.held.append(line)
             else:
                 self._print(task, line)
+        if task.log_fault:
+            self._say(
+                f"cannot write {task.log_path}: {task.log_fault.strerror}; what {task.spec} says is shown here alone"
+            )
+            task.log_fault = None
         if not task.open and task.pipe in self._selector.get_map():
             self._selector.unregister(task.pipe)
 
@@ -216,6 +238,8 @@ class Launcher:
             # The traceback of a task that fails because another one failed first stays in its log.
             told = bool(self._signals) and not self.failure and not self._is_server(task)
             self._preempted |= told and code == progress.PREEMPTED
+            if self._signals and self._signals[0] == signal.SIGINT:  # nothing to save, and others may wait for this one
+                self._kill_at = min(self._kill_at, time.monotonic() + _AFTER_INTERRUPT)
             return
         if code not in (0, progress.PREEMPTED) or (code and self._is_server(task)):
             self._failed(task, Failure(task.spec, code, last_words(task.held or task.tail)))
@@ -241,20 +265,20 @@ class Launcher:
         lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.how})"
         if failure.exit_code == _FAULTY:
             why = "a faulty command line or configuration stays so"
-        elif not (why := self.restarts.failed(None if alone else done)):
+        elif not (why := self.restarts.failed(done)):
             count = f"restart {self.restarts.spent}/{self.restarts.limit} from step"
             self._release(task)
             if alone:
                 self._say(f"{lost}; {count} {done or 0}, of {task.spec} alone")
                 progress.tell_restarts(self._progress, self.restarts.total)
-                self._start(task.spec)
+                self._later.append((time.monotonic() + self.restarts.delay, task.spec))
             else:
                 self._say(f"{lost}; {count} {self._saved}. Full output: {task.log_path}")
                 self._again = True
                 self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
             return
         gone = failure.exit_code < 0 or failure.exit_code == progress.PREEMPTED
-        if alone and gone and any(other.spec.type == "worker" for other in self._running):
+        if alone and gone and (self._later or any(other.spec.type == "worker" for other in self._running)):
             # Parameter servers keep what it has learnt.
             self._release(task)
             self._say(f"{failure}; the other workers go on")
@@ -278,6 +302,7 @@ class Launcher:
 
     def _end(self, number: int, grace: float) -> None:
         """Asks the tasks still running to end; kills them after the grace."""
+        self._later = []
         self._kill_at = min(self._kill_at, time.monotonic() + grace)
         for task in self._running:
             task.signal(number)

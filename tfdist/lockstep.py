@@ -18,10 +18,9 @@ import tensorflow as tf
 
 from tfdist import counters, processors, writers
 from tfdist.errors import ClusterError
-from tfdist.monitor import Throughput
 
 # They look at each step's logs and clock, and touch neither the model nor its training.
-_OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger, Throughput)
+_OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger)
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
@@ -79,22 +78,34 @@ class Ranks:
         return self._sum(self._strategy.experimental_distribute_values_from_function(once))
 
 
-def wrap(callbacks: Sequence[keras.callbacks.Callback], strategy: Any, ranks: Ranks) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks to give to `fit` for what the user gave on this rank. A collective."""
+def wrap(
+    callbacks: Sequence[keras.callbacks.Callback], strategy: Any, ranks: Ranks, check_weights: bool
+) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks to give to `fit`. A collective.
+
+    Args:
+        callbacks: What the user gave on this rank.
+        strategy: The strategy.
+        ranks: The ranks that shall stay in step.
+        check_weights: Whether they compare their weights after each epoch, too, if all have the same callbacks.
+    """
     mine = [c for c in callbacks if ranks.is_chief or not writers.only_writes(c)]
     # Of all callbacks, as a writer dropped here still reads the model on the chief.
     names = ",".join(type(c).__qualname__ for c in callbacks).encode()
     gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
     on_batches = bool(gathered[:, 0].any())
     alike = len(set(gathered[:, 1])) == 1
-    return [_Synchronize(strategy, on_batches), *mine, _Agree(strategy, ranks, on_batches, alike)]
+    return [_Synchronize(strategy, on_batches), *mine, _Agree(strategy, ranks, on_batches, alike, check_weights)]
 
 
 def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
-    """Whether a callback may read the model, stop or change something at a training step."""
+    """Whether a callback may read the model, stop or change something at a training step.
+
+    One that does not may say so: `only_observes = True`.
+    """
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return callback.save_freq != "epoch"
-    if type(callback) in _OBSERVERS:
+    if type(callback) in _OBSERVERS or getattr(callback, "only_observes", False):
         return False
     # LambdaCallback sets its hooks on the instance.
     return any(
@@ -135,14 +146,16 @@ class _Agree(keras.callbacks.Callback):
         on_batches: Whether some rank has a callback that acts on batches.
         alike: Whether all ranks have the same callbacks. Where they have, unequal weights are an error; where not,
             the chief's hold.
+        check_weights: As for `wrap`.
     """
 
-    def __init__(self, strategy: Any, ranks: Ranks, on_batches: bool, alike: bool):
+    def __init__(self, strategy: Any, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
         super().__init__()
         self._strategy = strategy
         self._ranks = ranks
         self._on_batches = on_batches
         self._alike = alike
+        self._check_weights = check_weights
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._on_batches and not self._alike:
@@ -157,7 +170,10 @@ class _Agree(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._agree()
-        self._equal_weights(f"after epoch {epoch + 1}")
+        if self._check_weights or not self._alike:
+            self._equal_weights(f"after epoch {epoch + 1}")
+        else:
+            counters.check(self._strategy, self.model.weights)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._agree()

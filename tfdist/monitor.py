@@ -25,6 +25,8 @@ class Throughput(keras.callbacks.Callback):
             callbacks' and the wait for data; steps of one execution share its time evenly.
     """
 
+    only_observes = True  # so that ranks need not agree after each step
+
     def __init__(self, global_batch_size: int, clock: Callable[[], float] = time.perf_counter):
         super().__init__()
         self._global_batch_size = global_batch_size

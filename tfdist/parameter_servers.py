@@ -23,7 +23,7 @@ KERAS_OPTIMIZER_SCALARS = ("iteration", "learning_rate")
 KERAS_PREDICT_STEP = "one_step_on_data_distributed"
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
-USE_TRAINER = "parameter_server trains through the Trainer alone: use tfdist.Trainer(...).fit, evaluate and predict instead of the model's own."
+USE_TRAINER = "parameter_server trains models of a Trainer alone: make the model in the scope of tfdist.Trainer('parameter_server')."
 
 
 class ParameterServerStrategy(cures._KerasStrategy, tf.distribute.ParameterServerStrategy):

@@ -6,17 +6,32 @@ several workers, takes SIGTERM for itself. So the signal is read from a pipe, by
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tfdist import progress
 
 GRACE_SECONDS = 25.0
 _SHARE = 0.9  # of the grace, after which a save that has not come to an end is given up
 _ONE_SIGNAL = 1.0  # seconds in which several count as one, as they reach a task directly and through its supervisor
+
+
+@dataclasses.dataclass
+class _Before:
+    """Whose SIGTERM and wakeup descriptor were before."""
+
+    handler: Any = None
+    descriptor: int = -1
+
+
+_before = _Before()
+_pipes: set[int] = set()  # our own descriptors
 
 
 class Preemption:
@@ -48,16 +63,34 @@ class Preemption:
         if self._pipe is None:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
+            _pipes.add(self._pipe[1])
             os.register_at_fork(after_in_child=_leave_alone)
             threading.Thread(target=self._hear, args=(self._pipe[0],), name="preemption", daemon=True).start()
         # The handler itself does nothing: by the time that Python calls it, the thread has read the signal.
-        signal.signal(signal.SIGTERM, _ignore)
-        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGTERM, _ignore)
+        descriptor = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        if descriptor not in _pipes:
+            _before.descriptor = descriptor
+        if handler is not _ignore:
+            _before.handler = handler
+
+    def give_back(self) -> None:
+        """Gives SIGTERM and the wakeup descriptor back to whom they were, if they were anybody's: an event loop, or a handler."""
+        if threading.current_thread() is not threading.main_thread() or self._pipe is None:
+            return
+        foreign = callable(_before.handler) and _before.handler is not end_at_once
+        if foreign or _before.descriptor >= 0:
+            signal.set_wakeup_fd(_before.descriptor)
+            signal.signal(signal.SIGTERM, _before.handler if foreign else signal.SIG_DFL)
 
     def _hear(self, pipe: int) -> None:
         first = 0.0
         while True:
-            if os.read(pipe, 1)[0] != signal.SIGTERM:
+            signals = os.read(pipe, 1)
+            if _before.descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(_before.descriptor, signals)
+            if signals[0] != signal.SIGTERM:
                 continue
             now = time.monotonic()
             if self.noticed and now - first < _ONE_SIGNAL:
@@ -77,6 +110,11 @@ class Preemption:
             self.last_words()
         finally:
             os._exit(progress.PREEMPTED)
+
+
+def end_at_once(*_: object) -> None:
+    """A handler of SIGTERM for the seconds before there is a `Preemption`."""
+    os._exit(progress.PREEMPTED)
 
 
 def _ignore(*_: object) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from tfdist import versions
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.errors import ClusterError
 
@@ -24,11 +25,19 @@ START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 _ANSWER = 3.0  # how long an address may take to answer
 _GREETING = b"tfdist "
+_LONGEST = 4096  # bytes of what a task says
+_LINGER = 2.0  # seconds
 WAITS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
 _SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
 
 
-def unreachable(address: str, timeout: float = _ANSWER, expected: str = "", serving: bool = False) -> str:
+def unreachable(
+    address: str,
+    timeout: float = _ANSWER,
+    expected: str = "",
+    serving: bool = False,
+    heard: Callable[[bytes], object] = lambda line: None,
+) -> str:
     """Returns why nothing can be reached at `address`, or an empty text where something listens.
 
     Args:
@@ -36,11 +45,12 @@ def unreachable(address: str, timeout: float = _ANSWER, expected: str = "", serv
         timeout: Seconds to wait for an answer.
         expected: Who should be there, as `greeting` says it: nobody else is looked for. Empty means anybody.
         serving: Whether it must be TensorFlow's server.
+        heard: Called with what the other one says of its versions.
     """
     host, port = address.rsplit(":", 1)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
-            return _mistaken(connection, expected, serving) if expected else ""
+            return _mistaken(connection, expected, serving, heard) if expected else ""
     except TimeoutError:
         return "no answer"
     except UnicodeError:  # of a name with too long a part, or an empty one
@@ -49,19 +59,26 @@ def unreachable(address: str, timeout: float = _ANSWER, expected: str = "", serv
         return (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
 
 
-def _mistaken(connection: socket.socket, expected: str, serving: bool) -> str:
+def _mistaken(
+    connection: socket.socket, expected: str, serving: bool, heard: Callable[[bytes], object] = lambda line: None
+) -> str:
     """Returns who has answered, where it is neither who was expected, nor TensorFlow's server."""
     connection.settimeout(_ANSWER)
-    try:
+    said = b""
+    with contextlib.suppress(TimeoutError):
         said = connection.recv(200)
-    except TimeoutError:
-        said = b""
+        while said.startswith(_GREETING) and said.count(b"\n") < 2 and len(said) < _LONGEST:
+            if not (more := connection.recv(_LONGEST)):
+                break
+            said += more
     if said[3:4] == _SETTINGS:  # TensorFlow's server speaks first, too
         return ""
     if not said.startswith(_GREETING):
         return "another program answers there"
-    found = said.decode(errors="replace").strip()
+    first, _, second = said.partition(b"\n")
+    found = first.decode(errors="replace").strip()
     if found == expected:
+        heard(second)
         return WAITS if serving else ""
     (_, mine, name), (_, other, task) = expected.split(" ", 2), [*found.split(" ", 2), "", ""][:3]
     return (
@@ -146,12 +163,16 @@ def wait_for(
         sleep: Waits some seconds.
 
     Raises:
-        ClusterError: Some task cannot be reached after `timeout`.
+        ClusterError: Some task cannot be reached after `timeout`, or runs other versions or another configuration.
     """
     started = reported = now = clock()
+    said: dict[str, dict[str, str]] = {}
 
     def why_not(task: TaskSpec, seconds: float) -> str:
-        return unreachable(cluster.address(task), seconds, expected=greeting(cluster, task), serving=serving)
+        def heard(line: bytes) -> None:
+            said[f"{task} at {cluster.address(task)}"] = versions.decode(line)
+
+        return unreachable(cluster.address(task), seconds, greeting(cluster, task), serving, heard)
 
     inquiry = _Inquiry(why_not)
     while absent := inquiry.ask(tasks, min(_ANSWER, max(0.1, started + timeout - now))):
@@ -167,6 +188,14 @@ def wait_for(
             reported = now
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
+    different = list(versions.differences(said))
+    for _, sentence in different:
+        print(f"tfdist: {sentence}", file=sys.stderr, flush=True)
+    if faults := [sentence for is_fault, sentence in different if is_fault]:
+        sleep(_LINGER)  # so that the others hear it, too
+        raise ClusterError(
+            f"The tasks do not run the same: {'; '.join(faults)}. Give all the same versions and the same configuration."
+        )
 
 
 def _own_alone(cluster: ClusterSpec) -> str:
@@ -197,7 +226,7 @@ def at_own_address(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
         raise ClusterError(
             f"{task} cannot listen at {cluster.address(task)}: port {port} {why} give the task another port."
         ) from None
-    said = greeting(cluster, task).encode() + b"\n"
+    said = greeting(cluster, task).encode() + b"\n" + versions.encode() + b"\n"
 
     def answer() -> None:
         while True:

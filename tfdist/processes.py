@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -16,11 +17,16 @@ from tfdist.cluster import TaskSpec
 _TAIL_LINES = 20
 _LONGEST_LINE = 1 << 16
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
+_COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
 # TensorFlow's C++ log below errors, and its errors about GPUs that are not there: in the task's log, not on the screen.
+# absl's lines of Python code look alike, but for the file's name.
 _CHATTER = re.compile(
-    rb"[IW]\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: [IW] |E\d{4} .*cuInit|WARNING: All log messages before absl"
-    rb"|To enable the following instructions: |/job:\w+/replica:\d+/task:\d+$"
+    rb"[IW]\d{4} [\d:.]+ +\d+ (?!\S+\.py:)|\d{4}-\d\d-\d\d [\d:.]+: [IW] |E\d{4} .*cuInit"
+    rb"|WARNING: All log messages before absl|To enable the following instructions: |/job:\w+/replica:\d+/task:\d+$"
 )
+_COLOURS = re.compile(rb"\x1b\[[\d;]*m|\x08+")
+# Keras' progress bar, which is a line of its own for each step where there is no terminal.
+_BAR = re.compile(rb"\x1b\[1m\s*(\d+)/(\d+|Unknown)\x1b\[0m ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Failure:
     Attributes:
         task: Which.
         exit_code: Its exit code, or minus the number of the signal that ended it.
-        reason: Its last words: the last line of its traceback, or of its output.
+        reason: Its last words, where it has said why: the last line of its traceback, or another complaint.
     """
 
     task: TaskSpec
@@ -58,7 +64,8 @@ class TaskProcess:
     ):
         self.spec = spec
         self.log_path = log_path
-        self.log: IO[bytes] = log_path.open("ab" if append else "wb")
+        self.log: IO[bytes] | None = log_path.open("ab" if append else "wb", buffering=0)
+        self.log_fault: OSError | None = None
         try:
             self.process = subprocess.Popen(
                 command,
@@ -94,14 +101,25 @@ class TaskProcess:
             chunk, self.partial = self.partial, b""
             lines = [chunk] if chunk else []
         else:
-            self.log.write(chunk)
-            self.log.flush()
-            *lines, self.partial = re.split(rb"[\r\n]+", self.partial + chunk)
+            self._keep(chunk)
+            *lines, self.partial = (self.partial + chunk).split(b"\n")
             if len(self.partial) > _LONGEST_LINE:
                 lines, self.partial = [*lines, self.partial], b""
-        lines = [line for line in lines if line.strip() and not _CHATTER.match(line)]
-        self.tail = (self.tail + lines)[-_TAIL_LINES:]
-        return lines
+        shown = [line for line in map(_shown, lines) if line.strip() and not _CHATTER.match(line)]
+        self.tail = (self.tail + shown)[-_TAIL_LINES:]
+        return shown
+
+    def _keep(self, chunk: bytes) -> None:
+        """Writes to the log, until that fails once: a disk that is full is no reason to end a training."""
+        if self.log is None:
+            return
+        try:
+            while chunk:
+                chunk = chunk[self.log.write(chunk) :]
+        except OSError as e:
+            with contextlib.suppress(OSError):
+                self.log.close()
+            self.log, self.log_fault = None, e
 
     def blame(self) -> tuple[bool, float]:
         """Sorts ended tasks: killed ones first, then by the time of their traceback."""
@@ -120,14 +138,22 @@ class TaskProcess:
         if not self.over:  # else its number may be another's by now
             self.signal(signal.SIGKILL)
         self.process.wait()
-        self.log.close()
         self.pipe.close()
+        if self.log:
+            self.log.close()
 
 
 def last_words(lines: Sequence[bytes]) -> str:
-    """Returns the line that names the exception (TensorFlow's go on after it), or the last line."""
-    named = [line for line in lines if _EXCEPTION.match(line)]
-    return (named or lines or [b""])[-1].decode(errors="replace").strip()
+    """Returns the line that names the exception (TensorFlow's go on after it), or the last complaint, or nothing."""
+    named = [line for line in lines if _EXCEPTION.match(line)] or [line for line in lines if _COMPLAINT.match(line)]
+    return (named or [b""])[-1].decode(errors="replace").strip()
+
+
+def _shown(line: bytes) -> bytes:
+    """Returns what a terminal would show of a line in the end: nothing of a progress bar that goes on."""
+    line = next((part for part in reversed(line.split(b"\r")) if part.strip()), b"")
+    bar = _BAR.match(line)
+    return b"" if bar and bar[1] != bar[2] else _COLOURS.sub(b"", line)
 
 
 def signal_name(number: int) -> str:

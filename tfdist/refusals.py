@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import ConfigError
-from tfdist.optimizer_search import KERAS_STRATEGY, attributes, optimizers
+from tfdist.optimizer_search import KERAS_STRATEGY, optimizers
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
 KERAS_REDUCTION = "_all_reduce_sum_gradients"
@@ -21,7 +21,8 @@ DISTRIBUTED = "_tfdist_distributed"  # an attribute of optimizers that reduce fi
 _CENTRAL = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
 _OUTSIDE = "A {} was created outside of this trainer's scope (it has {}): create it in `with trainer.scope():`."
 UNBUILT = "The optimizer {} must be built before fit: optimizer.build(variables) in `with trainer.scope():`."
-_TRAINER = "use tfdist.Trainer(...).fit, evaluate and predict instead of the model's own."
+_NO_REPLICA = ("is not available outside the replica context", "'NoneType' object has no attribute 'merge_call'")
+_TRAINER = "make the model in the scope of a tfdist.Trainer."
 
 
 def check_bare(step: Any) -> None:
@@ -54,6 +55,19 @@ def _bare_faults(model: keras.Model, trains: bool) -> Iterator[str]:
         yield f"gradient_accumulation_steps fails in Keras 3 with several replicas: {_TRAINER}"
     if optimizer.use_ema and optimizer.ema_overwrite_frequency:
         yield f"ema_overwrite_frequency fails in Keras 3 with several replicas: {_TRAINER}"
+
+
+def check_own_loop(error: Exception) -> None:
+    """Says what to do where a step runs on no replica, which TensorFlow and Keras say in words of theirs.
+
+    Raises:
+        ConfigError: It is this error.
+    """
+    if any(words in str(error) for words in _NO_REPLICA):
+        raise ConfigError(
+            "A loop of one's own takes gradients, or applies an optimizer, outside of the replicas: make the step the model's "
+            "train_step, and call model.fit or model.train_on_batch."
+        ) from error
 
 
 def check_applied(optimizer: keras.optimizers.Optimizer) -> None:
@@ -100,7 +114,6 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             yield _OUTSIDE.format(kind, outside[0])
     for optimizer in optimizers(model):
         yield from _optimizer_faults(model, optimizer)
-    yield from _unbuilt_faults(model)
     if model.jit_compile and type(model).train_step is not keras.Model.train_step:
         yield (
             f"jit_compile=True compiles a train_step up to its gradients, and the one of {type(model).__name__} may do "
@@ -135,7 +148,6 @@ def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
         yield f"jit_compile=True {why} variables are on other machines; compile the model with jit_compile=False."
     if model.run_eagerly:
         yield f"run_eagerly=True {why} steps run on other machines; compile the model with run_eagerly=False."
-    yield from _unbuilt_faults(model)
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             yield f"The layer {layer.name}, a SpectralNormalization, {why} steps read a variable once and write it at their end."
@@ -171,13 +183,6 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
             yield f"use_ema=True {_CENTRAL}"
         if isinstance(inner, keras.optimizers.Nadam):
             yield f"The optimizer Nadam {_CENTRAL}"
-
-
-def _unbuilt_faults(model: keras.Model) -> Iterator[str]:
-    # Those of layers and helper objects may never be used: `optimizer.py` looks at them when they are.
-    for optimizer in attributes(model):
-        if optimizer is not getattr(model, "optimizer", None) and not optimizer.built:
-            yield UNBUILT.format(f"{type(optimizer).__name__} of {type(model).__name__}")
 
 
 def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +28,7 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
         table: Short name to `package.module:attribute`.
 
     Raises:
-        ConfigError: The name is unknown, or its module or attribute does not exist. An error inside the user's module
-            is raised as it is.
+        ConfigError: The name is unknown, its module or attribute does not exist, or the module raises.
     """
     target = table.get(name, name)
     module_name, _, attribute = target.partition(":")
@@ -44,9 +44,21 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
             raise ConfigError(
                 f"The module of {what} {name!r} cannot be found: {e}. Is its folder the current one, or on PYTHONPATH?"
             ) from None
+        raise _raised(what, name, e) from e
+    except KeyboardInterrupt:
         raise
+    except BaseException as e:  # sys.exit(), too: nothing has been trained
+        raise _raised(what, name, e) from e
     if not hasattr(module, attribute):
         raise ConfigError(
             f"Module {module_name!r} has no {attribute!r}{did_you_mean(attribute, vars(module))} ({what} {name!r})"
         )
     return getattr(module, attribute)
+
+
+def _raised(what: str, name: str, error: BaseException) -> ConfigError:
+    *_, place = traceback.extract_tb(error.__traceback__)
+    return ConfigError(
+        f"The module of {what} {name!r} cannot be imported: {type(error).__name__}: {error} "
+        f"({place.filename}:{place.lineno})"
+    )

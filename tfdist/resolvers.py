@@ -17,6 +17,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
+import re
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from typing import NamedTuple
 
 from tfdist import host_list, node_lists, rendezvous
 from tfdist.cluster import ClusterSpec, TaskSpec, from_tf_config
+from tfdist.cluster_faults import MOST_TASKS
 from tfdist.errors import ConfigError, collected, shown, unknown
 from tfdist.preflight import START_TIMEOUT
 
@@ -90,6 +93,12 @@ class Variables:
             raise ConfigError(f"{name} must be a whole number from 0. Received: {shown(value)}.")
         return int(value)
 
+    def size(self, *names: str) -> int:
+        """As `number`, of tasks."""
+        if (size := self.number(*names)) > MOST_TASKS:
+            raise ConfigError(f"{names[0]} must be a number of tasks, at most {MOST_TASKS}. Received: {size}.")
+        return size
+
 
 class _Ranks(NamedTuple):
     """Tasks without roles: the address of each rank, and this process's."""
@@ -121,11 +130,13 @@ def find(
     """
     if source not in ("auto", "none", *RESOLVERS):
         raise ConfigError(unknown("cluster source", source, ("auto", "none", *RESOLVERS)))
+    environ = os.environ if environ is None else environ
     if any(given.values()):
         if source != "auto":
             raise ConfigError(f"cluster source {source} and a list of hosts are given; leave out one of them.")
-        return Found(*host_list.cluster(ps=ps, **given), "hosts", {name: text for name, text in given.items() if text})
-    environ = os.environ if environ is None else environ
+        placed = host_list.cluster(ps=ps, **given)
+        share = share_of_gpus(Variables(environ, timeout), *placed)
+        return Found(*placed, "hosts", {name: text for name, text in given.items() if text}, share)
     if source in RESOLVERS and not environ.get(sign := RESOLVERS[source][0]):
         raise ConfigError(f"the environment tells of no cluster of {source}: {sign} is not set.")
     for name in RESOLVERS if source == "auto" else () if source == "none" else (source,):
@@ -174,7 +185,7 @@ def _ask(name: str, variables: Variables, ps: int) -> Found | None:
             cluster, task = host_list.with_roles(found.addresses, found.rank, ps)
             shared = share_of_gpus(variables, cluster, task)
             return Found(cluster, task, name, variables.read, shared)
-        return Found(*found, name, variables.read)
+        return Found(*found, name, variables.read, share_of_gpus(variables, *found))
     raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
 
 
@@ -184,7 +195,7 @@ def _tf_config(variables: Variables) -> tuple[ClusterSpec, TaskSpec] | None:
 
 
 def _open_mpi(variables: Variables) -> _Ranks | None:
-    rank, size = variables.number("OMPI_COMM_WORLD_RANK"), variables.number("OMPI_COMM_WORLD_SIZE")
+    rank, size = variables.number("OMPI_COMM_WORLD_RANK"), variables.size("OMPI_COMM_WORLD_SIZE")
     local, here = variables.number("OMPI_COMM_WORLD_LOCAL_RANK"), variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")
     job = variables.need("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     port = _port(variables, job)
@@ -205,7 +216,7 @@ def _slurm(variables: Variables) -> _Ranks | None:
     rank, step = variables.number("SLURM_PROCID"), variables.need("SLURM_STEP_ID")
     nodes = node_lists.hosts(variables.need("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     counts = node_lists.tasks_per_node(variables.need("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    size = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    size = variables.size("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if len(counts) != len(nodes) or sum(counts) != size:
         raise ConfigError(
             f"the nodes, the tasks on each and the number of tasks do not agree. Received: {len(nodes)} nodes, {sum(counts)} "
@@ -255,7 +266,7 @@ def _sagemaker(variables: Variables) -> _Ranks | None:
     text = variables.get("SM_HOSTS")
     try:
         hosts = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
         raise ConfigError(f'SM_HOSTS must be a list such as ["algo-1", "algo-2"]. Received: {shown(text)}.')
@@ -266,10 +277,10 @@ def _sagemaker(variables: Variables) -> _Ranks | None:
 
 def _kubernetes(variables: Variables) -> _Ranks | None:
     """Pods of an Indexed Job or a StatefulSet are called NAME-INDEX, under a headless service."""
-    size, service = variables.number("TFDIST_PODS"), variables.need("TFDIST_SERVICE")
+    size, service = variables.size("TFDIST_PODS"), variables.need("TFDIST_SERVICE")
     name, dash, index = variables.need("TFDIST_POD", "HOSTNAME").partition(".")[0].rpartition("-")
     index = variables.get("JOB_COMPLETION_INDEX") or index
-    if not dash or not index.isdigit() or int(index) >= size:
+    if not dash or not re.fullmatch("[0-9]{1,9}", index) or int(index) >= size:
         raise ConfigError(
             f"HOSTNAME must be NAME-INDEX, as of an Indexed Job's or a StatefulSet's pod, with an index of 0 to {size - 1}. "
             f"Received: {shown(variables.get('TFDIST_POD', 'HOSTNAME'))}."
@@ -294,6 +305,11 @@ def _port(variables: Variables, job: str = "") -> int:
     return 10000 + zlib.crc32(job.encode()) % 20000 if job else host_list.PORT
 
 
+def _gpus() -> int:
+    """Returns the number of NVIDIA GPUs of this host, of which every process sees all, unless it is told otherwise."""
+    return sum(path.name[6:].isdecimal() for path in pathlib.Path("/dev").glob("nvidia*"))
+
+
 def share_of_gpus(variables: Variables, cluster: ClusterSpec, task: TaskSpec) -> dict[str, str]:
     """Returns CUDA_VISIBLE_DEVICES where tasks of one host see the same GPUs, each worker its part; else nothing.
 
@@ -307,10 +323,15 @@ def share_of_gpus(variables: Variables, cluster: ClusterSpec, task: TaskSpec) ->
     bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", _SHARED)
     if bound or variables.get("SLURM_GPU_BIND") not in ("", "none") or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
         return {}
+    if task.type == "evaluator":
+        return {}
     host = cluster.address(task).rpartition(":")[0]
     here = [other for other in cluster.tasks() if cluster.address(other).rpartition(":")[0] == host]
     workers = [other for other in here if other.type == "worker"]
-    visible = [each.strip() for each in variables.get("CUDA_VISIBLE_DEVICES").split(",") if each.strip()]
+    if len(here) < 2:
+        return {}
+    named = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_gpus())))
+    visible = [each.strip() for each in named.split(",") if each.strip()]
     if task not in workers:
         return {"CUDA_VISIBLE_DEVICES": "", _SHARED: "1"} if visible else {}
     each = len(visible) // len(workers)

@@ -39,7 +39,7 @@ def serve(
     Raises:
         ClusterError: The task's port is taken, or the chief has not been there in time.
     """
-    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     options = tf.compat.v1.ConfigProto()
     # A thread waits for each peer: with fewer they might wait for each other.
     options.inter_op_parallelism_threads = max(os.cpu_count() or 1, len(cluster.tasks()) + 1)

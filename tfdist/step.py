@@ -16,13 +16,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import batch_losses, dealing, optimizer_search, refusals, starved, synchronized_norm
+from tfdist import batch_losses, dealing, first_batch, optimizer_search, refusals, starved, synchronized_norm
 from tfdist import optimizer as optimizer_lib
 from tfdist.compression.base import Compressor
+from tfdist.computed_logs import ComputedLogs
 from tfdist.errors import ConfigError
 from tfdist.update import sum_rows_first
 
 # The private names of Keras 3 that this file leans on; tests/test_keras_seams.py watches them.
+KERAS_LOGS = "_get_metrics_result_or_logs"
 KERAS_MAKE_FUNCTION = "_make_function"
 
 _NOTES = "float32"  # the type of numbers with which notes travel
@@ -37,12 +39,24 @@ def adopt(model: keras.Model, compression: Compressor | None = None) -> None:
     if KERAS_MAKE_FUNCTION not in vars(model):
         model.train_function = model.test_function = None
     setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
+    if KERAS_LOGS not in vars(model):
+        setattr(model, KERAS_LOGS, functools.partial(_results_or_logs, model))
     synchronized_norm.share_moments(model)
+    first_batch.adopt(model)
     for optimizer in optimizer_search.optimizers(model):
         if model.distribute_strategy.num_replicas_in_sync > 1:
             optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
         else:
             sum_rows_first(optimizer)
+
+
+def _results_or_logs(model: keras.Model, logs: Any) -> Any:
+    """As Keras' own, which returns the logs of the last step where they are others than the metrics' results."""
+    found: Any = getattr(type(model), KERAS_LOGS)(model, logs)
+    for function in (model.train_function, model.test_function):
+        if isinstance(function, Execution) and found is not None and found is function.logs:
+            return {**logs, **function.computed_logs()}
+    return found
 
 
 class Execution:
@@ -56,6 +70,8 @@ class Execution:
     Attributes:
         left: How many steps there are left to run, where that is known; the next call runs no more. Keras itself runs on
             to the next multiple of `steps_per_execution`.
+        heard: What the workers have noted.
+        logs: What the last call has returned.
     """
 
     def __init__(self, model: keras.Model, compression: Compressor | None, step: Callable[[Any], Any]):
@@ -63,6 +79,7 @@ class Execution:
         adopt(model, compression)
         self.left: int | None = None
         self.heard: tf.Tensor | None = None
+        self.logs: Mapping[str, Any] | None = None
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = _ReplicaStep(model, step)
@@ -81,7 +98,8 @@ class Execution:
             ConfigError: XLA cannot compile the model, or a replica has no example for its BatchNormalization.
         """
         try:
-            return self._execute(iterator)
+            self.logs = self._execute(iterator)
+            return self.logs
         except tf.errors.InvalidArgumentError as e:
             if _STARVED in e.message:
                 raise ConfigError(_STARVED) from e
@@ -92,6 +110,10 @@ class Execution:
                 f"jit_compile=True: XLA cannot compile {operation[1] if operation else 'an operation'} of this model; "
                 "compile the model with jit_compile=False."
             ) from e
+
+    def computed_logs(self) -> dict[str, Any]:
+        """Returns what the step's logs are that it computes from metrics, with the metrics of all replicas. A collective."""
+        return self._replica.computed.now() if self._replica.computed else {}
 
     def _execute(self, iterator: Any) -> Mapping[str, Any]:
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
@@ -169,6 +191,8 @@ class _ReplicaStep:
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         # Keras' own step scales one loss and applies its gradients once.
         self._by_loss = type(model).train_step is keras.Model.train_step
+        self._is_keras = step.__func__ in (keras.Model.train_step, keras.Model.test_step)  # type: ignore[attr-defined]
+        self.computed: ComputedLogs | None = None
         self._compiles = model.jit_compile and not model.run_eagerly
         self._compiled: dict[int, Callable[..., Any]] = {}  # one for each replica
         self._variables: Any = None
@@ -275,6 +299,8 @@ class _ReplicaStep:
     def _pack(self, logs: Any) -> dict[str, tf.Tensor]:
         """Concatenates the numbers of the logs, so that one collective reduces them all."""
         self._logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
+        if self._replicas > 1 and not self._is_keras and tf.inside_function():
+            self.computed = ComputedLogs(self.model, self._logs)
         for value in tf.nest.flatten(self._logs):
             if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
                 raise ConfigError(
@@ -310,17 +336,21 @@ def _nothing() -> None:
 
 
 class StepLimit(keras.callbacks.Callback):
-    """Tells `Execution` how many steps are left.
+    """Tells `Execution` how many steps are left, and refuses data that hold no batch, for which Keras returns nothing.
 
     Args:
         train_steps: The steps of an epoch, or None if unknown.
         test_steps: The steps of an evaluation, or None if unknown.
+
+    Raises:
+        ConfigError: From its hooks, for data that hold no batch.
     """
 
-    def __init__(self, train_steps: int | None, test_steps: int | None):
+    def __init__(self, train_steps: int | None = None, test_steps: int | None = None):
         super().__init__()
         self._train_steps = train_steps
         self._test_steps = test_steps
+        self._trained = self._tested = self._predicted = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         steps = self._train_steps
@@ -328,8 +358,33 @@ class StepLimit(keras.callbacks.Callback):
             steps = (self.params or {}).get("steps")  # so that the logs of an epoch's last step are complete
         self._tell(self.model.train_function, steps, batch)
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._trained = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # A training that goes on after an epoch's last step has that epoch's logs.
+        if not self._trained and all(name.startswith("val_") for name in logs or ()):
+            raise ConfigError("The training data hold no batch.")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._tested = False
+
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._tell(self.model.test_function, self._test_steps, batch)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._tested = True
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if not self._tested:
+            raise ConfigError("The data to evaluate, or for validation, hold no batch.")
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._predicted = True
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        if not self._predicted:
+            raise ConfigError("The data to predict hold no batch.")
 
     def _tell(self, function: Any, steps: int | None, begun: int) -> None:
         if hasattr(function, "left"):  # it is not of the user's own making

@@ -63,7 +63,10 @@ class Storage:
         """Returns the steps of all backups, whole or not, the newest first."""
         if not tf.io.gfile.isdir(self.folder):
             return []
-        found = map(_STEP.fullmatch, tf.io.gfile.listdir(self.folder))
+        names = [
+            name for name in tf.io.gfile.listdir(self.folder) if tf.io.gfile.isdir(os.path.join(self.folder, name))
+        ]
+        found = map(_STEP.fullmatch, names)
         return sorted((_number(match) for match in found if match), reverse=True)
 
     def completed(self) -> set[float]:

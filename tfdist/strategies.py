@@ -15,7 +15,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.eager import context as eager_context
 
-from tfdist import cures, memory, notice, preflight, processors, progress, resolvers, server, startup
+from tfdist import cures, memory, notice, own_methods, preflight, processors, progress, resolvers, server, startup
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.config import StrategyConfig
 from tfdist.errors import ClusterError, ConfigError, unknown
@@ -67,20 +67,34 @@ def create_strategy(
     if faults := list(strategy.faults()):
         raise ConfigError(faults)
     startup.check_versions()
+    own_methods.install()
     memory.keep_large_blocks()
     if strategy.virtual_cpus:
         _make_virtual_cpus(strategy.virtual_cpus)
     if cluster is None and strategy.name in ("multi_worker_mirrored", "parameter_server"):
         cluster = resolvers.find_cluster(timeout=start_timeout)
-    return _FACTORIES[strategy.name](strategy, cluster or None, start_timeout, grace_seconds)
+    made = _FACTORIES[strategy.name](strategy, cluster or None, start_timeout, grace_seconds)
+    made.kind = strategy.name
+    return made
+
+
+def _check_devices(config: StrategyConfig) -> None:
+    """Raises where a device is not there: TensorFlow would take the CPU without a word."""
+    here = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices()]
+    for name in config.device_names:
+        short = name.upper().rpartition("DEVICE:")[2].lstrip("/")
+        if not name.startswith("/job:") and (short if ":" in short else f"{short}:0") not in here:
+            raise ConfigError(f"strategy.devices names {name}, which is not there. This process has {', '.join(here)}.")
 
 
 def _one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    _check_devices(config)
     default = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
     return cures.OneDeviceStrategy((config.device_names or [default])[0])
 
 
 def _mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    _check_devices(config)
     # NCCL is TensorFlow's choice wherever there are GPUs. On CPUs it copies through one device, which has no packs.
     operations = {
         "auto": lambda: None,
@@ -91,6 +105,7 @@ def _mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
 
 
 def _central_storage(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    _check_devices(config)
     return cures.CentralStorageStrategy(config.device_names or None)
 
 

@@ -16,6 +16,7 @@ import pathlib
 import platform
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -24,11 +25,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import tfdist
 from tfdist import config as config_lib
 from tfdist import flags as flags_lib
-from tfdist import namespaces, progress, registry, resolvers
+from tfdist import keras_backend, namespaces, preemption, progress, registry, resolvers, versions
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.config import TrainConfig
-from tfdist.errors import BackupError, ClusterError, ConfigError, collected
+from tfdist.errors import BackupError, ClusterError, ConfigError, collected, shown
 from tfdist.launcher import Launcher
+
+_SOURCE = "TFDIST_SOURCE"  # who is asked for the cluster by the tasks that this command starts
 
 if TYPE_CHECKING:
     from tfdist.trainer import Trainer
@@ -67,7 +70,12 @@ def train(
     if config.backup.save_freq != "never":
         backup = BackupAndRestore(**config_lib.backup_arguments(config, workdir))
     trainer = trainer or Trainer(
-        config.strategy, cluster, backup=backup, compression=config.compression, start_timeout=config.start_timeout
+        config.strategy,
+        cluster,
+        backup=backup,
+        compression=config.compression,
+        start_timeout=config.start_timeout,
+        check_weights=config.check_weights,
     )
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
@@ -78,21 +86,13 @@ def train(
     asynchronous = config.strategy.name == "parameter_server"  # a step is one worker's
     in_sync = 1 if asynchronous else replicas
     batch_size = config.global_batch_size or config.per_replica_batch_size * in_sync
-    per_replica = data.per_replica_batch_size(batch_size, in_sync)
+    data.per_replica_batch_size(batch_size, in_sync)
     task = registry.resolve("task", config.task, registry.TASKS)(config.task_options)
     steps = config.steps_per_epoch or task.steps_per_epoch(batch_size)
     if steps == 0:
         raise ConfigError(f"global_batch_size {batch_size} is larger than the training data of task {config.task!r}.")
+    trainer.say_replicas(batch_size)
     if trainer.is_chief:
-        print(
-            f"{config.strategy.name}: "
-            + (
-                f"{replicas} workers, each with batches of {batch_size}"
-                if asynchronous
-                else f"{replicas} replicas, global batch {batch_size} = {replicas} x {per_replica}"
-            ),
-            flush=True,
-        )
         _write_json(workdir / "config.json", config_lib.to_dict(config))
 
     with trainer.scope():
@@ -102,7 +102,8 @@ def train(
     throughput = monitor.Throughput(batch_size)
     callbacks: list[keras.callbacks.Callback] = [throughput]
     in_step = trainer.cluster if not asynchronous else None
-    sent = wire.WireBytes(in_step, trainer.task) if in_step else None
+    begins = trainer.compression.begins if trainer.compression else 0
+    sent = wire.WireBytes(in_step, trainer.task, begins=begins) if in_step else None
     if sent:
         callbacks.append(sent)
     if trainer.is_chief:
@@ -114,8 +115,6 @@ def train(
         epochs=config.epochs,
         steps_per_epoch=steps,
         callbacks=callbacks,
-        # A bar redraws its line, which only a terminal shows as one. What mpirun gives to its tasks only looks like one.
-        verbose=1 if sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ else 2,
     )
     trainer.save(model, workdir / "model.keras", delete_backup=False)
 
@@ -135,8 +134,8 @@ def train(
         "wire_bytes_per_step": {
             "predicted": wire.planned(model, trainer.compression, replicas) if in_step else None,
             "measured": sent and sent.per_step,
+            **({"before_compression": _before(model, sent, replicas)} if sent and begins else {}),
         },
-        **trainer.compression_report(model),
         "restarts": progress.restarts(),
         **trainer.server_report(model),
         "wall_seconds": round(time.perf_counter() - started, 2),
@@ -155,14 +154,29 @@ def train(
     return summary
 
 
+def _before(model: Any, sent: Any, replicas: int) -> dict[str, int | None]:
+    """Returns the bytes of the steps before compression begins."""
+    from tfdist import wire
+
+    return {"predicted": wire.planned(model, None, replicas), "measured": sent.per_step_before}
+
+
 def build_optimizer(config: TrainConfig) -> Any:
-    """Returns the Keras optimizer that `config` asks for."""
+    """Returns the Keras optimizer that `config` asks for.
+
+    Raises:
+        ConfigError: What it names makes none.
+    """
     import keras
 
     name = config.optimizer.name
     arguments = {"learning_rate": config.learning_rate, **config.optimizer.changed()}
     if ":" in name:
         optimizer = registry.resolve("optimizer", name, {})(**arguments)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ConfigError(
+                f"optimizer {name!r} must return a keras.optimizers.Optimizer. Received: {shown(optimizer)}."
+            )
     else:
         optimizer = keras.optimizers.get({"class_name": name, "config": arguments})
     if config.precision == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -174,13 +188,14 @@ def build_optimizer(config: TrainConfig) -> Any:
 def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
     """Runs this same command as every task of a cluster on this machine; returns the exit code."""
     # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
-    command = [sys.executable, "-m", "tfdist.train", *argv[1:], "--config.cluster.source=tf_config"]
+    command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
     netns = os.environ.get(namespaces.VARIABLE, "")
     cluster, prefixes = namespaces.place(config.cluster.workers, config.cluster.ps, netns)
     launcher = Launcher(
         command,
         cluster,
         workdir / "logs",
+        {**os.environ, _SOURCE: "tf_config"},
         prefixes=prefixes,
         grace_seconds=config.grace_seconds,
         max_restarts=config.max_restarts,
@@ -196,16 +211,38 @@ def _finite(value: Any) -> Any:
     return np.where(np.isfinite(numbers), numbers.astype(object), None).tolist()  # type: ignore[call-overload]
 
 
+def _make(workdir: pathlib.Path) -> None:
+    """Makes the work directory.
+
+    Raises:
+        ConfigError: It cannot be made, or not be written to.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ConfigError(
+            f"workdir must be a folder that can be written to. Received: {shown(str(workdir))} ({why})."
+        ) from None
+
+
 def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.write_text(json.dumps(value, indent=2, default=str) + "\n")  # a task's options may be anything
     partial.replace(path)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `python -m tfdist.train`; returns the exit code."""
-    progress.exit_code = _main(argv)
+    try:
+        progress.exit_code = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        progress.exit_code = 128 + signal.SIGPIPE
     return progress.exit_code
 
 
@@ -218,11 +255,14 @@ def _main(argv: Sequence[str]) -> int:
     def workers(config: TrainConfig) -> int | None:
         nonlocal found
         with collected(faults):
-            found = resolvers.find(timeout=config.start_timeout, **config.cluster.asked())
+            asked = {**config.cluster.asked(), **({"source": os.environ[_SOURCE]} if _SOURCE in os.environ else {})}
+            found = resolvers.find(timeout=config.start_timeout, **asked)
             return len(found.cluster.training_tasks()) if found else None
         return 0
 
     try:
+        with collected(faults):
+            keras_backend.check()
         with collected(faults):
             parsed = flags_lib.parse(argv, __doc__, workers)
             if parsed is None:
@@ -231,11 +271,16 @@ def _main(argv: Sequence[str]) -> int:
                 config, workdir = parsed
                 if found is None and (hint := resolvers.overlooked()):
                     print(f"tfdist: training on this host alone, though {hint}.", flush=True)
-                if found is None and (config.cluster.workers > 1 or config.cluster.ps):
+                starts = found is None and (config.cluster.workers > 1 or config.cluster.ps > 0)
+                if starts or found is None or found.task == found.cluster.chief:
+                    _make(workdir)
+                if starts:
                     return launch(config, argv, workdir)
+                text = json.dumps({**config_lib.fixed(config), "epochs": config.epochs}, default=str)
+                versions.configuration = versions.checksum(text.encode())
                 if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
                     # From here on, as the Trainer, which comes with TensorFlow, some seconds later.
-                    signal.signal(signal.SIGTERM, lambda *_: os._exit(progress.PREEMPTED))
+                    signal.signal(signal.SIGTERM, preemption.end_at_once)
                 train(config, workdir, cluster=found.enter() if found else False)
     except (ClusterError, BackupError) as e:
         print(f"tfdist: {e}", file=sys.stderr)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from tfdist import (
     gains,
     lockstep,
     notice,
+    own_methods,
     peers,
     preflight,
     progress,
@@ -69,6 +72,8 @@ class Trainer:
         compression: How gradients are compressed on their way to the other replicas: a name of
             `tfdist.config.COMPRESSORS`, a `CompressionConfig`, or a compressor. Under `multi_worker_mirrored` and `mirrored`.
         start_timeout: Seconds to wait for the other tasks.
+        check_weights: Whether workers compare all their weights after each epoch, which costs a copy of them to the host; else
+            only before and after the training.
         **options: As for `create_strategy`.
 
     Attributes:
@@ -79,7 +84,7 @@ class Trainer:
         is_chief: Whether this process writes files and shows progress.
 
     Raises:
-        ConfigError: As `create_strategy`.
+        ConfigError: As `create_strategy`; or both `backup_dir` and `backup` are given.
     """
 
     def __init__(
@@ -90,8 +95,11 @@ class Trainer:
         backup: BackupAndRestore | None = None,
         compression: str | CompressionConfig | Compressor | None = None,
         start_timeout: float = preflight.START_TIMEOUT,
+        check_weights: bool = True,
         **options: Any,
     ):
+        if backup_dir is not None and backup is not None:
+            raise ConfigError("backup_dir and backup both say where to back up: leave backup_dir out.")
         self.compression: Compressor | None = compression_lib.create(compression)
         self._backup = BackupAndRestore(backup_dir) if backup_dir is not None else backup
         listens = self._backup and self._backup.preemption
@@ -126,6 +134,15 @@ class Trainer:
         self.task = found[1] if found else TaskSpec("worker", 0)
         tasks = self.cluster.training_tasks() if self.cluster and multi_worker else [self.task]
         self._ranks = lockstep.Ranks(strategy, tasks.index(self.task), len(tasks))
+        self._depth = 0  # of what this does with a model
+        self._has_said = False
+        self._check_weights = check_weights
+        strategy.trainer = self
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether `fit` or another method is running, so that what it calls of a model is Keras' own."""
+        return self._depth > 0
 
     @property
     def is_chief(self) -> bool:
@@ -151,6 +168,25 @@ class Trainer:
             return {}
         return {"retried_steps": self._coordinator.retried_steps, "bytes_per_server": bytes_per_server(model)}
 
+    def say_replicas(self, global_batch_size: int | None) -> None:
+        """Says on the chief, once, on how many replicas it trains; `fit` does so by itself.
+
+        Args:
+            global_batch_size: Examples per step, or None if unknown.
+        """
+        told, self._has_said = self._has_said, True
+        if told or not self.is_chief:
+            return
+        number, batch = self.num_replicas, global_batch_size
+        if self._coordinator:
+            batches = "" if batch is None else f", each with batches of {batch}"
+            sentence = f"{number} worker{'s' if number > 1 else ''}{batches}"
+        else:
+            share = f" = {number} x {(batch or 0) // number}" if batch and batch % number == 0 else ", dealt out evenly"
+            batches = "" if batch is None else f", global batch {batch}{share}"
+            sentence = f"{number} replica{'s' if number > 1 else ''}{batches}"
+        print(f"{self.strategy.kind}: {sentence}", flush=True)
+
     def compression_report(self, model: keras.Model) -> dict[str, Any]:
         """Returns what the compressor does for `model`'s gradients, once trained. A collective.
 
@@ -166,9 +202,48 @@ class Trainer:
             print(gains.NONE_GAINED.format(**times), flush=True)
         return {"exchange_ms": times}
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context in which the model must be built (or loaded) and compiled."""
-        return self.strategy.scope()
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[tf.distribute.Strategy]:
+        """The context in which the model must be built (or loaded) and compiled; its value is the strategy.
+
+        By its own `fit`, `evaluate` and `predict` it trains as by this trainer's.
+
+        Raises:
+            ConfigError: Within it, a loop of one's own takes gradients or applies an optimizer, which a replica must do.
+        """
+        self.strategy.trainer = self
+        with self.strategy.scope() as strategy:
+            try:
+                yield strategy
+            except (AttributeError, ValueError) as e:
+                refusals.check_own_loop(e)
+                raise
+
+    def call(self, name: str, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
+        """Does what a model's own method is called for.
+
+        Args:
+            name: The method's name.
+            method: Keras' method.
+            model: The model.
+            args: Its arguments by place.
+            kwargs: Its arguments by name.
+        """
+        if name in ("fit", "evaluate", "predict"):
+            self._check(model)
+            return getattr(self, f"_{name}")(method, model, args, kwargs)
+        if self._coordinator is None:
+            if step.KERAS_MAKE_FUNCTION not in vars(model):
+                self._check(model)
+            return method(model, *args, **kwargs)
+        self._check(model)
+        runs = (
+            self._coordinator.predicting(model, None)
+            if name == "predict_on_batch"
+            else self._coordinator.running(model)
+        )
+        with self._working(), runs:
+            return method(model, *args, **kwargs)
 
     def fit(self, model: keras.Model, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains `model`, as Keras' `fit`.
@@ -195,14 +270,19 @@ class Trainer:
             ClusterError: A task is lost that the others cannot do without.
             ConfigError: The model or the data hold something that this strategy cannot train.
         """
-        self._check(model)
-        given = arguments.bind(keras.Model.fit, model, args, kwargs)
-        x = arguments.data_name(keras.Model.fit, model, given)
+        self._check(model, "fit")
+        return self._fit(type(model).fit, model, args, kwargs)
+
+    def _fit(self, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> keras.callbacks.History:
+        given = arguments.bind(keras.Model.fit, method, model, args, kwargs)
+        x = arguments.data_name(method, given)
         data, validation = given.pop(x, None), given.pop("validation_data", None)
         for each in (data, validation):
             refusals.check_data(self.strategy, each)
         with self._watching():
             agreement.check(self._ranks, data, validation, given)
+        if given.get("verbose", "auto") != 0:
+            self.say_replicas(arguments.batch_size(data, given))
         steps, validation_steps = given.get("steps_per_epoch"), given.get("validation_steps")
         if isinstance(data, tf.data.Dataset) and arguments.cuts_executions(model, steps):
             # Keras would count the steps that it does not run, and end before the data does.
@@ -222,13 +302,11 @@ class Trainer:
                 backup.watch(callbacks)
                 callbacks.append(backup)
                 self._backup = backup
-            model.fit(
+            method(
+                model,
                 **{x: self._distribute(data, class_weight=weights)},
                 callbacks=callbacks,
-                # With steps Keras looks for shapes in what the validation before has left over.
-                validation_data=self._distribute(
-                    validation, learns_shapes=lambda number: number == 0 if validation_steps else number % 2 == 0
-                ),
+                validation_data=self._distribute(validation),
                 verbose=self._shown(given),
                 **given,
             )
@@ -244,13 +322,17 @@ class Trainer:
             *args: As for Keras' `evaluate`; `x` and `verbose` as for `fit`.
             **kwargs: As for Keras' `evaluate`.
         """
-        self._check(model)
-        given = arguments.bind(keras.Model.evaluate, model, args, kwargs)
-        x = arguments.data_name(keras.Model.evaluate, model, given)
+        self._check(model, "evaluate")
+        return self._evaluate(type(model).evaluate, model, args, kwargs)
+
+    def _evaluate(self, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
+        given = arguments.bind(keras.Model.evaluate, method, model, args, kwargs)
+        x = arguments.data_name(method, given)
         refusals.check_data(self.strategy, given.get(x))
         limit = step.StepLimit(None, given.get("steps"))
         with self._running(model):
-            return model.evaluate(
+            return method(
+                model,
                 **{x: self._distribute(given.pop(x, None))},
                 callbacks=[limit, *arguments.listed(given.pop("callbacks", None))],
                 verbose=self._shown(given),
@@ -266,15 +348,20 @@ class Trainer:
                 ask for whole files.
             **kwargs: As for Keras' `predict`.
         """
-        self._check(model)
-        given = arguments.bind(keras.Model.predict, model, args, kwargs)
-        x = arguments.data_name(keras.Model.predict, model, given)
+        self._check(model, "predict")
+        return self._predict(type(model).predict, model, args, kwargs)
+
+    def _predict(self, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
+        given = arguments.bind(keras.Model.predict, method, model, args, kwargs)
+        x = arguments.data_name(method, given)
         data, steps = given.pop(x), given.get("steps")
         refusals.check_data(self.strategy, data)
+        if arguments.takes(method, "callbacks"):
+            given["callbacks"] = [step.StepLimit(), *arguments.listed(given.pop("callbacks", None))]
         if self._coordinator:
-            with self._coordinator.predicting(model, steps):
-                data = self._distribute(data, learns_shapes=lambda number: False)
-                return model.predict(**{x: data}, verbose=self._shown(given), **given)
+            with self._working(), self._coordinator.predicting(model, steps):
+                data = self._distribute(data)
+                return method(model, **{x: data}, verbose=self._shown(given), **given)
         if isinstance(data, tf.data.Dataset):
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -287,8 +374,8 @@ class Trainer:
                 "unless the data are a tf.data.Dataset."
             )
         with self._running(model):
-            data = self._distribute(data, learns_shapes=lambda number: False)
-            return model.predict(**{x: data}, verbose=self._shown(given), **given)
+            data = self._distribute(data)
+            return method(model, **{x: data}, verbose=self._shown(given), **given)
 
     def save(self, model: keras.Model, path: str | os.PathLike[str], delete_backup: bool = True, **kwargs: Any) -> None:
         """Saves `model` as one `.keras` file that plain Keras loads on one device.
@@ -319,8 +406,9 @@ class Trainer:
             try:
                 if not overwrite and tf.io.gfile.exists(path):
                     raise FileExistsError(f"path {path!r} exists, and overwrite=False was given.")
-                with explained:
-                    model.save(partial, **kwargs)
+                tf.io.gfile.makedirs(os.path.dirname(path) or ".")
+                with explained, self._working():
+                    own_methods.outside_of_scopes(own_methods.keras_own("save"), model, partial, **kwargs)
                 tf.io.gfile.rename(partial, path, overwrite=True)
             except Exception as e:
                 error = e
@@ -357,13 +445,21 @@ class Trainer:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @contextlib.contextmanager
     def _running(self, model: keras.Model) -> Iterator[None]:
         others = self._coordinator.running(model) if self._coordinator else self._watching()
-        with self.strategy.statistics.managed(), others:
+        with self._working(), self.strategy.statistics.managed(), others, warnings.catch_warnings():
+            if not self.is_chief:
+                warnings.filterwarnings("ignore", message=".*ran out of data")  # the chief says it for all
             try:
                 yield
-            except StopIteration as e:
-                raise ConfigError("The data hold no batch, training or validation.") from e
             except SystemExit as e:
                 progress.exit_code = e.code if isinstance(e.code, int) else int(e.code is not None)
                 raise
@@ -376,20 +472,19 @@ class Trainer:
                     "keras.callbacks.BackupAndRestore lets every worker overwrite the others' backup and repeats "
                     "steps after a restore; use tfdist.BackupAndRestore."
                 )
-        return lockstep.wrap(given, self.strategy, self._ranks)
+        return lockstep.wrap(given, self.strategy, self._ranks, self._check_weights)
 
     def _shown(self, given: dict[str, Any]) -> str | int:
         verbose = given.pop("verbose", "auto")
-        return verbose if self.is_chief else 0
+        if not self.is_chief:
+            return 0
+        # A bar redraws its line, which only a terminal or a notebook shows as one. What mpirun gives to its tasks only looks like one.
+        redraws = "ipykernel" in sys.modules or (sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ)
+        return verbose if redraws or verbose not in ("auto", 1) else 2
 
-    def _distribute(
-        self,
-        data: Any,
-        class_weight: dict[int, float] | None = None,
-        learns_shapes: Callable[[int], bool] = lambda number: number == 0,
-    ) -> Any:
+    def _distribute(self, data: Any, class_weight: dict[int, float] | None = None) -> Any:
         if isinstance(data, types.GeneratorType):
-            return data_lib.from_generator(data, learns_shapes)
+            return data_lib.from_generator(data)
         if not arguments.is_function(data):
             return data
 
@@ -401,7 +496,11 @@ class Trainer:
             return self._coordinator.stand_in(dataset)
         return self.strategy.deal_from_function(dataset)
 
-    def _check(self, model: keras.Model) -> None:
+    def _check(self, model: keras.Model, method: str = "fit") -> None:
+        if not isinstance(model, keras.Model):
+            raise ConfigError(
+                f"{method} takes the model first: trainer.{method}(model, x, ...). Received: {type(model).__name__}."
+            )
         if model.distribute_strategy is not self.strategy:
             raise ConfigError(
                 f"Model {model.name!r} was not built in this trainer's scope: build and compile it in "

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import optimizer_search, random_numbers
+from tfdist.errors import ConfigError, shown
 from tfdist.moving_statistics import MovingStatistics
 
 # What Keras' own callbacks remember from one step or epoch to another.
@@ -54,20 +55,26 @@ class TrainingState:
         """Returns each variable's shape and type, by name."""
         return {name: f"{v.dtype.name}{list(v.shape)}" for name, v in self._variables.items()}
 
-    def take(self, logs: Any = None) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Returns what all ranks share, and what is this rank's own, the last step's logs included.
+    def take(self, logs: Any = None, to_host: bool = True) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Returns what all ranks share, and what is this rank's own.
 
-        On a CPU nothing is copied here: TensorFlow copies a variable whose value is held when it next changes it.
+        Nothing is copied within a device: TensorFlow copies a variable whose value is held when it next changes it.
+
+        Args:
+            logs: The last step's, which are taken, too.
+            to_host: Whether to copy what is on other devices to the host; else it is held where it is.
         """
         shared: dict[str, tf.Tensor] = {}
         own: dict[str, tf.Tensor] = {}
         with tf.device("CPU:0"):
             for name, variable in self._variables.items():
-                components = self._components(variable)
+                values = [component.read_value() for component in self._components(variable)]
+                if to_host:
+                    values = [tf.identity(value) for value in values]
                 if name in self._own:
-                    own |= {f"{name}/{number}": tf.identity(value) for number, value in enumerate(components)}
+                    own |= {f"{name}/{number}": value for number, value in enumerate(values)}
                 else:
-                    shared[name] = tf.identity(components[0])
+                    shared[name] = values[0]
             if (seed := random_numbers.global_seed(self._strategy)) is not None:
                 own |= {f"{_GLOBAL_SEED}{n}": tf.identity(value) for n, value in enumerate(self._components(seed))}
             arrays: dict[str, np.ndarray] = {}
@@ -80,6 +87,15 @@ class TrainingState:
             own |= {_ARRAY + name: tf.convert_to_tensor(array) for name, array in arrays.items()}
             own[_REST] = tf.constant(json.dumps(rest))
         return shared, own
+
+    def check(self) -> None:
+        """Raises if what callbacks remember now cannot be backed up.
+
+        Raises:
+            ConfigError: Which of it.
+        """
+        for name, callback in self._callbacks.items():
+            _packed(_remembered(callback), name, {})
 
     def put(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Any:
         """Puts back what `take` returned, read from a backup of a training of the same form; returns the logs."""
@@ -172,9 +188,22 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, np.generic) and not isinstance(value, np.str_):
         return value.item() if isinstance(value, (np.floating, np.integer, np.bool_)) else str(value)
     if isinstance(value, (np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
-        arrays[name] = np.array(value)
+        try:
+            arrays[name] = np.array(value)
+            tf.convert_to_tensor(arrays[name])
+        except (TypeError, ValueError, tf.errors.OpError) as e:
+            raise _unstorable(name, value) from e
         return {_ARRAY: name}
-    return value
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise _unstorable(name, value)
+
+
+def _unstorable(name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"What callbacks remember cannot be backed up: {name} is a {type(value).__name__}. Let state_dict() return numbers, texts, "
+        f"None, arrays of numbers or texts, and lists and dicts of them. Received: {shown(value)}."
+    )
 
 
 def _unpacked(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:

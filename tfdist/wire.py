@@ -27,9 +27,18 @@ class WireBytes(keras.callbacks.Callback):
         cluster: The cluster.
         task: This process's task.
         read: Returns the bytes sent by each interface.
+        begins: Updates before compression begins, whose steps are counted apart.
     """
 
-    def __init__(self, cluster: ClusterSpec, task: TaskSpec, read: Callable[[], dict[str, int]] | None = None):
+    only_observes = True  # so that ranks need not agree after each step
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        task: TaskSpec,
+        read: Callable[[], dict[str, int]] | None = None,
+        begins: int = 0,
+    ):
         super().__init__()
         self._read = read or sent_by_interface
         hosts = [cluster.address(other).rsplit(":", 1)[0] for other in cluster.training_tasks()]
@@ -39,7 +48,10 @@ class WireBytes(keras.callbacks.Callback):
         # Some of the peers' bytes pass the loopback, and some do not: no telling whose they are.
         self._tells = len(hosts) > 1 and self._here in (1, len(hosts))
         self._last: tuple[int, int] | None = None
-        self._bytes = self._steps = 0
+        self._begins = begins
+        self._has_begun = begins == 0
+        # Of steps before compression, and with it.
+        self._bytes, self._steps = [0, 0], [0, 0]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._last = None
@@ -47,15 +59,30 @@ class WireBytes(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         counted = self._read()
         now = sum(sent for name, sent in counted.items() if (name == _LOOPBACK) == self._local)
+        before = self._has_begun
+        if not before:
+            updates = int(self.model.optimizer.iterations.numpy())
+            self._has_begun = updates >= self._begins
+            if updates > self._begins:  # an execution of several steps has some of both kinds
+                self._last = None
         if self._last is not None:
-            self._bytes += now - self._last[1]
-            self._steps += batch - self._last[0]
+            self._bytes[before] += now - self._last[1]
+            self._steps[before] += batch - self._last[0]
         self._last = batch, now
 
     @property
     def per_step(self) -> int | None:
-        """Bytes sent by a rank for a step; None where that cannot be told."""
-        return round(self._bytes / self._steps / self._here) if self._tells and self._steps and self._bytes else None
+        """Bytes sent by a rank for a step, compressed if there is a compressor; None where that cannot be told."""
+        return self._mean(1)
+
+    @property
+    def per_step_before(self) -> int | None:
+        """Those of the steps before compression has begun."""
+        return self._mean(0)
+
+    def _mean(self, phase: int) -> int | None:
+        sent, steps = self._bytes[phase], self._steps[phase]
+        return round(sent / steps / self._here) if self._tells and steps and sent else None
 
 
 def sent_by_interface() -> dict[str, int]:

@@ -22,6 +22,17 @@ _OUTSIDE = (
     "function, or give Trainer.fit the data themselves, which the chief then reads and sends."
 )
 
+_LARGEST = 2_000_000_000  # bytes; a graph has one message of protobuf
+_TOO_LARGE = (
+    "The dataset function makes tensors of 2 GB and more out of arrays, which do not fit into a TensorFlow graph: let it read files, "
+    "such as TFRecords, which the workers can open, or use tfdist.data.epochs, for arrays of less than 2 GB each."
+)
+
+
+def _bytes(constant: tf.Operation) -> int:
+    tensor = constant.outputs[0]
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
+
 
 class WorkerData:
     """The pipelines of a dataset function; each worker makes its own.
@@ -50,7 +61,7 @@ class WorkerData:
         return self._traced[pipeline]()
 
     def zeros(self) -> Any:
-        """Returns a batch of one example of zeros, for Keras to learn the shapes from."""
+        """Returns a batch of one example of zeros, for a model to learn shapes from."""
 
         def zero(spec: tf.TensorSpec) -> tf.Tensor:
             return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
@@ -86,6 +97,8 @@ class WorkerData:
         except (TypeError, ValueError) as e:
             if "out of scope" in str(e) or "outside" in str(e):
                 raise ConfigError(_OUTSIDE.format("an object of TensorFlow's")) from e
+            if "2GB" in str(e):
+                raise ConfigError(_TOO_LARGE) from e
             raise
         if not isinstance(traced.structured_outputs, (tf.data.Dataset, tf.data.DatasetSpec)):
             raise ConfigError(
@@ -99,6 +112,8 @@ class WorkerData:
                     _OUTSIDE.format("a variable, table or iterator")
                     + " A lookup table is the chief's wherever it is created: let a layer of the model look up."
                 )
+        if sum(_bytes(op) for op in traced.graph.get_operations() if op.type == "Const") > _LARGEST:
+            raise ConfigError(_TOO_LARGE)
         graph = traced.graph.as_graph_def()
         nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
         if any(node.op in _PYTHON for node in nodes):
@@ -115,6 +130,8 @@ class Pipelines:
 
     def __init__(self, data: WorkerData):
         self._data = data
+
+        self.element_spec = data.element_spec
 
     def __iter__(self) -> PipelinesIterator:
         return PipelinesIterator(self._data)
@@ -148,7 +165,7 @@ class PipelinesIterator:
         self._is_checked = False
 
     def __next__(self) -> Any:
-        return self._data.zeros()  # Keras takes one to learn its shapes; steps take theirs on the workers
+        return self._data.zeros()  # for shapes that are not known; steps take theirs on the workers
 
     def check(self, steps: int | None) -> None:
         """Judges whether there are data for an epoch.

@@ -2,7 +2,8 @@
 
 The step runs in `keras.StatelessScope`: what it assigns to Keras' variables is kept, not done. Then
 
-- what it adds to metrics and to `iterations` goes into a ledger, for the chief to add once;
+- what it adds to metrics and to `iterations` goes into a ledger, for the chief to add once; logs that it computes from its metrics'
+  results the chief computes from the sums;
 - seed generators start from a seed of the step's own, so that each step has masks of its own, the same if it is repeated;
   so does the global generator, from which `keras.random.*` draws without a seed;
 - with several workers `tf.random.*` ignores TensorFlow's seed, from which all of them would draw the same numbers;
@@ -23,7 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import batch_losses, dealing, optimizer_search, random_numbers
+from tfdist import batch_losses, dealing, graph_copies, optimizer_search, random_numbers
 from tfdist.cures import KERAS_SEED_VARIABLE
 from tfdist.errors import ConfigError
 from tfdist.ledger import Ledger
@@ -72,6 +73,9 @@ class Traced:
         ledger: Where it writes what it counts; None where it returns that.
         own: The logs that are no metrics: their structure.
         names: All logs.
+        held: What each of the metrics' variables holds at the step's end, in its graph, by its id.
+        computed: The logs that are computed from `held`.
+        count: Adds what steps have counted; returns what metrics and `computed` are then.
     """
 
     def __init__(self, ledger: Ledger | None = None, own: Any = None, names: Sequence[str] = ()):
@@ -79,6 +83,9 @@ class Traced:
         self.function: Any = None
         self.ledger = ledger
         self.own = own
+        self.held: dict[int, tf.Tensor] = {}
+        self.computed: dict[str, Any] = {}
+        self.count: Any = None
 
     def packed(self, arrays: Sequence[np.ndarray]) -> Any:
         """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
@@ -112,7 +119,6 @@ class WorkerStep:
             returns: tf.function(functools.partial(self._run, returns), reduce_retracing=True, autograph=False)
             for returns in (False, True)
         }
-        self._count = tf.function(self._add, [tf.TensorSpec([None, None], tf.float64)], autograph=False)
         self._traced: dict[int, Traced] = {}
         self._tracing = Traced()
         self._last: tuple[Any, bool, Traced] = (None, False, self._tracing)  # most steps are as the one before
@@ -182,15 +188,19 @@ class WorkerStep:
         outputs = traced.function(data, given)
         return [tensor.numpy() for tensor in tf.nest.flatten(outputs, expand_composites=True)]
 
-    def commit(self, rows: np.ndarray) -> dict[str, float]:
-        """Adds what steps have counted to the metrics and `iterations`; returns the metrics' results.
+    def commit(self, traced: Traced, rows: np.ndarray) -> dict[str, float]:
+        """Adds what steps have counted to the metrics and `iterations`; returns the logs that come from metrics.
 
         Args:
+            traced: The steps.
             rows: `[steps, numbers]` float64, in the order in which to add them.
         """
         end = sum(int(np.prod(v.shape)) for v in self._metrics)
         self._per_step = [int(number) for number in rows[-1][end : end + len(self._iterations)]]
-        return {name: plain(value) for name, value in self._count(tf.constant(rows)).items()}
+        if traced.count is None:
+            form = [tf.TensorSpec([None, None], tf.float64)]
+            traced.count = tf.function(functools.partial(self._add, traced), form, autograph=False)
+        return {name: plain(value) for name, value in traced.count(tf.constant(rows)).items()}
 
     def own_logs(self, traced: Traced, row: np.ndarray) -> dict[str, Any]:
         """Returns the logs of a step that are no metrics."""
@@ -234,9 +244,16 @@ class WorkerStep:
             if all(scope.state_mapping.get(id(v)) is start.get(id(v)) for v in metric.variables)
         }
         own = {name: value for name, value in result.items() if name not in results or name in idle}
+        held = {id(value := scope.get_current_value(v)): value for v in self._metrics}
+        computed = {
+            name: own.pop(name)
+            for name in list(own)
+            if graph_copies.depends_only_on(lambda t: id(t) in held, own[name])
+        }
         numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(own)
         packed = tf.concat([tf.reshape(tf.cast(value, tf.float64), [-1]) for value in numbers], 0)
         self._tracing = Traced(None if returns else Ledger(self._rows, int(packed.shape[0])), own, list(result))
+        self._tracing.held, self._tracing.computed = held, computed
         if returns:
             return packed
         self._tracing.ledger.write(given[0], given[1], packed)  # type: ignore[union-attr]
@@ -264,7 +281,7 @@ class WorkerStep:
                 "optimizers when it began: make it an attribute of the model or of a layer, and build it before fit."
             )
 
-    def _add(self, rows: tf.Tensor) -> Any:
+    def _add(self, traced: Traced, rows: tf.Tensor) -> Any:
         def one(row: tf.Tensor) -> tf.Tensor:
             offset = 0
             for variable in (*self._metrics, *self._iterations):
@@ -276,7 +293,9 @@ class WorkerStep:
 
         # One after the other, as one process would.
         tf.while_loop(lambda row: row < tf.shape(rows)[0], one, [0], parallel_iterations=1)
-        return type(self._model).get_metrics_result(self._model)
+        results = type(self._model).get_metrics_result(self._model)
+        now = dict(zip(traced.held, (variable.value.read_value() for variable in self._metrics), strict=True))
+        return {**results, **graph_copies.copied(lambda tensor: now.get(id(tensor)), traced.computed)}
 
     def _check(self, function: tf.types.experimental.ConcreteFunction) -> None:
         names = {id(v.handle): v.name for v in function.graph.variables}

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
+
 from tfdist.cluster import local_cluster
 from tfdist.launcher import Launcher
 
@@ -47,3 +49,18 @@ def store(out: str, rank: int, results: dict[str, Any]) -> None:
 def load(out: pathlib.Path, rank: int) -> dict[str, Any]:
     """Returns what `store` wrote."""
     return pickle.loads((out / f"rank{rank}.pickle").read_bytes())
+
+
+def difference(a: Any, b: Any) -> float:
+    """Returns by how much two structures of numbers differ at most; their shapes must be the same."""
+    a, b = _flat(a), _flat(b)
+    assert [each.shape for each in a] == [each.shape for each in b]
+    return max(float(np.abs(x - y).max(initial=0.0)) for x, y in zip(a, b, strict=True))
+
+
+def _flat(value: Any) -> list[np.ndarray]:
+    if isinstance(value, dict):
+        return [number for key in sorted(value) for number in _flat(value[key])]
+    if isinstance(value, (list, tuple)):
+        return [number for each in value for number in _flat(each)]
+    return [np.ravel(np.asarray(value, np.float64))]

@@ -1,4 +1,4 @@
-"""A worker that fails or ends alone amid training. Arguments: which rank, and how (`error`, `kill`)."""
+"""A worker that fails or ends alone amid training. Arguments: which rank, and how (`error`, `kill`, `stop`, `exit`)."""
 
 import os
 import signal
@@ -14,11 +14,19 @@ import numpy as np  # noqa: E402
 
 
 class AtStep(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 20 and trainer.task.index == rank:
+        if (self.epoch, batch) == (0, 20) and trainer.task.index == rank:
             print("it happens", flush=True)
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return
+            if how == "exit":
+                sys.exit(0)
             raise RuntimeError("cannot read shard 7")
 
 
@@ -26,4 +34,4 @@ with trainer.scope():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
 x = np.zeros((1000, 8), np.float32)
-trainer.fit(model, x, x[:, :1], batch_size=4, epochs=1000, callbacks=[AtStep()], verbose=0)
+trainer.fit(model, x, x[:, :1], batch_size=4, epochs=2 if how == "stop" else 1000, callbacks=[AtStep()], verbose=0)

@@ -87,9 +87,9 @@ def noise():
     """Returns what each of 40 steps has drawn, `[steps, 2]`: by keras.random and by tf.random, of two runs with one seed."""
     found, commit = [], worker_step.WorkerStep.commit
 
-    def recording(self, rows):
+    def recording(self, traced, rows):
         found[-1].extend(rows[:, -2:])
-        return commit(self, rows)
+        return commit(self, traced, rows)
 
     worker_step.WorkerStep.commit = recording
     try:
@@ -122,10 +122,10 @@ def train_digits():
         model.compile("adam", **task.compile_arguments())
     counted, commit = [], worker_step.WorkerStep.commit
 
-    def recording(self, rows):
+    def recording(self, traced, rows):
         if self._step.__name__ == "train_step":
             counted.extend(rows.astype(np.float32))
-        return commit(self, rows)
+        return commit(self, traced, rows)
 
     recorder = Recorder()
     worker_step.WorkerStep.commit = recording
@@ -277,10 +277,6 @@ def lose_a_worker_in_evaluation():
     }
 
 
-class Listed(keras.Sequential):
-    pass
-
-
 class Conditional(keras.Sequential):
     """Trains under a condition."""
 
@@ -339,9 +335,6 @@ def faults():
         "no steps": fit(function, steps_per_epoch=None),
         "shape": fit(wrong_shape),
         "labels": fit(wrong_labels),
-        "bare fit": failure(lambda: model.fit(X, Y, verbose=0)),
-        "bare evaluate": failure(lambda: model.evaluate(X, Y, verbose=0)),
-        "bare predict": failure(lambda: model.predict(X, verbose=0)),
         "endless": failure(lambda: trainer.evaluate(model, function, verbose=0)),
     }
     for name, options in {"jit": {"jit_compile": True}, "eagerly": {"run_eagerly": True}}.items():
@@ -371,11 +364,6 @@ def faults():
         other = Conditional([keras.Input((8,)), keras.layers.Dense(3)])
         other.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     found["in a condition"] = failure(lambda: trainer.fit(other, X, Y, verbose=0))
-    with trainer.scope():
-        other = Listed([keras.Input((8,)), keras.layers.Dense(3)])
-        other.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        other.more = [keras.optimizers.SGD()]
-    found["optimizers in a list"] = failure(lambda: trainer.fit(other, X, Y, verbose=0))
     layer = keras.layers.Dense(3)
     layer.build((None, 8))
     with trainer.scope():

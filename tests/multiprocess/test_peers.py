@@ -1,5 +1,6 @@
 """A worker that ends alone ends the others, soon and with a sentence, where no launcher does so."""
 
+import signal
 import sys
 import time
 
@@ -8,7 +9,7 @@ import pytest
 from tests.multiprocess.roles import Roles
 
 
-@pytest.mark.parametrize(("lost", "how"), [(1, "error"), (1, "kill"), (0, "kill")])
+@pytest.mark.parametrize(("lost", "how"), [(1, "error"), (1, "kill"), (0, "kill"), (1, "exit")])
 def test_the_others_end_and_name_it(tmp_path, lost, how):
     command = [sys.executable, "-m", "tests.multiprocess.lost_worker_program", str(lost), how]
     with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:
@@ -22,3 +23,22 @@ def test_the_others_end_and_name_it(tmp_path, lost, how):
             f"tfdist.errors.ClusterError: {gone} at {roles.cluster.address(roles.cluster.training_tasks()[lost])}"
         )
         assert sum(sentence in line for line in roles.log(left).splitlines()) == 1, roles.log(left)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, lost):
+    command = [sys.executable, "-m", "tests.multiprocess.lost_worker_program", str(lost), "stop"]
+    with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:
+        stopped, left = (f"worker:{rank}" for rank in (lost, 1 - lost))
+        address = roles.cluster.address(roles.cluster.training_tasks()[lost])
+        wait_until(lambda: "it happens" in roles.log(stopped), 120)
+        wait_until(lambda: f"tfdist: {left} waits for {stopped} at {address}: no answer for 1" in roles.log(left), 60)
+        roles.processes[stopped].send_signal(signal.SIGCONT)
+        assert [roles.wait(task, 120) for task in (stopped, left)] == [0, 0], roles.log(left)
+
+
+def wait_until(happens, seconds):
+    ends = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < ends
+        time.sleep(0.2)

@@ -77,7 +77,7 @@ def made():
 
 
 def kept(callbacks):
-    wrapped = lockstep.wrap(callbacks, trainer.strategy, trainer._ranks)
+    wrapped = lockstep.wrap(callbacks, trainer.strategy, trainer._ranks, check_weights=True)
     return [type(each).__name__ for each in wrapped[1:-1]]
 
 
@@ -101,7 +101,8 @@ def sent():
     return sends.found, sends.root
 
 
-def spoiled():
+def spoiled(checks=True):
+    trainer._check_weights = checks
     try:
         fit([keras.callbacks.CSVLogger(OUT / "spoiled.csv"), Spoils()])
     except tfdist.ClusterError as e:
@@ -117,5 +118,6 @@ results = {
     **fitted(),
     "sent": sent(),
     "spoiled": spoiled(),
+    "spoiled, and not checked": spoiled(checks=False),
 }
 harness.store(sys.argv[2], RANK, results)

@@ -39,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
     values = _flags()
     try:
         words: list[str] = values(list(argv), known_only=True)[1:]
+        if not 0 <= values.timeout < float("inf"):
+            raise ConfigError(f"--timeout must be 0 or more seconds, and finite. Received: {values.timeout}.")
         command, rest = words[0] if words else "", words[1:]
         if values.help:
             print(f"{__doc__}\n{values.get_help()}")

@@ -1,0 +1,70 @@
+"""Computes in one graph what another graph computes from given tensors: logs from metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+
+def depends_only_on(given: Callable[[tf.Tensor], bool], values: Any) -> bool:
+    """Whether `values` are computed from given tensors and constants alone.
+
+    Args:
+        given: Whether a tensor of their graph is given.
+        values: Tensors, in any structure.
+    """
+    pending, seen, met = list(tf.nest.flatten(values)), set(), False
+    while pending:
+        each = pending.pop()
+        if _is_constant(each) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if given(each):
+            met = True
+            continue
+        # What else has no inputs is an argument, a variable, or random.
+        if each.op.type != "Const" and (not each.op.inputs or each.op.op_def.is_stateful or _calls(each.op)):
+            return False
+        pending += each.op.inputs
+    return met
+
+
+def copied(now: Callable[[tf.Tensor], tf.Tensor | None], values: Any) -> Any:
+    """Returns in the present graph what `values` are with other tensors in place of the given ones.
+
+    Args:
+        now: Returns a tensor of the present graph for a given one, and None for any other.
+        values: For which `depends_only_on` holds.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    copies: dict[int, tf.Tensor] = {}
+
+    def copy(tensor: Any) -> Any:
+        if _is_constant(tensor):
+            return tf.convert_to_tensor(tensor)
+        if id(tensor) not in copies:
+            if (replaced := now(tensor)) is not None:
+                copies[id(tensor)] = replaced
+                return replaced
+            op = tensor.op
+            made = graph.create_op(
+                op.type,
+                [copy(each) for each in op.inputs],
+                [each.dtype for each in op.outputs],
+                attrs={name: op.node_def.attr[name] for name in op.node_def.attr},
+                op_def=op.op_def,
+            )
+            copies.update((id(old), new) for old, new in zip(op.outputs, made.outputs, strict=True))
+        return copies[id(tensor)]
+
+    return tf.nest.map_structure(copy, values)
+
+
+def _is_constant(value: Any) -> bool:
+    return not isinstance(value, tf.Tensor) or isinstance(value, tf.__internal__.EagerTensor)
+
+
+def _calls(op: tf.Operation) -> bool:
+    return any(op.node_def.attr[name].HasField("func") for name in op.node_def.attr)

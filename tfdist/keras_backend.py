@@ -1,0 +1,39 @@
+"""On which framework Keras runs: found out before Keras is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+
+from tfdist.errors import ConfigError
+
+
+def check() -> None:
+    """Raises if Keras does not run, or will not run, on TensorFlow.
+
+    Raises:
+        ConfigError: With what chose another backend.
+    """
+    if "keras" in sys.modules and hasattr(sys.modules["keras"], "backend"):
+        chosen, source = sys.modules["keras"].backend.backend(), "Keras is imported already, with the backend "
+    elif "KERAS_BACKEND" in os.environ:
+        chosen, source = os.environ["KERAS_BACKEND"], "the environment says KERAS_BACKEND="
+    else:
+        folder = os.environ.get("KERAS_HOME") or pathlib.Path("~/.keras").expanduser()
+        file = pathlib.Path(folder, "keras.json")
+        chosen, source = _of_file(file), f"{file} says backend="
+    if chosen not in ("", "tensorflow"):
+        raise ConfigError(
+            f"tfdist trains Keras models on TensorFlow, and {source}{chosen}: set KERAS_BACKEND=tensorflow before Keras is "
+            "imported."
+        )
+
+
+def _of_file(path: pathlib.Path) -> str:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return ""
+    return str(found.get("backend", "")) if isinstance(found, dict) else ""

@@ -1,0 +1,1 @@
+"""Configurations that come with the package: `--config=NAME`."""

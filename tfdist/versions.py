@@ -1,0 +1,75 @@
+"""What a task runs, for others to compare with theirs before they train together. No TensorFlow here.
+
+Tasks whose TensorFlow or Keras differ may train for days before somebody asks why their weights do.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+
+_PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
+_MOST = 4096  # bytes of what a task says
+
+# What must be the same is said with an error, the rest with a line.
+_MAY_DIFFER = ("python", "numpy", "script")
+
+configuration = ""  # a checksum of it, where there is one
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""  # another distribution of it
+    return found
+
+
+def own() -> dict[str, str]:
+    """Returns what this task runs: versions, and checksums of its script and its configuration."""
+    script = pathlib.Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    found = {**_packages(), "script": checksum(script.read_bytes()) if script.is_file() else ""}
+    return {**found, "configuration": configuration}
+
+
+def checksum(content: bytes) -> str:
+    """Returns a short checksum."""
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def encode() -> bytes:
+    """Returns `own`, as one line."""
+    return json.dumps(own()).encode()
+
+
+def decode(line: bytes) -> dict[str, str]:
+    """Returns what another task runs; nothing where it says nothing, or nothing that can be read."""
+    try:
+        found = json.loads(line[:_MOST])
+    except (ValueError, RecursionError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+def differences(others: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[bool, str]]:
+    """Yields how others differ from this task: whether that is an error, and a sentence.
+
+    Args:
+        others: For each, by name, what it runs.
+    """
+    mine = own()
+    for task, theirs in others.items():
+        for name in mine.keys() & theirs.keys():
+            if mine[name] and theirs[name] and mine[name] != theirs[name]:
+                what = f"another {name}" if name in ("script", "configuration") else f"{name} {theirs[name]}"
+                here = "" if name in ("script", "configuration") else f", and this task {mine[name]}"
+                yield name not in _MAY_DIFFER, f"{task} has {what}{here}"
