@@ -13,7 +13,7 @@ test: lint
 
 # The first three share fixtures.
 FIT := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py parameter_server.py scripts.py) \
-	$(addprefix tests/test_,train.py examples.py create_strategy.py schedulers.py)
+	$(addprefix tests/end_to_end/test_,train.py examples.py schedulers.py) tests/strategies/test_create_strategy.py
 
 test-fit: .venv/.installed
 	$(BIN)/python -m pytest $(FIT)

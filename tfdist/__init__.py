@@ -6,23 +6,23 @@ Names are loaded when they are first used: `import tfdist` loads no TensorFlow.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from tfdist.version import __version__ as __version__
 
 _HOMES = {
-    "BackupAndRestore": "backup",
+    "BackupAndRestore": "backup.callback",
     "BackupError": "errors",
     "ClusterError": "errors",
     "ClusterSpec": "cluster",
     "CompressionConfig": "config",
     "ConfigError": "errors",
     "StrategyConfig": "config",
-    "Task": "task",
+    "Task": "tasks.base",
     "TaskSpec": "cluster",
     "TrainConfig": "config",
-    "Trainer": "trainer",
-    "create_strategy": "strategies",
-    "distribute_optimizer": "optimizer",
-    "find_cluster": "resolvers",
+    "Trainer": "training.trainer",
+    "create_strategy": "strategies.factory",
+    "distribute_optimizer": "gradients.optimizer",
+    "find_cluster": "cluster.resolvers.discovery",
 }
 
 _WITH_KERAS = ("backup", "optimizer", "strategies", "trainer")
@@ -45,22 +45,22 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tfdist.backup import BackupAndRestore
+    from tfdist.backup.callback import BackupAndRestore
     from tfdist.cluster import ClusterSpec, TaskSpec
+    from tfdist.cluster.resolvers.discovery import find_cluster
     from tfdist.config import CompressionConfig, StrategyConfig, TrainConfig
     from tfdist.errors import BackupError, ClusterError, ConfigError
-    from tfdist.optimizer import distribute_optimizer
-    from tfdist.resolvers import find_cluster
-    from tfdist.strategies import create_strategy
-    from tfdist.task import Task
-    from tfdist.trainer import Trainer
+    from tfdist.gradients.optimizer import distribute_optimizer
+    from tfdist.strategies.factory import create_strategy
+    from tfdist.tasks.base import Task
+    from tfdist.training.trainer import Trainer
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
     if _HOMES[name] in _WITH_KERAS:
-        importlib.import_module("tfdist.keras_backend").check()
+        importlib.import_module("tfdist.compat.keras_backend").check()
     return getattr(importlib.import_module(f"tfdist.{_HOMES[name]}"), name)
 
 

@@ -22,19 +22,22 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-import tfdist
-from tfdist import config as config_lib
-from tfdist import flags as flags_lib
-from tfdist import keras_backend, namespaces, preemption, progress, registry, resolvers, versions
-from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.config import TrainConfig
+from tfdist.cluster import ClusterSpec, TaskSpec, task_versions
+from tfdist.cluster.resolvers import discovery, environment
+from tfdist.compat import keras_backend
+from tfdist.config import TrainConfig, registry
+from tfdist.config import flags as flags_lib
+from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collected, shown
-from tfdist.launcher import Launcher
+from tfdist.launch import network_namespaces
+from tfdist.launch.launcher import Launcher
+from tfdist.runtime import exit_status, preemption, progress
+from tfdist.version import __version__
 
 _SOURCE = "TFDIST_SOURCE"  # who is asked for the cluster by the tasks that this command starts
 
 if TYPE_CHECKING:
-    from tfdist.trainer import Trainer
+    from tfdist.training.trainer import Trainer
 
 
 def train(
@@ -46,7 +49,7 @@ def train(
     """Runs one task of a training and, on the chief, writes the run's files.
 
     Args:
-        config: What to train, checked by `check.check`.
+        config: What to train, checked by `validation.check`.
         workdir: Where `summary.json`, `config.json`, `model.keras` and `tensorboard/<task>/` go.
         trainer: An existing trainer to use, with a strategy of its own. None means one made from `config`.
         cluster: As for the `Trainer`.
@@ -61,9 +64,11 @@ def train(
     import keras
     import tensorflow as tf
 
-    from tfdist import data, monitor, wire
-    from tfdist.backup import BackupAndRestore
-    from tfdist.trainer import Trainer
+    from tfdist.backup.callback import BackupAndRestore
+    from tfdist.config import batch_size as batch_size_lib
+    from tfdist.monitoring import compression_report, network, tensorboard
+    from tfdist.monitoring import throughput as throughput_lib
+    from tfdist.training.trainer import Trainer
 
     workdir = pathlib.Path(workdir)
     backup = None
@@ -86,7 +91,7 @@ def train(
     asynchronous = config.strategy.name == "parameter_server"  # a step is one worker's
     in_sync = 1 if asynchronous else replicas
     batch_size = config.global_batch_size or config.per_replica_batch_size * in_sync
-    data.per_replica_batch_size(batch_size, in_sync)
+    batch_size_lib.per_replica_batch_size(batch_size, in_sync)
     task = registry.resolve("task", config.task, registry.TASKS)(config.task_options)
     steps = config.steps_per_epoch or task.steps_per_epoch(batch_size)
     if steps == 0:
@@ -99,15 +104,15 @@ def train(
         model = task.build_model()
         arguments = {"jit_compile": config.jit_compile, "steps_per_execution": config.steps_per_execution}
         model.compile(optimizer=build_optimizer(config), **{**arguments, **task.compile_arguments()})
-    throughput = monitor.Throughput(batch_size)
+    throughput = throughput_lib.Throughput(batch_size)
     callbacks: list[keras.callbacks.Callback] = [throughput]
     in_step = trainer.cluster if not asynchronous else None
     begins = trainer.compression.begins if trainer.compression else 0
-    sent = wire.WireBytes(in_step, trainer.task, begins=begins) if in_step else None
+    sent = network.WireBytes(in_step, trainer.task, begins=begins) if in_step else None
     if sent:
         callbacks.append(sent)
     if trainer.is_chief:
-        callbacks.append(monitor.Scalars(workdir / "tensorboard" / trainer.task.name, throughput))
+        callbacks.append(tensorboard.Scalars(workdir / "tensorboard" / trainer.task.name, throughput))
     history = trainer.fit(
         model,
         lambda context: task.train_data(context, batch_size, config.seed),
@@ -132,7 +137,7 @@ def train(
         "step_ms": throughput.step_ms,
         "compression": {"name": config.compression.name, **config.compression.arguments()},
         "wire_bytes_per_step": {
-            "predicted": wire.planned(model, trainer.compression, replicas) if in_step else None,
+            "predicted": compression_report.planned(model, trainer.compression, replicas) if in_step else None,
             "measured": sent and sent.per_step,
             **({"before_compression": _before(model, sent, replicas)} if sent and begins else {}),
         },
@@ -140,7 +145,7 @@ def train(
         **trainer.server_report(model),
         "wall_seconds": round(time.perf_counter() - started, 2),
         "versions": {
-            "tfdist": tfdist.__version__,
+            "tfdist": __version__,
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
             "numpy": sys.modules["numpy"].__version__,
@@ -156,9 +161,9 @@ def train(
 
 def _before(model: Any, sent: Any, replicas: int) -> dict[str, int | None]:
     """Returns the bytes of the steps before compression begins."""
-    from tfdist import wire
+    from tfdist.monitoring import compression_report
 
-    return {"predicted": wire.planned(model, None, replicas), "measured": sent.per_step_before}
+    return {"predicted": compression_report.planned(model, None, replicas), "measured": sent.per_step_before}
 
 
 def build_optimizer(config: TrainConfig) -> Any:
@@ -189,8 +194,8 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     """Runs this same command as every task of a cluster on this machine; returns the exit code."""
     # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
-    netns = os.environ.get(namespaces.VARIABLE, "")
-    cluster, prefixes = namespaces.place(config.cluster.workers, config.cluster.ps, netns)
+    netns = os.environ.get(network_namespaces.VARIABLE, "")
+    cluster, prefixes = network_namespaces.place(config.cluster.workers, config.cluster.ps, netns)
     launcher = Launcher(
         command,
         cluster,
@@ -238,25 +243,25 @@ def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
 def main(argv: Sequence[str]) -> int:
     """Runs `python -m tfdist.train`; returns the exit code."""
     try:
-        progress.exit_code = _main(argv)
+        exit_status.exit_code = _main(argv)
         sys.stdout.flush()
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        progress.exit_code = 128 + signal.SIGPIPE
-    return progress.exit_code
+        exit_status.exit_code = 128 + signal.SIGPIPE
+    return exit_status.exit_code
 
 
 def _main(argv: Sequence[str]) -> int:
     # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     faults: list[str] = []
-    found: resolvers.Found | None = None
+    found: environment.Found | None = None
 
     def workers(config: TrainConfig) -> int | None:
         nonlocal found
         with collected(faults):
             asked = {**config.cluster.asked(), **({"source": os.environ[_SOURCE]} if _SOURCE in os.environ else {})}
-            found = resolvers.find(timeout=config.start_timeout, **asked)
+            found = discovery.find(timeout=config.start_timeout, **asked)
             return len(found.cluster.training_tasks()) if found else None
         return 0
 
@@ -269,7 +274,7 @@ def _main(argv: Sequence[str]) -> int:
                 return 0
             if not faults:
                 config, workdir = parsed
-                if found is None and (hint := resolvers.overlooked()):
+                if found is None and (hint := discovery.overlooked()):
                     print(f"tfdist: training on this host alone, though {hint}.", flush=True)
                 starts = found is None and (config.cluster.workers > 1 or config.cluster.ps > 0)
                 if starts or found is None or found.task == found.cluster.chief:
@@ -277,7 +282,7 @@ def _main(argv: Sequence[str]) -> int:
                 if starts:
                     return launch(config, argv, workdir)
                 text = json.dumps({**config_lib.fixed(config), "epochs": config.epochs}, default=str)
-                versions.configuration = versions.checksum(text.encode())
+                task_versions.configuration = task_versions.checksum(text.encode())
                 if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
                     # From here on, as the Trainer, which comes with TensorFlow, some seconds later.
                     signal.signal(signal.SIGTERM, preemption.end_at_once)

@@ -16,10 +16,10 @@ import sys
 
 import tfdist
 from tests.multiprocess import harness
-from tfdist import progress
+from tfdist.backup.storage import Storage
 from tfdist.compression import PerVariable, create
 from tfdist.config import CompressionConfig
-from tfdist.storage import Storage
+from tfdist.runtime import progress
 
 name, out, options = (
     sys.argv[1],
@@ -38,7 +38,7 @@ import keras  # noqa: E402 (the strategy comes first)
 import tensorflow as tf  # noqa: E402
 
 from tfdist import data as data_lib  # noqa: E402
-from tfdist.optimizer import reduction_of  # noqa: E402
+from tfdist.gradients.optimizer import reduction_of  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 
 RANK, LIFE = trainer.task.index, progress.restarts()

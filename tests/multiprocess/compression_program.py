@@ -14,13 +14,13 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tests import test_compression as cases  # noqa: E402
+from tests.compression import test_compressors  # noqa: E402
 from tests.multiprocess import harness  # noqa: E402
-from tfdist import wire  # noqa: E402
+from tfdist.collectives.factory import group_of  # noqa: E402
 from tfdist.compression.base import Layout  # noqa: E402
-from tfdist.compression.comm import group_of  # noqa: E402
-from tfdist.optimizer import reduction_of  # noqa: E402
-from tfdist.reduction import Reduction, sums  # noqa: E402
+from tfdist.gradients.optimizer import reduction_of  # noqa: E402
+from tfdist.gradients.reduction import Reduction, sums  # noqa: E402
+from tfdist.monitoring import compression_report, network  # noqa: E402
 from tfdist.tasks import digits, synthetic  # noqa: E402
 
 RANK, SIZE = trainer.task.index, trainer.num_replicas
@@ -36,18 +36,21 @@ x, y = x[:1280], y[:1280]
 def exchanges(compressor):
     """Returns the totals and states of some steps, of this process's ranks."""
     group = group_of(trainer.strategy)
-    layout = Layout(compressor, [(str(number), shape) for number, shape in enumerate(cases.SHAPES)])
+    layout = Layout(compressor, [(str(number), shape) for number, shape in enumerate(test_compressors.SHAPES)])
     states = [tuple(s.initial(s.shape, number) for s in slots) for number, slots in enumerate(layout.slots)]
     states = [states for _ in group.ranks]
     found = []
 
     @tf.function(autograph=False)
     def exchange(values, states, step):
-        return layout.run(group, values, states, group.members(step), bucket_bytes=cases.BUCKET_BYTES)
+        return layout.run(group, values, states, group.members(step), bucket_bytes=test_compressors.BUCKET_BYTES)
 
     for step, kind in enumerate(("normal", "heavy_tails", "ties", "normal")):
         rng = np.random.default_rng(step)
-        values = [[cases.INPUTS[kind](rng, shape).astype(np.float32) for shape in cases.SHAPES] for _ in range(SIZE)]
+        values = [
+            [test_compressors.INPUTS[kind](rng, shape).astype(np.float32) for shape in test_compressors.SHAPES]
+            for _ in range(SIZE)
+        ]
         results = exchange(
             [[tf.constant(v) for v in values[rank]] for rank in group.ranks], states, tf.constant(step, tf.int64)
         )
@@ -99,7 +102,9 @@ def train_all(compressors):
     """Trains a model of one tower for each compressor, all at once; returns what became of each."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
-    trainer.compression = cases.PerVariable({f"^{name}(_.*)?/kernel": each for name, each in compressors.items()})
+    trainer.compression = test_compressors.PerVariable(
+        {f"^{name}(_.*)?/kernel": each for name, each in compressors.items()}
+    )
     with trainer.scope():
         model_input, outputs = keras.Input((8, 8, 1)), {}
         for name in compressors:
@@ -148,11 +153,11 @@ def sgd():
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-BYTES = {name: cases.ALL[name] for name in ("none", "bf16", "fp16", "int8", "int8_sum")}
-BYTES |= {"powersgd": cases.PowerSGD(16), "topk": cases.TopK()}
-results = {"exchanges": {name: exchanges(compressor) for name, compressor in cases.ALL.items()}}
+BYTES = {name: test_compressors.ALL[name] for name in ("none", "bf16", "fp16", "int8", "int8_sum")}
+BYTES |= {"powersgd": test_compressors.PowerSGD(16), "topk": test_compressors.TopK()}
+results = {"exchanges": {name: exchanges(compressor) for name, compressor in test_compressors.ALL.items()}}
 TRAINED = ("none", "bf16", "fp16", "int8", "int8_sum", "powersgd_feedback", "topk_sampled", "warmup")
-results["trained"] = train_all({name: cases.ALL[name] for name in TRAINED})
+results["trained"] = train_all({name: test_compressors.ALL[name] for name in TRAINED})
 
 # All that optimizers do, with error feedback.
 ADAM = {
@@ -162,14 +167,14 @@ ADAM = {
 }
 results["options"] = {}
 for name, optimizer in ADAM.items():
-    model, results["options"][name] = train(cases.ALL["int8_feedback"], optimizer, steps=40)
+    model, results["options"][name] = train(test_compressors.ALL["int8_feedback"], optimizer, steps=40)
     trainer.save(model, os.path.join(out, f"{name}.keras"))
 
 # Rows, of which the last batch has fewer, in executions of several steps.
 words = np.random.default_rng(1).integers(0, 300, (22, 5))
 results["rows"] = {}
 for name in ("none", "bf16", "int8"):
-    trainer.compression = cases.ALL[name]
+    trainer.compression = test_compressors.ALL[name]
     keras.utils.set_random_seed(3)
     with trainer.scope():
         model = keras.Sequential(
@@ -190,7 +195,7 @@ results["report"] = trainer.compression_report(model)
 bad = np.array(x[:96])
 bad[64 + 16 :] = np.inf  # of the third batch, the second half
 results["inf"] = {
-    name: {steps: train(cases.ALL["int8_feedback"], optimizer, steps, (bad, y[:96]))[1] for steps in (2, 3)}
+    name: {steps: train(test_compressors.ALL["int8_feedback"], optimizer, steps, (bad, y[:96]))[1] for steps in (2, 3)}
     for name, optimizer in {"sgd": sgd, "loss_scale": ADAM["loss_scale"]}.items()
 }
 
@@ -228,7 +233,7 @@ def refused(shape, dtype):
 results["refused"] = {
     name: refused(*what) for name, what in {"empty": ((0, 3), None), "16": ((2,), "bfloat16")}.items()
 }
-results["kinds"] = {name: kinds(cases.ALL[name]) for name in ("none", "bf16", "int8", "topk_feedback")}
+results["kinds"] = {name: kinds(test_compressors.ALL[name]) for name in ("none", "bf16", "int8", "topk_feedback")}
 
 
 def waiting(count, bucket_bytes):
@@ -236,7 +241,10 @@ def waiting(count, bucket_bytes):
     group, shapes = group_of(trainer.strategy), [(100,)] * count
 
     def exchange():
-        layout, values = Layout(cases.NONE, [("", shape) for shape in shapes]), [tf.zeros(shape) for shape in shapes]
+        layout, values = (
+            Layout(test_compressors.NONE, [("", shape) for shape in shapes]),
+            [tf.zeros(shape) for shape in shapes],
+        )
         states, members = [()] * count, group.members(tf.constant(0, tf.int64))
         return layout.run(group, [values] * len(members), [states] * len(members), members, bucket_bytes=bucket_bytes)
 
@@ -277,7 +285,9 @@ def waiting_optimizer(compressor):
 
 results["waiting"] = {(count, size): waiting(count, size) for count, size in ((4, 0), (4, 800), (4, 400), (18, 400))}
 if trainer.cluster:
-    results["waiting_optimizer"] = {name: waiting_optimizer(cases.ALL[name]) for name in ("bf16", "int8_sum")}
+    results["waiting_optimizer"] = {
+        name: waiting_optimizer(test_compressors.ALL[name]) for name in ("bf16", "int8_sum")
+    }
     results["waiting_optimizer"]["none"] = waiting_optimizer(None)
 
 # Bytes, of 42 MB of gradients, until 10 MB have been sent.
@@ -289,10 +299,10 @@ for name in BYTES if trainer.cluster else ():
     with trainer.scope():
         model = synthetic.Synthetic(synthetic.Options()).build_model()
         model.compile("sgd", "sparse_categorical_crossentropy")
-    planned = wire.planned(model, compressor, SIZE)
+    planned = compression_report.planned(model, compressor, SIZE)
     steps = 3 + 10**7 // planned
     examples = np.ones((4 * SIZE * steps, 1024), np.float32), np.zeros(4 * SIZE * steps)
-    sent = wire.WireBytes(trainer.cluster, trainer.task)
+    sent = network.WireBytes(trainer.cluster, trainer.task)
     trainer.fit(model, *examples, batch_size=4 * SIZE, verbose=0, callbacks=[sent])
     results["bytes"][name] = planned, sent.per_step, (steps - 1) * planned
 harness.store(out, RANK, results)

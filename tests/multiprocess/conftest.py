@@ -7,7 +7,7 @@ import pytest
 from tests.multiprocess import harness
 
 SYNCHRONOUS = (
-    pytest.param("central_storage", marks=pytest.mark.slow),  # tests/test_train.py trains with it, too
+    pytest.param("central_storage", marks=pytest.mark.slow),  # tests/end_to_end/test_train.py trains with it, too
     "mirrored",
     "multi_worker_mirrored",
 )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.cluster import local_cluster
-from tfdist.launcher import Launcher
+from tfdist.launch.launcher import Launcher
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT = 600

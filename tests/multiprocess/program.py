@@ -8,7 +8,7 @@ import sys
 
 import tfdist
 from tests.multiprocess import harness, models
-from tfdist import lockstep
+from tfdist.training import callback_sync
 
 name, out, *chosen = sys.argv[1:]
 trainer = tfdist.Trainer(name, **({"devices": 2} if name in ("mirrored", "central_storage") else {}))
@@ -271,7 +271,7 @@ def callbacks():
         results[who] = {
             "epochs": history.epoch,
             "history": history.history,
-            "print": lockstep.fingerprint([*model.weights, *model.optimizer.variables]),
+            "print": callback_sync.fingerprint([*model.weights, *model.optimizer.variables]),
             "rate": float(model.optimizer.learning_rate.numpy()),
         }
     return results

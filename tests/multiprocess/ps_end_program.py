@@ -7,7 +7,7 @@ import sys
 
 import tfdist
 from tests.multiprocess.roles import ask
-from tfdist import scheduler
+from tfdist.parameter_server import scheduler
 
 trainer = tfdist.Trainer("parameter_server")
 

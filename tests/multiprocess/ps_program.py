@@ -18,7 +18,8 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist import data, worker_step  # noqa: E402
+from tfdist import data  # noqa: E402
+from tfdist.parameter_server import worker_step  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 
 OUT.mkdir(parents=True, exist_ok=True)

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.job import until
+from tests.helpers.launched_job import until
 from tests.multiprocess import harness
+from tfdist.backup.storage import Storage
 from tfdist.cluster import local_cluster
-from tfdist.launcher import Launcher
-from tfdist.storage import Storage
+from tfdist.launch.launcher import Launcher
 
 pytestmark = pytest.mark.timeout(900)
 

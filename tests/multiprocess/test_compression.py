@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import test_compression as cases
+from tests.compression import test_compressors
 from tests.multiprocess import harness
 
 pytestmark = pytest.mark.timeout(900)
@@ -58,21 +58,24 @@ def replicas(found):
 DIGITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
-@pytest.mark.parametrize("name", cases.ALL)
+@pytest.mark.parametrize("name", test_compressors.ALL)
 def test_processes_do_what_the_simulation_does(ranks, name):
     """To the bit where whole numbers are sent. A sum of more than two others depends on the order of the ranks, which
     TensorFlow chooses: by the last of their digits."""
     size = sum(len(results["exchanges"][name][0]) for results in ranks[0])
-    run = cases.Run(cases.ALL[name], size)
+    run = test_compressors.Run(test_compressors.ALL[name], size)
     steps = zip(*(results["exchanges"][name] for results in ranks[0]), strict=True)
     for step, (kind, found) in enumerate(zip(("normal", "heavy_tails", "ties", "normal"), steps, strict=True)):
         rng = np.random.default_rng(step)
-        values = [[cases.INPUTS[kind](rng, shape).astype(np.float32) for shape in cases.SHAPES] for _ in range(size)]
+        values = [
+            [test_compressors.INPUTS[kind](rng, shape).astype(np.float32) for shape in test_compressors.SHAPES]
+            for _ in range(size)
+        ]
         expected = run.step(values)
         for mine, other in zip(replicas(found), expected, strict=True):
             both = zip(tf.nest.flatten(mine), tf.nest.flatten((other.totals, other.states)), strict=True)
             for number, (a, b) in enumerate(both):
-                compressed = number in cases.BIG or number >= len(cases.SHAPES)
+                compressed = number in test_compressors.BIG or number >= len(test_compressors.SHAPES)
                 last = size * DIGITS[name] if compressed and size > 2 and name in DIGITS else 1e-6
                 np.testing.assert_allclose(a, b, rtol=0, atol=last * max(1, np.abs(b).max()), err_msg=str(number))
                 if ("int8" in name or "topk" in name) and (compressed or size == 2):

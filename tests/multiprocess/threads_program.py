@@ -16,7 +16,8 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist import lockstep, processors  # noqa: E402
+from tfdist.collectives import hardware  # noqa: E402
+from tfdist.training import callback_sync  # noqa: E402
 
 
 class Own(keras.optimizers.Optimizer):
@@ -56,7 +57,7 @@ def trained(trainer, optimizer):
     except tfdist.ClusterError as e:
         error = str(e)
     variables = [*model.weights, *model.optimizer.variables]
-    return {"print": lockstep.fingerprint(variables), "error": error, "kernel": model.layers[0].kernel.numpy()}
+    return {"print": callback_sync.fingerprint(variables), "error": error, "kernel": model.layers[0].kernel.numpy()}
 
 
 results = {name: trained(trainer, optimizer) for name, optimizer in OPTIMIZERS.items()}
@@ -64,5 +65,5 @@ compressed = tfdist.Trainer(trainer.strategy, compression=COMPRESSION)
 results["powersgd"] = trained(compressed, lambda: keras.optimizers.SGD(0.1))
 long = tf.constant(rng.standard_normal((3000, 64)), tf.float32)
 results["sum"] = float(tf.reduce_sum(long))
-results["difference"] = processors.difference(trainer.strategy)
+results["difference"] = hardware.difference(trainer.strategy)
 harness.store(sys.argv[2], RANK, results)

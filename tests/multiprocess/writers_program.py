@@ -12,7 +12,7 @@ trainer = tfdist.Trainer(sys.argv[1])
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 
-from tfdist import lockstep  # noqa: E402
+from tfdist.training import callback_sync  # noqa: E402
 
 RANK = trainer.task.index
 OUT = pathlib.Path(sys.argv[2])
@@ -77,7 +77,7 @@ def made():
 
 
 def kept(callbacks):
-    wrapped = lockstep.wrap(callbacks, trainer.strategy, trainer._ranks, check_weights=True)
+    wrapped = callback_sync.wrap(callbacks, trainer.strategy, trainer._ranks, check_weights=True)
     return [type(each).__name__ for each in wrapped[1:-1]]
 
 

@@ -4,7 +4,7 @@
     python -m tfdist.cluster check [--connect] [--strategy=parameter_server]   # exit code 2 where it is not sound
     python -m tfdist.cluster emit --target=slurm|kubernetes --config=FILE --workdir=DIR [flags of tfdist.train]
 
-Where a cluster comes from, and in which order the environment is asked, is said in `tfdist/resolvers.py`.
+Where a cluster comes from, and in which order the environment is asked, is said in `tfdist/cluster/resolvers/discovery.py`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist import emit, host_list, preflight, resolvers
-from tfdist import flags as flags_lib
-from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.cluster_faults import parameter_server_faults
+from tfdist.cluster import preflight
+from tfdist.cluster.jobs import job as job_lib
+from tfdist.cluster.jobs import kubernetes, slurm
+from tfdist.cluster.resolvers import discovery
+from tfdist.cluster.resolvers.environment import Found
+from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.validation import parameter_server_faults
+from tfdist.config import cluster as cluster_lib
+from tfdist.config import flags as flags_lib
 from tfdist.errors import ClusterError, ConfigError, short
-from tfdist.resolvers import Found
 
 FORMATS = ("table", "json", "env", "shell")
-TARGETS = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
+TARGETS = {"slurm": slurm.script, "kubernetes": kubernetes.manifests}
 _LINGER = 5.0  # seconds
 PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
 
@@ -52,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
                 f"Usage: python -m tfdist.cluster show|check|emit, with the flags that --help lists. "
                 f"Received: {' '.join(argv[1:]) or 'nothing'}"
             )
-        found = resolvers.find(
+        found = discovery.find(
             source=values.source,
             ps=values.ps,
             timeout=values.timeout,
-            **{name: values[name].value for name in host_list.FLAGS},
+            **{name: values[name].value for name in cluster_lib.FLAGS},
         )
         if values.strategy and (faults := list(parameter_server_faults(found.cluster.jobs if found else {}))):
             raise ConfigError(faults)
@@ -66,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     except ClusterError as e:
         print(e, file=sys.stderr)
         return 1
-    if found is None and (hint := resolvers.overlooked()):
+    if found is None and (hint := discovery.overlooked()):
         print(f"tfdist: {hint}", file=sys.stderr)
     if command == "show":
         print(show(found, values.format))
@@ -81,23 +85,23 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_enum("format", "table", FORMATS, "How `show` prints.", flag_values=values)
     suited = ["parameter_server"]  # others train in any cluster, or without
     flags.DEFINE_enum("strategy", None, suited, "What the cluster must suit, for `check`.", flag_values=values)
-    sources = ["auto", "none", *resolvers.RESOLVERS]
+    sources = ["auto", "none", *discovery.RESOLVERS]
     flags.DEFINE_enum("source", "auto", sources, "Who is asked for the cluster.", flag_values=values)
     flags.DEFINE_integer("ps", 0, "How many ranks are parameter servers.", lower_bound=0, flag_values=values)
-    for name, text in host_list.FLAGS.items():
+    for name, text in cluster_lib.FLAGS.items():
         flags.DEFINE_string(name, "", text, flag_values=values)
     flags.DEFINE_bool("connect", False, "Whether `check` tries the port, names, peers and proxies.", flag_values=values)
     flags.DEFINE_float("timeout", 30.0, "Seconds for which `check --connect` waits for the others.", flag_values=values)
     flags.DEFINE_enum("target", "slurm", list(TARGETS), "For whom `emit` writes.", flag_values=values)
-    for field in dataclasses.fields(emit.Job):
+    for field in dataclasses.fields(job_lib.Job):
         define = flags.DEFINE_integer if isinstance(field.default, int) else flags.DEFINE_string
-        define(field.name, field.default, "For `emit`, see `tfdist.emit.Job`.", flag_values=values)
+        define(field.name, field.default, "For `emit`, see `tfdist.cluster.jobs.job.Job`.", flag_values=values)
     return values
 
 
 def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
     """Prints the job that trains what the flags of `tfdist.train` say."""
-    told = [name for name in ("ps", "source", "strategy", "connect", *host_list.FLAGS) if values[name].present]
+    told = [name for name in ("ps", "source", "strategy", "connect", *cluster_lib.FLAGS) if values[name].present]
     if told:
         raise ConfigError(
             f"{', '.join(f'--{name}' for name in told)}: not for emit, which takes from the configuration how many tasks there "
@@ -106,7 +110,7 @@ def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
     parsed = flags_lib.parse(["tfdist.train", *arguments], __doc__)
     if parsed is None:
         return 0
-    job = emit.Job(**{field.name: values[field.name].value for field in dataclasses.fields(emit.Job)})
+    job = job_lib.Job(**{field.name: values[field.name].value for field in dataclasses.fields(job_lib.Job)})
     print(TARGETS[values.target](*parsed, arguments, job), end="")
     return 0
 
@@ -135,7 +139,7 @@ def show(found: Found | None, style: str) -> str:
         return {
             "json": json.dumps({"source": None, "cluster": None, "task": None}),
             "table": "No cluster in the environment: one process on this machine. "
-            f"(Not set: {', '.join(sign for sign, _ in resolvers.RESOLVERS.values())}.)",
+            f"(Not set: {', '.join(sign for sign, _ in discovery.RESOLVERS.values())}.)",
         }.get(style, "")
     cluster, task = found.cluster, found.task
     environ = {"TF_CONFIG": cluster.to_tf_config(task), **found.environ}

@@ -1,70 +1,25 @@
-"""Fewer bytes for gradients on the wire.
+"""Fewer bytes for gradients on the wire: compressors, and what wraps them."""
 
-`exchange.py` is the protocol, `comm.py` moves the bytes, `base.py` says what a compressor is; the others are compressors and
-what wraps them. Their names are loaded when they are first used, as they need TensorFlow.
-"""
+from tfdist.compression.base import Compressor, NoCompression
+from tfdist.compression.cast import BF16, FP16
+from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.factory import create
+from tfdist.compression.int8 import Int8
+from tfdist.compression.per_variable import PerVariable
+from tfdist.compression.powersgd import PowerSGD
+from tfdist.compression.topk import TopK
+from tfdist.compression.warmup import Warmup
 
-from __future__ import annotations
-
-import importlib
-from typing import Any
-
-from tfdist import registry
-from tfdist.config import COMPRESSORS, CompressionConfig
-from tfdist.errors import ConfigError
-
-_HOMES = {
-    "BF16": "cast",
-    "Compressor": "base",
-    "ErrorFeedback": "error_feedback",
-    "FP16": "cast",
-    "Int8": "int8",
-    "NoCompression": "base",
-    "PerVariable": "per_variable",
-    "PowerSGD": "powersgd",
-    "TopK": "topk",
-    "Warmup": "warmup",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def create(compression: Any) -> Any:
-    """Returns the compressor that is asked for, wrapped as its arguments say.
-
-    Args:
-        compression: A name of `tfdist.config.COMPRESSORS`, a `CompressionConfig`, a compressor, or None.
-
-    Returns:
-        A `Compressor`, or None for None and `"none"`.
-
-    Raises:
-        ConfigError: There is no such compressor, or an argument is out of range.
-    """
-    from tfdist.compression.base import Compressor
-    from tfdist.compression.error_feedback import ErrorFeedback
-    from tfdist.compression.warmup import Warmup
-
-    if compression is None or isinstance(compression, Compressor):
-        return compression
-    config = CompressionConfig(compression) if isinstance(compression, str) else compression
-    if not isinstance(config, CompressionConfig):
-        raise ConfigError(
-            "compression must be a name, a CompressionConfig, a compressor or None. "
-            f"Received: {type(compression).__name__}."
-        )
-    if faults := list(config.faults()):
-        raise ConfigError(faults)
-    if config.name == "none":
-        return None
-    arguments = config.arguments()
-    feeds_back = arguments.pop("use_error_feedback", False)
-    steps = arguments.pop("start_powerSGD_iter", 0) or arguments.pop("warmup_steps", 0)
-    compressor = registry.resolve("compression", COMPRESSORS[config.name][0], {})(**arguments)
-    if feeds_back:
-        compressor = ErrorFeedback(compressor)
-    return Warmup(compressor, steps) if steps else compressor
+__all__ = [
+    "BF16",
+    "FP16",
+    "Compressor",
+    "ErrorFeedback",
+    "Int8",
+    "NoCompression",
+    "PerVariable",
+    "PowerSGD",
+    "TopK",
+    "Warmup",
+    "create",
+]

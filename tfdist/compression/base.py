@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist.collectives.byte_counter import Counter
+from tfdist.collectives.communicator import Group
+from tfdist.collectives.requests import AllReduce, Exchange, Member, Reduced, together
 from tfdist.compression.buckets import buckets, cut, put_together, split, split_state, whole
-from tfdist.compression.comm import Counter, Group
-from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced, together
-from tfdist.config import argument_faults
+from tfdist.config.compression import argument_faults
 from tfdist.errors import ConfigError
 
 _LEAST = 1024  # numbers of a variable that is worth it

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tfdist.compression.exchange import Reduced
+from tfdist.collectives.requests import Reduced
 
 _BYTES = 4  # of a number
 

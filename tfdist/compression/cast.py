@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.collectives.requests import AllReduce, Exchange, Member, Reduced
 from tfdist.compression.base import Compressor, Rows
-from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced
 
 
 class _Rows(Rows):

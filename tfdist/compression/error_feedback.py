@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.collectives.requests import Exchange, Member
 from tfdist.compression.base import Slot, Wrapper
-from tfdist.compression.exchange import Exchange, Member
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.requests import AllGather, AllReduce, AllToAll, Exchange, Member, Reduced
 from tfdist.compression.base import Compressor, Rows
-from tfdist.compression.exchange import AllGather, AllReduce, AllToAll, Exchange, Member, Reduced
 from tfdist.errors import ConfigError
 
 _Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from tfdist.collectives.requests import Exchange, Member
 from tfdist.compression.base import NONE, Compressor
-from tfdist.compression.exchange import Exchange, Member
 from tfdist.errors import ConfigError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.requests import AllReduce, Exchange, Member, Reduced
 from tfdist.compression.base import Compressor, Slot
-from tfdist.compression.exchange import AllReduce, Exchange, Member, Reduced
 
 _NOTHING = 1e-5  # of a column's length: float32 has no more digits
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.collectives.requests import AllGather, Exchange, Member, Reduced
 from tfdist.compression.base import Compressor
-from tfdist.compression.exchange import AllGather, Exchange, Member, Reduced
 
 _SMALLEST = 2.0**-126  # what is less is zero to TensorFlow
 

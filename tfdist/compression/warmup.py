@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.collectives.requests import Choice, Exchange, Member
 from tfdist.compression.base import NONE, Wrapper
-from tfdist.compression.exchange import Choice, Exchange, Member
 
 
 @dataclasses.dataclass(frozen=True)

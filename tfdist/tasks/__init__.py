@@ -1,1 +1,1 @@
-"""The tasks that come with tfdist."""
+"""The tasks that come with tfdist, and the interface of your own."""

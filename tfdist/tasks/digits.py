@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tfdist.task import Task
+from tfdist.tasks.base import Task
 
 if TYPE_CHECKING:
     import keras

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tfdist.task import Task
+from tfdist.tasks.base import Task
 
 if TYPE_CHECKING:
     import keras

@@ -23,7 +23,7 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist.optimizer import reduction_of  # noqa: E402
+from tfdist.gradients.optimizer import reduction_of  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 from tools.bench import compressors  # noqa: E402
 

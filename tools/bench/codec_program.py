@@ -8,7 +8,7 @@ import time
 
 import tensorflow as tf
 
-from tfdist.compression.comm import Counter
+from tfdist.collectives.byte_counter import Counter
 from tools.bench import compressors, models
 from tools.bench.exchange import exchanger
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.communicator import Group
 from tfdist.compression.base import NONE, Compressor, Layout
-from tfdist.compression.comm import Group
 
 
 def exchanger(

@@ -10,8 +10,8 @@ import sys
 import tempfile
 from typing import Any
 
-from tfdist import namespaces
-from tfdist.launcher import Launcher
+from tfdist.launch import network_namespaces
+from tfdist.launch.launcher import Launcher
 from tools.netlab import Lab, goodput
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def run(
             lab = stack.enter_context(Lab(workers + ps + bool(ps), rate))
             netns = ",".join(host.netns for host in lab.hosts)
             reached = goodput(lab.hosts[0], lab.hosts[-1]) if workers > 1 else None
-        cluster, prefixes = namespaces.place(workers, ps, netns)
+        cluster, prefixes = network_namespaces.place(workers, ps, netns)
         environ = {**os.environ, **ENVIRON, "PYTHONPATH": str(ROOT), **(MEMORY if memory else {})}
         environ.pop("TF_CONFIG", None)
         words = [sys.executable, "-m", program, folder, json.dumps(options)]

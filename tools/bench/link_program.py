@@ -23,9 +23,9 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist import wire  # noqa: E402
+from tfdist.collectives.factory import group_of  # noqa: E402
 from tfdist.compression.base import NONE  # noqa: E402
-from tfdist.compression.comm import group_of  # noqa: E402
+from tfdist.monitoring import network  # noqa: E402
 from tools.bench import compressors, models  # noqa: E402
 from tools.bench.exchange import exchanger, of_tensorflow  # noqa: E402
 
@@ -90,7 +90,7 @@ def make(name):
 
 
 def sent():
-    return sum(count for name, count in wire.sent_by_interface().items() if name != "lo")
+    return sum(count for name, count in network.sent_by_interface().items() if name != "lo")
 
 
 def latency():

@@ -20,9 +20,10 @@ os.sched_setaffinity(0, {cores[RANK % len(cores)]})
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
-from tfdist import data, progress  # noqa: E402
-from tfdist.monitor import Throughput  # noqa: E402
-from tfdist.trainer import Trainer  # noqa: E402
+from tfdist import data  # noqa: E402
+from tfdist.monitoring.throughput import Throughput  # noqa: E402
+from tfdist.runtime import progress  # noqa: E402
+from tfdist.training.trainer import Trainer  # noqa: E402
 
 MOMENTS["imported"] = time.time()
 trainer = Trainer("multi_worker_mirrored")

@@ -11,8 +11,10 @@ import psutil
 folder, tasks = sys.argv[1], json.loads(sys.argv[2])["tasks"]
 moments = {"started": psutil.Process().create_time()}
 
-from tfdist import preflight, resolvers, train  # noqa: E402 (the clock runs)
-from tfdist.trainer import Trainer  # noqa: E402
+from tfdist import train  # noqa: E402 (the clock runs)
+from tfdist.cluster import preflight  # noqa: E402 (the clock runs)
+from tfdist.cluster.resolvers import discovery  # noqa: E402 (the clock runs)
+from tfdist.training.trainer import Trainer  # noqa: E402
 
 moments["imported"] = moments["asked"] = moments["there"] = moments["serving"] = time.time()
 passed, fit = preflight.passed, Trainer.fit
@@ -43,7 +45,7 @@ options = [f"--config.strategy.name={name}", "--config.epochs=1", "--config.step
 if tasks == 1:
     options.append("--config.cluster.source=none")  # as if it were started without the launcher
 code = train.main(["train", "--config=configs/digits.py", f"--workdir={folder}/run", *options])
-index = found.task.index if (found := resolvers.find()) else 0
+index = found.task.index if (found := discovery.find()) else 0
 ends = {
     "imports": ("started", "imported"),
     "preflight": ("asked", "there"),

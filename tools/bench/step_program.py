@@ -23,7 +23,7 @@ import tensorflow as tf  # noqa: E402
 import tf_keras  # noqa: E402
 
 from tfdist import data  # noqa: E402
-from tfdist.monitor import Throughput  # noqa: E402
+from tfdist.monitoring.throughput import Throughput  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 
 BATCH = 32  # examples per worker and step

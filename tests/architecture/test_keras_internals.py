@@ -1,0 +1,589 @@
+"""The private names of Keras and TensorFlow that tfdist leans on: says which seam a release has moved."""
+
+import inspect
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.losses import loss as losses
+from keras.src.trainers import compile_utils, data_adapters
+from keras.src.trainers import epoch_iterator as keras_epochs
+from keras.src.trainers.data_adapters import generator_data_adapter, tf_dataset_adapter
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    cross_device_ops,
+    cross_device_utils,
+    mirrored_strategy,
+    values,
+)
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.eager import context
+
+import tfdist
+from tfdist.backup import state as state_lib
+from tfdist.backup import unsaved_randomness
+from tfdist.compat import keras_internals
+from tfdist.data import graph as graph_lib
+from tfdist.data import random_state
+from tfdist.gradients import optimizer
+from tfdist.parameter_server import strategy as strategy_lib
+from tfdist.parameter_server import worker_step
+from tfdist.replicas import integer_weights, random_seeds
+from tfdist.step import losses as losses_lib
+from tfdist.strategies import model_methods
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tfdist.create_strategy("mirrored", devices=2)
+
+
+def test_keras_builds_models_where_they_are_built_here():
+    moved = "seam first batch: Keras builds models elsewhere"
+    for method in (keras.Model.fit, keras.Model.evaluate):
+        source = inspect.getsource(method)
+        loop = re.search(rf"self\.{keras_internals.KERAS_BUILD}\(iterator=epoch_iterator\)", source)
+        function = re.search(r"self\.make_(train|test)_function\(\)", source)
+        assert loop and function and loop.start() < function.start(), moved
+    for method in (keras.Model.train_on_batch, keras.Model.test_on_batch):
+        assert f"self.{keras_internals.KERAS_BUILD}(data_batch=(x, y, sample_weight))" in inspect.getsource(method), (
+            moved
+        )
+    build = inspect.getsource(getattr(keras.Model, keras_internals.KERAS_BUILD))
+    assert f"self.{keras_internals.KERAS_BUILD_BY_CALL}(data_batch=data_batch)" in build, moved
+    for name in keras_internals.KERAS_COMPILED:
+        assert f"self.{name}.built" in inspect.getsource(getattr(keras.Model, keras_internals.KERAS_BUILD_BY_CALL)), (
+            moved
+        )
+    assert f"self.{keras_internals.KERAS_DATA} = dataset" in inspect.getsource(
+        keras_trainer.TFEpochIterator.__init__
+    ), moved
+
+
+def test_keras_saves_and_trains_by_methods_of_its_model():
+    for name in (*model_methods._TRAINING, *model_methods._SAVING):
+        assert model_methods.keras_own(name).__module__.startswith("keras."), f"seam own methods: {name} has moved"
+    several = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    for extended in (mirrored_strategy.MirroredExtended, several):
+        source = inspect.getsource(extended)
+        assert "container_strategy._collective_key_base" in source, "seam keys: of a second strategy in one process"
+    assert f'getattr(self, "{keras_internals.TF_SERVES}", False)' in inspect.getsource(several), (
+        "seam server: started again"
+    )
+
+
+def test_keras_distributes_and_draws_data_where_the_strategy_looks():
+    moved = "seam data: Keras distributes data or draws them elsewhere"
+    assert ".experimental_distribute_dataset(" in inspect.getsource(keras_trainer.TFEpochIterator.__init__), moved
+    for method in (keras.Model.fit, keras.Model.evaluate, keras.Model.predict):
+        assert "TFEpochIterator(" in inspect.getsource(method), moved
+    assert f"def {keras_internals.KERAS_PREDICT_DATA}(iterator)" in inspect.getsource(keras.Model.predict), moved
+    predict = inspect.getsource(keras.Model.make_predict_function)
+    assert f"def {keras_internals.KERAS_PREDICT}(data)" in predict, moved
+    layer = keras.layers.BatchNormalization(synchronized=True)
+    assert f"self.{keras_internals.KERAS_MOMENTS}(inputs, mask)" in inspect.getsource(type(layer).call), moved
+
+
+def test_tensorflow_takes_a_coordination_service_that_is_configured():
+    source = inspect.getsource(collective_all_reduce_strategy.CollectiveAllReduceExtended._initialize_multi_worker)
+    assert "if context.context().coordination_service is None:" in source, (
+        "seam heartbeats: `multi_worker._listen_longer`"
+    )
+
+
+def test_keras_names_a_seed_generators_state_as_expected(strategy):
+    with strategy.scope():
+        seed = keras.random.SeedGenerator(3).state.value
+    first, second = strategy.experimental_local_results(seed)
+    assert keras_internals.KERAS_SEED_VARIABLE in seed.name, "seam variable creation: the seed's name has moved"
+    assert first.numpy().tolist() == [3, 0]
+    assert second.numpy()[0] != 3
+
+
+def test_statistics_are_told_from_slots_and_metrics(strategy):
+    before = len(strategy.statistics.living())
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
+        frozen = keras.layers.Dense(2, trainable=False)
+        frozen.build((None, 4))
+        model.compile("adam", "mse", metrics=["mae"])
+        model.optimizer.build(model.trainable_variables)
+    assert len(strategy.statistics.living()) - before == 2, "seam variable creation: BatchNorm's two, and nothing else"
+    for variable in model.non_trainable_variables:
+        assert isinstance(variable.value, values.SyncOnReadVariable)
+        assert variable.value.aggregation == tf.VariableAggregation.MEAN
+    for variable in (*model.trainable_variables, *model.optimizer.variables, *frozen.variables):
+        assert isinstance(variable.value, values.MirroredVariable)
+
+
+def test_optimizers_reduce_gradients_where_expected():
+    moved = "seam gradient reduction has moved"
+    assert optimizer.KERAS_REDUCTION in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
+    assert keras_internals.KERAS_APPLY in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
+    assert "distribution.extended" in inspect.getsource(
+        getattr(keras.optimizers.Optimizer, keras_internals.KERAS_APPLY)
+    ), moved
+    assert keras_internals.KERAS_UPDATE in inspect.getsource(keras.optimizers.Optimizer.apply), moved
+    assert "self.apply(" in inspect.getsource(keras.optimizers.Optimizer.apply_gradients), moved
+
+
+def test_optimizers_update_by_the_steps_that_are_repeated_outside_of_the_replicas():
+    """`Update` repeats this function but for its conditions: all that it does must be known."""
+    source = inspect.getsource(getattr(keras.optimizers.Optimizer, keras_internals.KERAS_UPDATE))
+    calls = re.findall(r"self\.(_\w+)", source)
+    assert set(calls) == {
+        "_iterations",
+        "_get_variable_index",
+        "_clip_gradients",
+        "_apply_weight_decay",
+        "_backend_update_step",
+        "_backend_reset_gradient_accumulators",
+        "_backend_increment_gradient_accumulators",
+        "_trainable_variables",
+        keras_internals.KERAS_ACCUMULATORS,
+        keras_internals.KERAS_MOVE_AVERAGES,
+        keras_internals.KERAS_OVERWRITE,
+    }, "seam gradient reduction: Keras updates in another way now"
+
+
+def test_a_loss_scale_optimizer_looks_at_what_it_is_given():
+    source = inspect.getsource(keras.optimizers.LossScaleOptimizer)
+    assert "self.inner_optimizer.apply(" in source, "seam gradient reduction: the inner optimizer is called elsewhere"
+    assert "self.check_finite" in source, "seam gradient reduction: inf is looked for elsewhere"
+
+
+def test_accumulators_are_told_from_slots(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        adam = keras.optimizers.Adam(gradient_accumulation_steps=2)
+        adam.build(model.trainable_variables)
+    moved = "seam variable creation: the accumulators' name has moved"
+    assert len(getattr(adam, keras_internals.KERAS_ACCUMULATORS)) == 2
+    for variable in getattr(adam, keras_internals.KERAS_ACCUMULATORS):
+        assert keras_internals.KERAS_ACCUMULATOR_VARIABLE in variable.name, moved
+        assert isinstance(variable.value, values.SyncOnReadVariable), moved
+
+
+def test_models_make_their_functions_where_the_trainer_does():
+    for make in (keras.Model.make_train_function, keras.Model.make_test_function):
+        assert keras_internals.KERAS_MAKE_FUNCTION in inspect.getsource(make), "seam step function has moved"
+    source = inspect.getsource(getattr(keras.Model, keras_internals.KERAS_MAKE_FUNCTION))
+    assert f"def {keras_internals.KERAS_STEP}(data)" in source, (
+        "seam step function: a bare fit is not recognised any more"
+    )
+    assert ".run(step_function, args=(data,))" in source, "seam step function: it runs another function now"
+
+
+def test_datasets_tell_what_they_are_made_from_and_what_their_functions_draw():
+    moved = "seam random state of data: {} has moved"
+    generator, flip = tf.random.Generator.from_seed(1), keras.layers.RandomFlip()
+    dataset = tf.data.Dataset.from_tensors(tf.zeros([2, 2, 1])).repeat(3)
+    assert int(getattr(dataset, keras_internals.TF_COUNT)) == 3, moved.format(keras_internals.TF_COUNT)
+    dataset = dataset.map(lambda x: flip(x + generator.normal([2, 2, 1]), training=True), 2, deterministic=False)
+    assert len(list(graph_lib.walk(dataset))) == 3, moved.format(keras_internals.TF_INPUTS)
+    shapes = [tuple(state.shape) for state in random_state.random_states(dataset)]
+    assert sorted(shapes) == [(2,), (3,)], moved.format("a seed generator's or a Generator's state")
+    assert getattr(dataset, keras_internals.TF_PARALLEL, None) is not None, moved.format(keras_internals.TF_PARALLEL)
+    assert getattr(dataset, keras_internals.TF_ORDERED, None) == "false", moved.format(keras_internals.TF_ORDERED)
+
+
+def test_traced_functions_tell_their_random_operations():
+    traced = tf.function(lambda: tf.random.normal([2]) + tf.map_fn(lambda x: x + tf.random.uniform([]), tf.zeros([2])))
+    traced()
+    (line,) = unsaved_randomness.of_step(traced)
+    assert "RandomStandardNormal (test_keras_internals.py:" in line and "RandomUniform" in line
+    assert not list(unsaved_randomness.of_step(tf.function(lambda: tf.random.stateless_normal([2], [1, 2]))))
+
+
+def test_keras_sums_and_logs_losses_where_the_step_does():
+    moved = "seam step function: losses are summed or logged elsewhere"
+    loss = inspect.getsource(keras.Model.compute_loss)
+    assert f"self.{keras_internals.KERAS_ADDED_LOSS}(loss)" in loss, moved
+    assert f"self.{keras_internals.KERAS_COMPILED_LOSS}(" in loss, moved
+    build = inspect.getsource(compile_utils.CompileLoss._build_nested)
+    assert f"self.{keras_internals.KERAS_LOSSES}.append(" in build, moved
+    assert compile_utils.CompileLoss.Loss._fields[1] == "loss", moved
+    assert f"in self.{keras_internals.KERAS_LOSSES}" in inspect.getsource(compile_utils.CompileLoss.call), moved
+    reduction = inspect.getsource(losses.reduce_weighted_values)
+    assert "apply_mask(" in reduction, "seam losses: masks become weights elsewhere"
+    assert "backend.get_keras_mask(y_pred)" in inspect.getsource(keras.losses.Loss.__call__), moved
+    masked = keras.layers.Masking()(tf.zeros([2, 3, 1]))
+    assert hasattr(masked, keras_internals.KERAS_MASK), "seam losses: masks are kept elsewhere"
+    for step_method in (keras_trainer.TensorFlowTrainer.train_step, keras_trainer.TensorFlowTrainer.test_step):
+        assert f"self.{keras_internals.KERAS_LOSS_TRACKER}.update_state(" in inspect.getsource(step_method), moved
+
+
+def test_datasets_tell_how_they_are_shuffled():
+    dataset = tf.data.Dataset.range(4).shuffle(4, seed=7).batch(2)
+    (shuffled,) = getattr(dataset, keras_internals.TF_INPUTS)()
+    assert type(shuffled).__name__ == keras_internals.TF_SHUFFLES, "consistency: what shuffles has another name"
+    assert all(hasattr(shuffled, name) for name in keras_internals.TF_SEEDS), "consistency: its seeds have other names"
+
+
+def test_models_tell_their_layers_and_variables_their_strategy(strategy):
+    with strategy.scope():
+        inner = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
+        model = keras.Sequential([keras.Input((2,)), inner])
+    assert inner.layers[0] in list(model._flatten_layers()), "unsupported: nested layers are told elsewhere"
+    assert all(v.value.distribute_strategy is strategy for v in model.weights)
+
+
+def test_keras_divides_a_loss_by_what_the_strategy_says(strategy):
+    """Within `as_one_replica` there is one."""
+
+    def scaled():
+        return losses.scale_loss_for_distribution(tf.constant(4.0)), losses.unscale_loss_for_distribution(
+            tf.constant(4.0)
+        )
+
+    def alone():
+        with strategy.as_one_replica():
+            return scaled()
+
+    values = [strategy.experimental_local_results(v)[0].numpy() for v in (*strategy.run(scaled), *strategy.run(alone))]
+    assert values == [2, 8, 4, 4], "seam step function: Keras divides losses by something else"
+    assert strategy.num_replicas_in_sync == 2
+
+
+def test_keras_tells_where_data_come_from():
+    moved = "arrays: Keras has renamed its adapters"
+    assert keras_internals.KERAS_ADAPTER in inspect.getsource(keras_epochs.EpochIterator.__init__), moved
+    for name in keras_internals.KERAS_SELF_FEEDING:
+        assert name in inspect.getsource(data_adapters), moved
+    adapter = generator_data_adapter.GeneratorDataAdapter((np.ones((2, size)),) for size in (3, 3, 3))
+    assert len(adapter._first_batches) == 2, moved
+    assert len(list(adapter.generator())) == 3, moved
+    assert callable(tf_dataset_adapter.make_class_weight_map_fn), moved
+
+
+def test_keras_tells_what_stays_on_the_chief_of_parameter_servers():
+    moved = "parameter servers: Keras creates its counters in another way now"
+    created = []
+
+    def creator(next_creator, **kwargs):
+        created.append(tuple(kwargs.get(name) for name in ("name", "synchronization", "aggregation")))
+        return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(creator):
+        keras.metrics.Mean()
+        adam = keras.optimizers.Adam()
+        keras.random.SeedGenerator(3)
+        counters = len(created)
+        layer = keras.layers.BatchNormalization()
+        layer.build((None, 2))
+        adam.build(layer.trainable_variables)
+    assert [name for name, *_ in created[:counters]] == [
+        "total",
+        "count",
+        "iteration",
+        "learning_rate",
+        "seed_generator_state",
+    ]
+    assert all(strategy_lib.is_chiefs(*each) for each in created[:counters]), moved
+    assert not any(strategy_lib.is_chiefs(*each) for each in created[counters:]), moved
+    assert getattr(adam, keras_internals.KERAS_ITERATIONS).aggregation == "only_first_replica", moved
+
+
+def test_a_stateless_scope_keeps_what_a_step_assigns():
+    moved = "worker_step: Keras' StatelessScope works in another way now"
+    metric, layer = keras.metrics.Sum(), keras.layers.Dense(1)
+    layer.build((None, 2))
+    with worker_step._Scope([(metric.total, tf.constant(5.0))]) as scope:
+        metric.update_state(2.0)
+        layer.bias.assign([3.0])
+        assert layer.bias.numpy() == [3.0], moved
+        assert scope.get_current_value(layer.kernel) is getattr(layer.kernel, keras_internals.KERAS_VALUE), moved
+    assert scope.state_mapping[id(metric.total)].numpy() == 7, moved
+    assert set(scope.state_mapping) == {id(metric.total), id(layer.bias)}, moved
+    assert metric.total.numpy() == 0 and layer.bias.numpy() == [0], moved
+
+
+def test_optimizers_update_one_variable_after_the_other():
+    moved = "worker_step: updates are no longer placed on their servers"
+    source = inspect.getsource(keras.optimizers.Optimizer._distributed_tf_update_step)
+    assert f"self.{keras_internals.KERAS_UPDATE_STEP}(grad, var, learning_rate)" in source, moved
+    apply = inspect.getsource(getattr(keras.optimizers.Optimizer, keras_internals.KERAS_UPDATE))
+    assert f"self.{keras_internals.KERAS_WEIGHT_DECAY}(trainable_variables)" in apply, moved
+
+
+def test_predict_runs_the_function_that_a_bare_strategy_refuses():
+    source = inspect.getsource(keras.Model.make_predict_function)
+    assert f"def {keras_internals.KERAS_PREDICT_STEP}(data)" in source, "strategy: predict has moved"
+    assert "self.predict_function is not None and not force" in source, "engine: predict has moved"
+
+
+def test_keras_ends_an_epoch_by_the_function_that_drains():
+    for loop in (keras.Model.fit, keras.Model.evaluate):
+        assert "self._get_metrics_result_or_logs(logs)" in inspect.getsource(inspect.unwrap(loop)), "engine has moved"
+    assert "self.get_metrics_result()" in inspect.getsource(keras.Model._get_metrics_result_or_logs)
+
+
+def test_tensorflows_coordinator_runs_python_functions_in_a_thread_for_each_worker():
+    moved = "scheduler: TensorFlow's coordinator works in another way now"
+    source = inspect.getsource(cluster_coordinator)
+    assert f"self.{keras_internals.TF_CLUSTER} = Cluster(strategy)" in source, moved
+    assert "def schedule(self, function, args, kwargs)" in inspect.getsource(cluster_coordinator.Cluster), moved
+    assert "with ops.device(worker.device_name)" in inspect.getsource(cluster_coordinator.Closure.execute_on), moved
+    lost = tf.errors.UnavailableError(None, None, "GRPC error information from remote target /job:ps/replica:0/task:1")
+    assert cluster_coordinator._is_ps_failure(lost) and not cluster_coordinator._is_worker_failure(lost), moved
+    lost = tf.errors.UnavailableError(None, None, "remote target /job:worker/replica:0/task:1")
+    assert cluster_coordinator._is_worker_failure(lost), moved
+
+
+def test_optimizers_know_their_strategy(strategy):
+    outside = keras.optimizers.SGD()
+    with strategy.scope():
+        inside = keras.optimizers.SGD()
+    assert getattr(inside, keras_internals.KERAS_STRATEGY) is strategy, "the optimizer's strategy has moved"
+    assert getattr(outside, keras_internals.KERAS_STRATEGY) is not strategy
+
+
+def test_stock_strategies_still_fail_as_the_cures_suppose(strategy):
+    """When this fails, Keras has mended something: a cure may go."""
+    stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with stock.scope():
+        layer = keras.layers.BatchNormalization()
+        layer.build((None, 2))
+        seed = keras.random.SeedGenerator(3).state.value
+    assert layer.moving_mean.value.aggregation == tf.VariableAggregation.NONE
+    first, second = stock.experimental_local_results(seed)
+    assert (first.numpy() == second.numpy()).all()
+    with pytest.raises(ValueError, match="Invalid reduction dimension"):
+        tf.function(lambda: stock.reduce("MEAN", stock.run(lambda: tf.constant(1.0)), axis=0))()
+
+
+def test_learning_rate_is_where_agreement_looks():
+    assert isinstance(keras.optimizers.SGD(0.1)._learning_rate, keras.Variable), (
+        "callback_sync: the learning rate has moved"
+    )
+
+
+def test_tensorflow_tells_whether_a_seed_was_set():
+    before = context.global_seed()
+    tf.random.set_seed(7)
+    assert context.global_seed() == 7
+    tf.random.set_seed(before)
+
+
+def test_tensorflow_takes_seeds_from_the_traced_graph_and_from_its_context():
+    moved = "random_seeds: TensorFlow keeps its seed elsewhere"
+    before = context.global_seed()
+    tf.random.set_seed(7)
+    assert getattr(context.context(), keras_internals.TF_GLOBAL_SEED) == 7, moved
+
+    @tf.function
+    def traced():
+        graph = tf.compat.v1.get_default_graph()
+        assert getattr(graph, keras_internals.TF_GRAPH_SEED) == 7, moved
+        setattr(graph, keras_internals.TF_GRAPH_SEED, 8)
+        drawn = tf.random.uniform([])
+        inner = tf.function(lambda: tf.random.uniform([]))
+        inner()
+        assert drawn.op.get_attr("seed") == 8, moved
+        assert inner.get_concrete_function().graph.get_operations()[1].get_attr("seed") == 8, moved
+        assert getattr(graph, keras_internals.TF_OUTER_GRAPH) is not None, moved
+        return drawn
+
+    traced()
+    tf.random.set_seed(before)
+
+
+def test_keras_draws_without_a_seed_from_the_generator_of_the_thread(strategy):
+    moved = "random_seeds: Keras' global generator has moved"
+    generator = random_seeds.GlobalGenerator.of_thread(strategy)
+    keras.random.uniform([])
+    assert random_seeds.GlobalGenerator.of_thread(strategy) is generator, moved
+    assert generator._own is not None, moved
+    keras.utils.set_random_seed(1)
+    assert random_seeds.GlobalGenerator.of_thread(strategy) is not generator, moved
+
+
+def test_a_graph_knows_the_functions_that_its_operations_call():
+    @tf.function(autograph=False)
+    def traced(x):
+        return tf.cond(x > 0, lambda: x + 1, lambda: x)
+
+    graph = traced.get_concrete_function(tf.TensorSpec([])).graph
+    (branching,) = [op for op in graph.get_operations() if "If" in op.type]
+    names = integer_weights._functions(branching)
+    assert len(names) == 2 and "AddV2" in set(integer_weights._operations(graph, names)), (
+        "integer_weights: functions have moved"
+    )
+
+
+def test_a_callback_knows_its_hooks():
+    for hook in ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"):
+        assert hook in vars(keras.callbacks.Callback)
+
+
+def test_reduce_sums_structures_and_scalars(strategy):
+    ones = strategy.run(lambda: tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32))
+    assert strategy.reduce("SUM", ones, axis=0).numpy() == 1
+    assert strategy.reduce("MEAN", 1.0, axis=0).numpy() == 1, "a train_step may log a Python number"
+    summed = strategy.reduce("SUM", {"a": ones, "b": (ones, ones)}, axis=None)
+    assert np.array(tf.nest.flatten(summed)).tolist() == [1, 1, 1]
+
+
+def test_keras_loop_begins_and_ends_epochs_where_a_resumed_training_steps_in():
+    moved = "seam data position: {} has moved"
+    source = inspect.getsource(keras.Model.fit)
+    build = f"self.{keras_internals.KERAS_BUILD}(iterator=epoch_iterator)"
+    for line in (
+        build,
+        "epoch_iterator.reset()",
+        "callbacks.on_train_begin()",
+        f"initial_epoch = self.{keras_internals.KERAS_INITIAL_EPOCH} or initial_epoch",
+        "self.reset_metrics()",
+        "callbacks.on_epoch_begin(epoch)",
+        "in epoch_iterator:",
+        "callbacks.on_train_batch_end(end_step, logs)",
+        f"self.{keras_internals.KERAS_LOGS}(logs)",
+        "callbacks.on_epoch_end(epoch, epoch_logs)",
+    ):
+        assert line in source, moved.format(line)
+        source = source[source.index(line) :]  # in this order
+    evaluate = inspect.getsource(keras.Model.evaluate)
+    assert evaluate.index("callbacks.on_test_begin()") < evaluate.index("self.reset_metrics()"), moved.format(
+        "on_test_begin"
+    )
+
+
+def test_keras_loop_takes_its_passes_and_steps_from_the_functions_that_are_followed():
+    from keras.src.backend.tensorflow.trainer import TFEpochIterator
+
+    moved = "seam data position: the loop over steps has moved"
+    loop = TFEpochIterator(x=np.zeros((8, 1)), batch_size=2, distribute_strategy=tf.distribute.get_strategy())
+    assert f"self.{keras_internals.KERAS_ENUMERATE}()" in inspect.getsource(TFEpochIterator.__iter__), moved
+    source = inspect.getsource(getattr(TFEpochIterator, keras_internals.KERAS_ENUMERATE))
+    assert source.count(f"iter(self.{keras_internals.KERAS_GET_ITERATOR}())") == 3, moved
+    assert all(hasattr(loop, name) for name in (*keras_internals.KERAS_ITERATORS, keras_internals.KERAS_DATA)), moved
+    assert callable(getattr(loop.data_adapter, keras_internals.KERAS_EPOCH_END)), moved
+    steps = iter(loop)
+    assert [next(steps)[:2] for _ in range(2)] == [(0, 0), (1, 1)], moved
+    assert (getattr(loop, keras_internals.KERAS_STEPS_SEEN), loop.steps_per_epoch) == (2, None), moved
+
+
+@pytest.mark.parametrize(
+    ("make", "attributes"),
+    [
+        (lambda: keras.callbacks.EarlyStopping("loss"), keras.callbacks.EarlyStopping),
+        (lambda: keras.callbacks.ReduceLROnPlateau("loss"), keras.callbacks.ReduceLROnPlateau),
+        (lambda: keras.callbacks.ModelCheckpoint("x.keras"), keras.callbacks.ModelCheckpoint),
+        (lambda: keras.callbacks.History(), keras.callbacks.History),
+        (lambda: keras.callbacks.TensorBoard("x"), keras.callbacks.TensorBoard),
+        (lambda: keras.callbacks.SwapEMAWeights(), keras.callbacks.SwapEMAWeights),
+    ],
+)
+def test_keras_callbacks_remember_what_is_backed_up(make, attributes):
+    callback = make()
+    source = inspect.getsource(attributes)
+    for name in state_lib._REMEMBERED[attributes]:
+        assert f"self.{name}" in source or hasattr(callback, name), f"seam callback state: {name} has moved"
+    # What they change while they train, and is not backed up, is set anew when a training begins.
+    known = {*state_lib._REMEMBERED[attributes], "best_epoch", "monitor_op", "csv_file"}
+    known |= {
+        "_batch_trace_context",
+        "_is_tracing",
+        "_should_trace",
+        "_should_write_train_graph",
+        "_train_accumulated_time",
+    }
+    hooks = "\n".join(
+        inspect.getsource(method)
+        for name, method in vars(attributes).items()
+        if name in ("on_train_batch_end", "on_epoch_end", "_save_model", "_should_save_on_batch", "_is_improvement")
+    )
+    changed = set(re.findall(r"self\.(\w+) [+-]?= ", hooks))
+    assert changed <= known | {"_is_tracing", "_should_trace", "_train_accumulated_time"}, (
+        "seam callback state: new state"
+    )
+
+
+def test_collectives_are_launched_as_expected():
+    functions = vars(cross_device_utils.CollectiveReplicaLauncher)
+    for name in ("_next_instance_key", "_get_ordering_token", "all_reduce_indexed_slices", "can_order_nccl"):
+        assert name in functions, f"seam collectives: {name} has gone"
+    made = inspect.getsource(functions["__init__"])
+    assert all(f"self.{name} =" in made for name in ("_group_key", "_group_size", "_device", "_options"))
+    assert f"self.{keras_internals.TF_LAUNCHERS} = []" in inspect.getsource(
+        cross_device_ops.CollectiveAllReduce.__init__
+    )
+    source = inspect.getsource(collective_all_reduce_strategy.CollectiveAllReduceExtended)
+    assert f"self.{keras_internals.TF_CROSS_DEVICE_OPS} =" in source
+
+
+def test_variables_are_told_by_their_names():
+    moved = "parameter_servers, data_state: the names of variables have moved"
+    sgd = keras.optimizers.SGD(0.1)
+    sgd.build([keras.Variable(1.0)])
+    assert {v.name for v in sgd.variables} >= set(keras_internals.KERAS_OPTIMIZER_SCALARS), moved
+    assert keras.random.SeedGenerator(1).state.name.startswith(keras_internals.KERAS_SEED_STATE), moved
+    assert tf.random.Generator.from_seed(1).state.name.startswith(keras_internals.TF_GENERATOR_STATE), moved
+
+
+def test_keras_has_one_generator_for_all_who_bring_none():
+    global_state.set_global_attribute(keras_internals.KERAS_GLOBAL_GENERATOR, None)
+    keras.random.uniform(())
+    found = global_state.get_global_attribute(keras_internals.KERAS_GLOBAL_GENERATOR)
+    assert isinstance(found, keras.random.SeedGenerator), "random_seeds: the global generator has moved"
+
+
+def test_functions_and_datasets_tell_what_they_hold():
+    function = tf.function(lambda x: x + 1)
+    function(1.0)
+    assert len(getattr(function, keras_internals.TF_TRACED)()) == 1, "unsaved_randomness: traces have moved"
+    inner = tf.function(lambda x: x + 1).get_concrete_function(tf.TensorSpec([]))
+    with tf.Graph().as_default() as graph:
+        inner(tf.constant(1.0))
+        found = getattr(graph, keras_internals.TF_FUNCTION)(inner.name.decode())
+    assert len(found.cached_definition.node_def) > 0, "integer_weights: functions of a graph have moved"
+    mapped = tf.data.Dataset.range(3).map(lambda x: x + 1)
+    assert len(getattr(mapped, keras_internals.TF_FUNCTIONS)()) == 1, "arrays: functions of datasets have moved"
+    assert int(getattr(tf.data.Dataset.range(3).batch(2), keras_internals.TF_BATCH_SIZE)) == 2, (
+        "arrays: the batch size has moved"
+    )
+
+
+def test_optimizers_clip_where_it_is_done_here():
+    assert f"self.{keras_internals.KERAS_CLIP}(" in inspect.getsource(
+        keras.optimizers.Optimizer._backend_apply_gradients
+    ), "update: clipping has moved"
+
+
+def test_arrays_without_a_batch_size_have_keras_own():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    sizes = []
+
+    class Sizes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            sizes.append(batch)
+
+    model.fit(
+        np.zeros([2 * keras_internals.KERAS_BATCH_SIZE, 1]),
+        np.zeros([2 * keras_internals.KERAS_BATCH_SIZE, 1]),
+        callbacks=[Sizes()],
+        verbose=0,
+    )
+    assert sizes == [0, 1], "arguments: the batch size has moved"
+
+
+def test_keras_own_steps_are_told_by_their_modules():
+    moved = "losses: Keras' own steps have moved"
+    for own in (
+        keras.Model.train_step,
+        keras.Model.test_step,
+        keras.Model.compute_loss,
+        compile_utils.CompileLoss.call,
+    ):
+        assert own.__module__.startswith(losses_lib._KERAS_STEPS), moved
+
+
+def test_keras_asks_for_an_epochs_logs_where_they_are_computed():
+    assert f"self.{keras_internals.KERAS_LOGS}(logs)" in inspect.getsource(inspect.unwrap(keras.Model.fit)), (
+        "execution: logs have moved"
+    )

@@ -1,0 +1,779 @@
+"""`BackupAndRestore` in one process with two replicas: what was interrupted ends as if it had not been."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+
+import tfdist
+from tests.helpers.launched_job import until
+from tests.multiprocess.test_backup import differences
+from tfdist import BackupError, ConfigError, data
+from tfdist.backup import ownership
+from tfdist.backup.storage import Storage
+from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.per_variable import PerVariable
+from tfdist.compression.powersgd import PowerSGD
+from tfdist.compression.topk import TopK
+
+EXAMPLES, BATCH = 80, 16
+STEPS = EXAMPLES // BATCH
+rng = np.random.default_rng(0)
+X = rng.standard_normal((EXAMPLES, 6), np.float32)
+Y = rng.integers(0, 3, EXAMPLES).astype(np.int32)
+
+
+class Interrupted(Exception):
+    """In place of a kill."""
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Interrupts at the end of the number-th step of this life, or amid the number-th validation."""
+
+    def __init__(self, step=None, validation=None):
+        super().__init__()
+        self.steps, self.validations = step, validation
+        self.batches = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append((self.epoch, batch))
+        if self.steps is not None:
+            self.steps -= 1
+            if self.steps == 0:
+                raise Interrupted
+
+    def on_test_batch_begin(self, batch, logs=None):
+        if self.validations is not None:
+            self.validations -= 1
+            if self.validations == 0:
+                raise Interrupted
+
+
+class Counter(keras.callbacks.Callback):
+    """A user's callback with a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.total = 0, np.zeros(2)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        self.total += logs["loss"]
+
+    def state_dict(self):
+        return {"seen": self.seen, "total": self.total}
+
+    def load_state_dict(self, state):
+        self.seen, self.total = state["seen"], state["total"]
+
+
+@pytest.fixture(scope="module")
+def trainer(mirrored):
+    return tfdist.Trainer(mirrored)
+
+
+@pytest.fixture(autouse=True)
+def listener():
+    """Gives pytest its SIGTERM back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, before)
+
+
+def plain():
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+def generator():
+    while True:
+        for start in range(0, EXAMPLES, BATCH):
+            yield X[start : start + BATCH], Y[start : start + BATCH]
+
+
+DATA = {
+    "function": lambda: {"x": lambda c: data.epochs((X, Y), c, BATCH, 5), "steps_per_epoch": STEPS},
+    "arrays": lambda: {"x": X, "y": Y, "batch_size": BATCH},
+    "dataset": lambda: {"x": plain().shuffle(40).batch(BATCH)},
+    "unknown": lambda: {"x": plain().shuffle(40).filter(lambda *_: True).batch(BATCH)},
+    "endless": lambda: {"x": plain().shuffle(40).repeat().batch(BATCH), "steps_per_epoch": STEPS - 1},
+    "several_epochs_a_pass": lambda: {"x": plain().shuffle(40).repeat(2).batch(BATCH), "steps_per_epoch": STEPS},
+    "finite_function": lambda: {"x": lambda c: plain().shuffle(40).batch(BATCH // 2)},
+    "generator": lambda: {"x": generator(), "steps_per_epoch": STEPS},
+}
+
+
+# Each costs some seconds, and what they share with the others is much.
+SLOW = ("arrays", "several_epochs_a_pass", "generator", "endless", "finite_function", "executions", "schedule")
+SLOW += ("executions_that_do_not_divide", "metrics_with_state", "loss_scale")
+
+
+def build(trainer, optimizer=None, units=8, compression=None, **compiled):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    trainer.compression = compression
+    with trainer.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(units, use_bias=False),
+                keras.layers.BatchNormalization(momentum=0.8),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(3),
+            ]
+        )
+        optimizer = optimizer() if optimizer else keras.optimizers.Adam(0.01)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        compiled = {name: value() if callable(value) else value for name, value in compiled.items()}
+        model.compile(optimizer, loss, **{"metrics": ["accuracy"], **compiled})
+    return model
+
+
+def life(trainer, backup, interrupt=None, given="function", epochs=3, callbacks=(), validation=None, **built):
+    """Trains until the interruption or the end; returns all that must be equal then, or None."""
+    model = build(trainer, **built)
+    interrupt = interrupt or Interrupt()
+    stopping = keras.callbacks.EarlyStopping("loss", min_delta=0.1, patience=30, restore_best_weights=True)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.05)
+    decay = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
+    counter = Counter()
+    mine = [stopping, plateau, decay, counter, *callbacks, interrupt]
+    try:
+        history = trainer.fit(
+            model,
+            **DATA[given](),
+            epochs=epochs,
+            validation_data=validation,
+            verbose=0,
+            callbacks=[*mine, *([backup] if backup else [])],
+        )
+    except Interrupted:
+        return None, interrupt.batches
+    local = trainer.strategy.experimental_local_results
+    held = [*model.variables, *model.optimizer.variables]
+    return {
+        "history": history.history,
+        "epochs": history.epoch,
+        "variables": [[component.numpy() for component in local(v.value)] for v in held],
+        "stopping": [stopping.wait, stopping.best, stopping.best_epoch, stopping.best_weights],
+        "plateau": [plateau.wait, plateau.best],
+        "counter": [counter.seen, counter.total],
+    }, interrupt.batches
+
+
+def backup(folder, save_freq=3, **how):
+    return tfdist.BackupAndRestore(folder / "backup", save_freq, **{"save_before_preemption": False, **how})
+
+
+def check_equal(trainer, tmp_path, interrupts, save_freq=3, **how):
+    """Compares a training that was interrupted with one that was not."""
+    expected, all_steps = life(trainer, None, **how)
+    seen = []
+    for interrupt in interrupts:
+        ended, steps = life(trainer, backup(tmp_path, save_freq), interrupt, **how)
+        assert ended is None, "it was interrupted"
+        seen.append(steps)
+    results, steps = life(trainer, backup(tmp_path, save_freq), **how)
+    assert steps == all_steps[-len(steps) :], (
+        "the hooks of the last life are those of the last steps, with their numbers"
+    )
+    assert len(steps) < len(all_steps)
+    for before, after in zip(seen, [*seen[1:], steps], strict=True):
+        assert not after or all_steps.index(after[0]) <= all_steps.index(before[-1]) + 1, "no step is left out"
+    assert differences(results, expected) == []
+    return seen, steps
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says so of data of unknown size
+@pytest.mark.parametrize(
+    "given", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in DATA]
+)
+def test_training_goes_on_in_the_middle_of_an_epoch(trainer, tmp_path, given):
+    check_equal(trainer, tmp_path, [Interrupt(step=8)], given=given)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("given", [pytest.param("function", marks=pytest.mark.slow), "unknown"])
+def test_training_goes_on_after_the_last_step_of_an_epoch(trainer, tmp_path, given):
+    # In a validation: the steps are done, the epoch is not.
+    seen, last = check_equal(
+        trainer, tmp_path, [Interrupt(validation=2)], save_freq=STEPS, given=given, validation=(X[:24], Y[:24])
+    )
+    assert (len(seen[0]), last[0]) in [(STEPS, (1, 0)), (2 * STEPS, (2, 0))], "not a step is repeated"
+
+
+# Or the process, which here goes on, would be ended when the grace is over.
+PREEMPTED = {"save_before_preemption": True, "grace_seconds": 36_000}
+
+
+class Told(keras.callbacks.Callback):
+    """Has the process told to go amid the number-th batch of validation."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.number -= 1
+        if self.number == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+
+@pytest.mark.parametrize("swap_on_epoch", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_validation_of_moving_averages_may_be_told_to_go(trainer, tmp_path, swap_on_epoch):
+    def train(*callbacks, folder=tmp_path, **how):
+        saved = backup(folder, 1000, **how)
+        swaps = keras.callbacks.SwapEMAWeights(swap_on_epoch)
+        averages = {"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)}
+        return life(trainer, saved, callbacks=[swaps, *callbacks], validation=(X[:24], Y[:24]), **averages)
+
+    expected, _ = train(folder=tmp_path / "other")
+    with pytest.raises(SystemExit) as left:
+        train(Told(2), **PREEMPTED)
+    assert left.value.code == 75
+    results, steps = train()
+    assert len(steps) == STEPS, "it went on with the second validation"
+    assert differences(results, expected) == []
+
+
+class OwnLogs(keras.Model):
+    """Logs that bear other names than the metrics from which they are computed."""
+
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.total = keras.metrics.Mean(name="total")
+
+    @property
+    def metrics(self):
+        return [self.total]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.total.update_state(loss)
+        return {"loss": self.total.result(), "root": keras.ops.sqrt(self.total.result())}
+
+    def test_step(self, data):
+        return {"mean": keras.ops.mean(self(data[0]))}
+
+
+def test_logs_that_a_step_computes_from_metrics_are_the_epochs(trainer, tmp_path):
+    def train(*callbacks, folder=tmp_path, **how):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        with trainer.scope():
+            inputs = keras.Input((6,))
+            model = OwnLogs(inputs=inputs, outputs=keras.layers.Dense(1)(inputs))
+            model.compile(keras.optimizers.SGD(0.1))
+        saved = backup(folder, 1000, **how)
+        given = {"batch_size": 5, "epochs": 3, "shuffle": False, "validation_data": (X[:24], Y[:24])}
+        return model.fit(X[:33], Y[:33] / 2.0, verbose=0, callbacks=[*callbacks, saved], **given).history
+
+    expected = train(folder=tmp_path / "other")
+    assert np.allclose(np.square(expected["root"]), expected["loss"]), "of both replicas, not the mean of theirs"
+    with pytest.raises(SystemExit):
+        train(Told(6), **PREEMPTED)
+    assert train() == expected
+
+
+@pytest.mark.slow
+def test_training_goes_on_at_the_begin_of_an_epoch(trainer, tmp_path):
+    _, last = check_equal(trainer, tmp_path, [Interrupt(step=STEPS + 2)], save_freq="epoch", given="dataset")
+    assert last[0] == (1, 0)
+
+
+@pytest.mark.slow
+def test_it_may_be_interrupted_again_and_again(trainer, tmp_path):
+    check_equal(trainer, tmp_path, [Interrupt(step=4), Interrupt(step=1), Interrupt(step=4), Interrupt(step=7)])
+
+
+FED_BACK = {
+    "compression": PerVariable({"kernel": ErrorFeedback(TopK(0.1))}),
+    "optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+}
+OPTIONS = {
+    "compression": FED_BACK,
+    "compression_accumulated": {
+        "compression": PerVariable({"kernel": ErrorFeedback(PowerSGD(1, min_compression_rate=0.1))}),
+        "optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    },
+    "executions": {"steps_per_execution": 2, "given": "arrays"},
+    "executions_that_do_not_divide": {"steps_per_execution": 3},
+    "accumulation": {
+        "optimizer": lambda: keras.optimizers.Adam(
+            0.01, gradient_accumulation_steps=3, use_ema=True, ema_overwrite_frequency=2
+        )
+    },
+    "loss_scale": {
+        "optimizer": lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.05, momentum=0.9), initial_scale=2.0**10, dynamic_growth_steps=4
+        )
+    },
+    "schedule": {
+        "optimizer": lambda: keras.optimizers.RMSprop(keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.8))
+    },
+    "metrics_with_state": {"metrics": lambda: [keras.metrics.SparseTopKCategoricalAccuracy(2)]},
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in OPTIONS]
+)
+def test_so_it_does_with(trainer, tmp_path, case):
+    how = OPTIONS[case]
+    if case == "schedule":  # whose rate no callback may set
+        how = {**how, "callbacks": ()}
+        expected = _without_rates(trainer, None, **how)
+        assert _without_rates(trainer, backup(tmp_path), Interrupt(step=8), **how) is None
+        assert differences(_without_rates(trainer, backup(tmp_path), **how), expected) == []
+    else:
+        check_equal(trainer, tmp_path, [Interrupt(step=5)], **how)
+
+
+def _without_rates(trainer, saved, interrupt=None, **how):
+    model = build(trainer, optimizer=how["optimizer"])
+    try:
+        callbacks = [interrupt or Interrupt(), *([saved] if saved else [])]
+        history = trainer.fit(model, **DATA["function"](), epochs=4, verbose=0, callbacks=callbacks)
+    except Interrupted:
+        return None
+    return {
+        "history": history.history,
+        "variables": [v.numpy() for v in (*model.variables, *model.optimizer.variables)],
+    }
+
+
+def test_each_replica_gets_its_own_errors_back(trainer, tmp_path, monkeypatch):
+    expected, _ = life(trainer, None, **FED_BACK)
+    life(trainer, backup(tmp_path), Interrupt(step=8), **FED_BACK)
+    read_part = Storage.read_part
+
+    def swapped(self, step, part):
+        found = read_part(self, step, part)
+        residuals = [name for name in found if "/residual" in name]
+        assert len(residuals) in (0, 4)
+        return found | {name: found[name[:-1] + ("1" if name[-1] == "0" else "0")] for name in residuals}
+
+    monkeypatch.setattr(Storage, "read_part", swapped)
+    assert differences(life(trainer, backup(tmp_path), **FED_BACK)[0], expected) != []
+
+
+def test_a_training_that_has_been_stopped_stays_so(trainer, tmp_path):
+    class Fails(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            raise Interrupted
+
+    stops = [keras.callbacks.EarlyStopping("loss", min_delta=1e9, patience=1)]
+    expected, all_steps = life(trainer, None, callbacks=stops)
+    assert len(all_steps) == 2 * STEPS
+    assert life(trainer, backup(tmp_path), callbacks=[*stops, Fails()])[0] is None
+    results, steps = life(trainer, backup(tmp_path), callbacks=stops)
+    assert steps == [], "nothing was left to do"
+    assert differences(results, expected) == []
+
+
+def test_a_second_fit_has_backups_of_its_own(trainer, tmp_path):
+    for attempt in range(3):
+        trainer = tfdist.Trainer(trainer.strategy, backup_dir=tmp_path / "backup")
+        model = build(trainer)
+        first = Interrupt()
+        trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[first])
+        assert len(first.batches) == (2 * STEPS, 0, 0)[attempt], "it is over"
+        if attempt == 1:
+            shutil.rmtree(tmp_path / "backup" / "fit-2")
+        second = Interrupt(step=STEPS + 1 if attempt < 2 else None)
+        with contextlib.suppress(Interrupted):
+            history = trainer.fit(model, **DATA["function"](), epochs=3, verbose=0, callbacks=[second])
+        assert second.batches[0] == ((0, 0), (0, 0), (1, 0))[attempt]
+    assert len(history.history["loss"]) == 3
+    assert model.optimizer.iterations.numpy() == 5 * STEPS
+    trainer.save(model, tmp_path / "model.keras")
+    assert not (tmp_path / "backup").exists()
+
+
+def test_a_fit_that_was_interrupted_may_be_called_again_in_the_same_program(trainer, tmp_path):
+    saved = backup(tmp_path)
+    model = build(trainer)
+    decay = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
+    for interrupt in (Interrupt(step=STEPS + 2), Interrupt()):
+        with contextlib.suppress(Interrupted):
+            trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[decay, interrupt, saved])
+    assert interrupt.batches[0] == (1, 1)
+    assert model.optimizer.iterations.numpy() == 2 * STEPS
+
+
+def test_backups_stay_until_the_model_is_written(trainer, tmp_path):
+    saved = backup(tmp_path)
+    model = build(trainer)
+    trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[saved])
+    assert (tmp_path / "backup" / f"step-{2 * STEPS}-end" / "manifest.json").exists()
+    with pytest.raises(FileExistsError):
+        (tmp_path / "model.keras").touch()
+        trainer.save(model, tmp_path / "model.keras", overwrite=False)
+    assert (tmp_path / "backup" / f"step-{2 * STEPS}-end").exists(), "the model was not written"
+    trainer.save(model, tmp_path / "model.keras", delete_backup=False)
+    assert (tmp_path / "backup").exists()
+    trainer.save(model, tmp_path / "model.keras")
+    assert not (tmp_path / "backup").exists()
+
+    kept = backup(tmp_path, delete_checkpoint=False)
+    trainer.fit(build(trainer), **DATA["function"](), epochs=1, verbose=0, callbacks=[kept])
+    trainer.delete_backup()
+    assert (tmp_path / "backup").exists()
+
+
+def test_time_is_a_reason_to_save(trainer, tmp_path):
+    saved = backup(tmp_path, 10**6, save_every_seconds=1e-6, keep=100)
+    model = build(trainer)
+    trainer.fit(model, **DATA["function"](), epochs=1, verbose=0, callbacks=[saved])
+    assert len(list((tmp_path / "backup").glob("step-*"))) == STEPS + 1, "each step's, and the epoch's"
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # the interrupted one leaves its file open
+def test_a_log_in_a_file_goes_on_where_the_backup_was(trainer, tmp_path):
+    log = tmp_path / "log.csv"
+    life(trainer, backup(tmp_path, "epoch"), Interrupt(step=2 * STEPS + 1), callbacks=[keras.callbacks.CSVLogger(log)])
+    log.write_text(log.read_text() + "2" + log.read_text().splitlines()[-1][1:] + "\n")  # beyond the backup
+    results, _ = life(trainer, backup(tmp_path, "epoch"), callbacks=[keras.callbacks.CSVLogger(log)])
+    lines = log.read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", "0", "1", "2"]
+    assert (
+        float(lines[3].split(",")[2]) == results["history"]["loss"][2] or str(results["history"]["loss"][2]) in lines[3]
+    )
+
+
+def test_what_is_skipped_is_not_loaded_again(trainer, tmp_path):
+    loaded = []
+
+    def load(x, y):
+        def note(indices):
+            loaded.append(int(indices[0]))
+            return indices
+
+        return tf.ensure_shape(tf.gather(X, tf.numpy_function(note, [x], tf.int64)), [BATCH // 2, 6]), y
+
+    def function(context):
+        numbers = (np.arange(EXAMPLES), Y)
+        return data.epochs(numbers, context, BATCH, 5, load=lambda batch: load(*batch))
+
+    def run(interrupt):
+        model = build(trainer)
+        try:
+            trainer.fit(
+                model, function, steps_per_epoch=STEPS, epochs=20, verbose=0, callbacks=[interrupt, backup(tmp_path)]
+            )
+        except Interrupted:
+            pass
+
+    run(Interrupt(step=90))
+    loaded.clear()
+    run(Interrupt(step=2))
+    assert len(loaded) < 60, "not the 180 batches that were skipped"
+
+
+def test_the_only_backup_is_not_written_over(trainer, tmp_path, monkeypatch):
+    write_part = Storage.write_part
+
+    def watched(self, step, part, tensors):
+        assert not pathlib.Path(self.path(step), "manifest.json").exists()
+        write_part(self, step, part, tensors)
+
+    monkeypatch.setattr(Storage, "write_part", watched)
+    # The last step's and the epoch's are of the same step.
+    life(trainer, backup(tmp_path, STEPS, keep=1), epochs=2)
+    assert [path.name for path in (tmp_path / "backup").glob("step-*")] == [f"step-{2 * STEPS}-end"]
+
+
+def test_each_fit_finds_its_own_backups_though_others_are_deleted(trainer, tmp_path):
+    for attempt in range(2):
+        trainer = tfdist.Trainer(trainer.strategy, backup_dir=tmp_path / "backup")
+        model = build(trainer)
+        trainer.fit(model, **DATA["function"](), epochs=2, verbose=0)
+        trainer.save(model, tmp_path / "first.keras")
+        assert model.optimizer.iterations.numpy() == 2 * STEPS
+        second = Interrupt(step=None if attempt else STEPS + 1)
+        with contextlib.suppress(Interrupted):
+            trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[second])
+    assert second.batches[0] == (1, 0)
+    assert model.optimizer.iterations.numpy() == 4 * STEPS
+
+
+class Second(keras.callbacks.Callback):
+    """Amid this run, another one begins in its folder."""
+
+    def __init__(self, folder, monkeypatch):
+        super().__init__()
+        self.folder, self.monkeypatch, self.steps = folder, monkeypatch, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == STEPS - 1:
+            self.monkeypatch.setattr(ownership, "_THIS_RUN", "process 1 on elsewhere")
+            ownership.Claim(str(self.folder)).take()
+            self.monkeypatch.undo()
+
+
+def test_of_two_runs_with_one_folder_the_first_ends_and_spoils_nothing(trainer, tmp_path, monkeypatch):
+    folder = tmp_path / "backup"
+    with pytest.raises(ConfigError, match="is another run's, which began later: process 1 on elsewhere"):
+        life(trainer, backup(tmp_path, 3), callbacks=[Second(folder, monkeypatch)])
+    assert [path.name for path in folder.glob("step-*")] == ["step-3"]
+    expected, _ = life(trainer, None)
+    assert differences(life(trainer, backup(tmp_path, 3))[0], expected) == []
+    assert not (folder / ownership.FILE).exists()
+
+
+def test_a_run_without_a_seed_gets_one_and_the_next_run_the_same(trainer, tmp_path):
+    orders = []
+    for attempt in range(2):
+        eager_context.context()._seed = None  # as in a process that has set none
+        keras.backend.clear_session()
+        trainer = tfdist.Trainer(trainer.strategy, backup_dir=tmp_path / "backup")
+        order = tf.data.Dataset.range(32).shuffle(32).batch(4)  # made before `fit` knows of a backup
+        orders.append(np.concatenate(list(order.as_numpy_iterator())).tolist())
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        with contextlib.suppress(Interrupted):
+            pairs = order.map(lambda n: (tf.cast(n, tf.float32)[:, None], tf.cast(n, tf.float32)[:, None]))
+            callbacks = [Interrupt(step=None if attempt else 8 + 5)]
+            trainer.fit(model, pairs, epochs=2, verbose=0, callbacks=callbacks)
+    assert orders[0] == orders[1] != sorted(orders[0])
+
+
+def test_what_callbacks_forget_is_said(trainer, tmp_path, capsys):
+    class Forgets(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+    life(trainer, backup(tmp_path), Interrupt(step=4), callbacks=[Forgets()])
+    life(trainer, backup(tmp_path), callbacks=[Forgets()])
+    assert ".Forgets" in capsys.readouterr().out
+
+
+def test_logs_and_arguments_may_be_what_keras_takes(trainer, tmp_path):
+    class Rate(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.01
+
+    how = {
+        "metrics": lambda: [keras.metrics.F1Score()],
+        "loss": "categorical_crossentropy",
+        "optimizer": lambda: keras.optimizers.SGD(Rate()),
+    }
+    arrays = {"x": X, "y": keras.utils.to_categorical(Y), "batch_size": BATCH}
+
+    def train(interrupt):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+            model.compile(how["optimizer"](), how["loss"], metrics=how["metrics"]())
+        weights = dict(zip(np.unique(Y), [1.0, 2.0, 0.5], strict=True))
+        callbacks = [interrupt, backup(tmp_path, STEPS)]
+        return trainer.fit(model, **arrays, class_weight=weights, epochs=2, verbose=0, callbacks=callbacks).history
+
+    with pytest.raises(Interrupted):
+        train(Interrupt(step=STEPS + 1))
+    history = train(Interrupt())
+    assert np.shape(history["f1_score"]) == (2, 3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_training_that_begins_later_counts_from_there(trainer, tmp_path):
+    log = tmp_path / "log.csv"
+    log.write_text("epoch,accuracy,learning_rate,loss\n0,1,1,1\n1,1,1,1\n")
+    for interrupt in (Interrupt(step=STEPS + 1), Interrupt()):
+        model = build(trainer)
+        callbacks = [interrupt, keras.callbacks.CSVLogger(log, append=True), backup(tmp_path)]
+        with contextlib.suppress(Interrupted):
+            trainer.fit(model, **DATA["function"](), initial_epoch=2, epochs=5, verbose=0, callbacks=callbacks)
+    assert interrupt.batches[0] == (2, 3), "the third step is the last one backed up"
+    assert [line.split(",")[0] for line in log.read_text().splitlines()] == ["epoch", "0", "1", "2", "3", "4"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_freq": 0}, "save_freq must be 'epoch' or a number of steps, 1 or more. Received: 0"),
+        ({"save_freq": "batch"}, "Received: 'batch'"),
+        ({"save_freq": True}, "Received: True"),
+        ({"save_every_seconds": 0}, "save_every_seconds must be more than 0"),
+        ({"keep": 0}, "keep must be 1 or more"),
+        ({"grace_seconds": 0}, "grace_seconds must be more than 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(tmp_path, arguments, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        tfdist.BackupAndRestore(tmp_path, **arguments)
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "backup").touch()
+    with pytest.raises(ConfigError, match=r"backup_dir must be a folder, and .* is a file"):
+        tfdist.Trainer("mirrored", devices=2, backup_dir=tmp_path / "backup")
+
+
+def test_without_a_trainer_it_is_refused(trainer, tmp_path, monkeypatch):
+    model = build(trainer)
+    monkeypatch.setattr(trainer.strategy, "trainer", None)
+    with pytest.raises(ConfigError, match=r"call tfdist.Trainer\(...\).fit instead of model.fit"):
+        model.fit(X, Y, verbose=0, callbacks=[backup(tmp_path)])
+
+
+CONFIG = {"augment": {"flip": True}, "noise": 1.0}
+OTHERS = {
+    "model": ({"units": 9}, "model.layers.1.config.units is 9, and was 8"),
+    "optimizer": ({"optimizer": lambda: keras.optimizers.SGD(0.01)}, "optimizer.0.class is 'SGD', and was 'Adam'"),
+    "argument": ({"optimizer": lambda: keras.optimizers.Adam(0.02)}, "optimizer.0.learning_rate is 0.0199"),
+    "executions": ({"steps_per_execution": 2}, "steps_per_execution is 2, and was 1"),
+    "steps": ({"given": "endless"}, "fit.steps_per_epoch is 4, and was 5"),
+    "data": ({"given": "arrays"}, "fit.data.x is '(80, 6)', and was not there"),
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted(trainer, tmp_path_factory):
+    """The backup of a training that was interrupted."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    life(trainer, backup(folder, config=CONFIG), Interrupt(step=4))
+    return folder / "backup"
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_backup_of_another_training_is_refused_by_name(trainer, tmp_path, interrupted, other):
+    how, message = OTHERS[other]
+    shutil.copytree(interrupted, tmp_path / "backup")
+    with pytest.raises(ConfigError, match="is of another training") as e:
+        life(trainer, backup(tmp_path, config=CONFIG), **how)
+    assert message in str(e.value)
+    assert "To train from the beginning, remove" in str(e.value)
+    assert (tmp_path / "backup" / "step-3" / "manifest.json").exists()
+
+
+def test_a_field_that_an_older_version_did_not_have_counts_as_its_default(trainer, tmp_path, interrupted):
+    newer = {**CONFIG, "augment": {**CONFIG["augment"], "turn": 0.0}, "schedule": None}
+    for schedule in (None, "cosine"):
+        folder = tmp_path / str(schedule)
+        shutil.copytree(interrupted, folder / "backup")
+        given = backup(folder, config={**newer, "schedule": schedule}, defaults=newer)
+        if schedule is None:
+            life(trainer, given)
+        else:
+            with pytest.raises(ConfigError, match=r"schedule is 'cosine', and was None"):
+                life(trainer, given)
+
+
+def test_another_config_is_refused_by_name(trainer, tmp_path, interrupted):
+    shutil.copytree(interrupted, tmp_path / "backup")
+    with pytest.raises(ConfigError, match=r"augment\.flip is False, and was True"):
+        life(trainer, backup(tmp_path, config={"augment": {"flip": False}, "noise": 1.0}))
+
+
+# Disks
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 1 MB, and its path."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("no right to mount a disk")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+class Fill(keras.callbacks.Callback):
+    """Fills the disk, or makes it read-only, when there is a backup on it."""
+
+    def __init__(self, disk, how):
+        super().__init__()
+        self.disk, self.how, self.steps = disk, how, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == 4:
+            until(lambda: (self.disk / "backup" / "checkpoint").exists())
+            until(lambda: not list(self.disk.rglob("*.partial")))
+            self.how(self.disk)
+
+
+def fill(disk):
+    with contextlib.suppress(OSError), (disk / "junk").open("wb") as file:
+        while True:
+            file.write(b"x" * 4096)
+            file.flush()
+
+
+def protect(disk):
+    until(lambda: subprocess.run(["mount", "-o", "remount,ro", disk], stderr=subprocess.DEVNULL).returncode == 0)
+
+
+@pytest.mark.parametrize("how", [fill, protect])
+def test_a_backup_that_cannot_be_written_ends_the_training_and_leaves_the_one_before(trainer, disk, how):
+    with pytest.raises(
+        BackupError, match=r"The backup .*step-6.* could not be written: .*The backups before it are left"
+    ):
+        life(trainer, backup(disk), callbacks=[Fill(disk, how)], epochs=10)
+    if how is protect:
+        with pytest.raises(ConfigError, match=r"backup_dir .* cannot be written to: .*ead-only file system"):
+            life(trainer, backup(disk))
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    else:
+        (disk / "junk").unlink()
+    results, steps = life(trainer, backup(disk))
+    assert steps[0] == (0, 3)
+    assert differences(results, life(trainer, None)[0]) == []
+
+
+def test_memory_stays_as_it_is(trainer, tmp_path):
+    class Memory(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.pages = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.pages.append(int(pathlib.Path("/proc/self/statm").read_text().split()[1]))
+
+    memory = Memory()
+    model = build(trainer)
+    trainer.fit(
+        model,
+        lambda c: data.epochs((X, Y), c, BATCH, 5),
+        steps_per_epoch=1,
+        epochs=200,
+        verbose=0,
+        callbacks=[memory, backup(tmp_path, "epoch")],
+    )
+    assert memory.pages[-1] < 1.05 * memory.pages[19]
+
+
+def test_a_folder_of_an_unknown_kind_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"backup_dir must be a folder that TensorFlow can reach. Received: 'foo://x'"
+    ):
+        tfdist.BackupAndRestore("foo://x")

@@ -1,0 +1,282 @@
+"""A resumed training draws the random numbers that an uninterrupted one draws, or says why it cannot."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.backup.test_backup import Interrupt, Interrupted
+from tfdist import data as data_lib
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says so of data of unknown size
+
+EXAMPLES, BATCH = 40, 8
+STEPS = EXAMPLES // BATCH
+rng = np.random.default_rng(0)
+X = rng.standard_normal((EXAMPLES, 4, 4, 1), np.float32)
+Y = rng.integers(0, 3, EXAMPLES).astype(np.int32)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+@pytest.fixture
+def trainer(mirrored):
+    return lambda: tfdist.Trainer(mirrored)  # a new one for each fit, as it keeps its backup
+
+
+def plain():
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+def mapped(draw, parallel=None):
+    return plain().shuffle(20).batch(BATCH).map(lambda x, y: (draw(x), y), num_parallel_calls=parallel)
+
+
+def flipped(dataset=mapped, **how):
+    flip = keras.layers.RandomFlip()
+    return dataset(lambda x: flip(x, training=True), **how)
+
+
+def dropped():
+    drop = keras.layers.Dropout(0.5)
+    return mapped(lambda x: drop(x, training=True))
+
+
+def generated(**how):
+    generator = tf.random.Generator.from_seed(5)
+    return mapped(lambda x: x + generator.normal(tf.shape(x)), **how)
+
+
+def files(number):
+    return tf.data.Dataset.range(5 * number, 5 * number + 5).map(
+        lambda index: (tf.gather(X, index), tf.gather(Y, index))
+    )
+
+
+def interleaved():
+    return tf.data.Dataset.range(EXAMPLES // 5).shuffle(8).interleave(files, cycle_length=2).shuffle(20).batch(BATCH)
+
+
+def python_batches():
+    for index in np.random.permutation(EXAMPLES).reshape(STEPS, BATCH):
+        yield X[index], Y[index]
+
+
+def from_python():
+    specs = (tf.TensorSpec([None, 4, 4, 1], tf.float32), tf.TensorSpec([None], tf.int32))
+    return tf.data.Dataset.from_generator(python_batches, output_signature=specs)
+
+
+class Batches(keras.utils.PyDataset):
+    """Without random numbers; Keras shuffles its batches."""
+
+    def __init__(self, rng=np.random, **how):
+        super().__init__(**how)
+        self.rng = rng
+        self.order = np.arange(EXAMPLES)
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        chosen = self.order[index * BATCH : (index + 1) * BATCH]
+        return X[chosen], Y[chosen]
+
+
+class Shuffled(Batches):
+    def on_epoch_end(self):
+        self.rng.shuffle(self.order)
+
+
+class Noisy(Batches):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + self.rng.normal(size=x.shape), y
+
+
+class Keeping(Shuffled, Noisy):
+    """With a state."""
+
+    def state_dict(self):
+        return {"order": self.order, "rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state):
+        self.order = np.array(state["order"])
+        self.rng.bit_generator.state = state["rng"]
+
+
+def own():
+    return np.random.default_rng(4)
+
+
+class Noise(keras.layers.Layer):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def call(self, x, training=False):
+        return x + self.draw((4, 4, 1)) if training else x
+
+
+class OwnStep(keras.Sequential):
+    draw = None
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x + self.draw((4, 4, 1)), y))
+
+
+def noisy_loss(draw):
+    return lambda y, p: keras.ops.mean(
+        keras.losses.sparse_categorical_crossentropy(y, p + draw((3,)), from_logits=True)
+    )
+
+
+PLAIN = {"data": lambda: plain().shuffle(20).batch(BATCH)}
+EXACT = {
+    "flip": {"data": flipped},
+    "dropout": {"data": dropped},
+    "generator": {"data": generated},
+    "flip_in_function": {"data": lambda: lambda _: flipped(parallel=None)},
+    "keras_random_in_map": {"data": lambda: mapped(lambda x: x + keras.random.normal((4, 4, 1)))},
+    "flip_of_endless": {"data": lambda: flipped().repeat(), "steps_per_epoch": STEPS - 1},
+    "shuffle_before_cache": {"data": lambda: plain().shuffle(20).cache().batch(BATCH)},
+    "flip_before_cache": {"data": lambda: flipped().cache().shuffle(3)},
+    "interleave": {"data": interleaved},
+    "shuffle_before_repeat": {"data": lambda: plain().shuffle(20).batch(BATCH).repeat(2)},
+    "from_generator": {"data": from_python},
+    "py_dataset": {"data": Batches},
+    "py_dataset_shuffled": {"data": Shuffled},
+    "py_dataset_shuffled_by_its_own": {"data": lambda: Shuffled(own()), "shuffle": False},
+    "py_dataset_noisy": {"data": Noisy},
+    "py_dataset_with_state": {"data": lambda: Keeping(own())},
+    "keras_random_in_layer": {"layer": lambda: Noise(keras.random.normal)},
+    "keras_random_in_loss": {"loss": lambda: noisy_loss(keras.random.normal)},
+    "keras_random_in_step": {"step": keras.random.normal},
+    # These were exact before.
+    "epochs": {"data": lambda: lambda c: data_lib.epochs((X, Y), c, BATCH, 5), "steps_per_epoch": STEPS},
+    "layers": {"layer": lambda: keras.Sequential([keras.layers.RandomFlip(), keras.layers.Dropout(0.3)])},
+}
+QUICK = (
+    "flip",
+    "generator",
+    "flip_before_cache",
+    "interleave",
+    "py_dataset_shuffled",
+    "keras_random_in_step",
+    "layers",
+)
+
+
+def train(trainer, backup=None, interrupt=None, data=PLAIN["data"], layer=None, loss=lambda: LOSS, step=None, **fit):
+    """Trains as a program does that is started anew; returns the weights, or None if it was interrupted."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    trainer, given = trainer(), data()
+    with trainer.scope():
+        middle = [layer()] if layer else []
+        layers = [keras.Input((4, 4, 1)), *middle, keras.layers.Flatten(), keras.layers.Dense(3)]
+        model = (OwnStep if step else keras.Sequential)(layers)
+        if step:
+            model.draw = step
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss())
+    callbacks = [each for each in (interrupt, backup) if each]
+    try:
+        trainer.fit(model, given, epochs=3, verbose=0, callbacks=callbacks, **fit)
+    except Interrupted:
+        return None
+    return model.get_weights()
+
+
+@pytest.fixture(autouse=True)
+def listener():
+    """Gives pytest its SIGTERM back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, before)
+
+
+def backup(folder, save_freq):
+    return tfdist.BackupAndRestore(folder / "backup", save_freq, save_before_preemption=False)
+
+
+def resume(trainer, folder, how, steps, save_freq):
+    assert train(trainer, backup(folder, save_freq), Interrupt(step=steps), **how) is None
+    return train(trainer, backup(folder, save_freq), **how)
+
+
+# Amid the second epoch; at the last step of an epoch, before its end; at the end of the second epoch.
+MOMENTS = {"amid": (STEPS + 3, 2), "last_step": (2 * STEPS - 1, STEPS), "end": (2 * STEPS + 1, "epoch")}
+
+
+@pytest.mark.parametrize(
+    ("case", "moment"),
+    [
+        pytest.param(case, moment, marks=[] if case in QUICK and moment == "amid" else [pytest.mark.slow])
+        for moment in MOMENTS
+        for case in EXACT
+    ],
+)
+def test_a_resumed_training_draws_the_same_numbers(trainer, tmp_path, capsys, case, moment):
+    how = EXACT[case]
+    expected = train(trainer, **how)
+    got = resume(trainer, tmp_path, how, *MOMENTS[moment])
+    assert all(map(np.array_equal, got, expected))
+    assert "exact" not in capsys.readouterr().out
+
+
+def test_another_seed_gives_other_weights(trainer):
+    """Or equal weights would prove nothing."""
+    first, second = (train(trainer, data=lambda n=n: (np.random.seed(n), Shuffled())[1]) for n in (1, 2))
+    assert not any(map(np.array_equal, first, second))
+
+
+GENERATORS = []
+
+
+def with_a_generator():
+    GENERATORS.append(tf.random.Generator.from_seed(1))
+    return PLAIN["data"]()
+
+
+INEXACT = {
+    "tf_in_layer": (
+        {"layer": lambda: Noise(tf.random.normal)},
+        r"RandomStandardNormal \(test_exact_resume.py:\d+\).*keras.random",
+    ),
+    "tf_in_loss": ({"loss": lambda: noisy_loss(tf.random.uniform)}, r"RandomUniform \(test_exact_resume.py:\d+\)"),
+    "tf_in_step": ({"step": tf.random.normal}, r"RandomStandardNormal \(test_exact_resume.py:\d+\)"),
+    "parallel_map": ({"data": lambda: flipped(parallel=2)}, "several threads.*enable_op_determinism"),
+    "any_order": (
+        {"data": lambda: plain().map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False).batch(BATCH)},
+        "deterministic=False",
+    ),
+    "py_dataset": ({"data": lambda: Noisy(own())}, r"the PyDataset Noisy draws.*give it state_dict\(\)"),
+    "generator_of_nobody": (
+        {"data": with_a_generator, "step": lambda shape: GENERATORS[-1].normal(shape)},
+        "StateVar.*attribute",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c.startswith("tf_in_l") else [pytest.mark.slow]) for c in INEXACT]
+)
+def test_what_cannot_be_exact_is_said_once(trainer, tmp_path, capfd, case):
+    how, message = INEXACT[case]
+    train(trainer, **how)
+    assert "exact" not in capfd.readouterr().out, "not without a backup"
+    train(trainer, backup(tmp_path, "epoch"), **how)
+    (line,) = [each for each in capfd.readouterr().out.splitlines() if "resume will not be exact" in each]
+    assert re.search(message, line), line
+
+
+def test_a_py_dataset_of_another_order_is_found_when_it_matters(trainer, tmp_path, capsys):
+    resume(trainer, tmp_path, {"data": lambda: Shuffled(np.random.default_rng())}, *MOMENTS["amid"])
+    assert "resume is not exact: the PyDataset Shuffled comes in another order" in capsys.readouterr().out

@@ -1,0 +1,187 @@
+"""Backups on disk: what is torn or flipped shows, and the one before it is taken."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+
+import numpy as np
+import pytest
+
+from tfdist.backup import storage as storage_lib
+from tfdist.backup.search import FORMAT, find
+from tfdist.backup.storage import SHARED, Storage, Torn
+from tfdist.collectives.ranks import Ranks
+from tfdist.errors import BackupError, ConfigError
+
+ALONE = Ranks(None, 0, 1)
+
+
+def write(folder, step, keep=2, ranks=1, replicas=1):
+    """Writes a backup as all ranks together do."""
+    all_ranks = [Storage(str(folder), rank, ranks) for rank in range(ranks)]
+    for one in reversed(all_ranks):
+        one.write_part(step, one.part, {"own": np.full(100, step + one.rank, np.float32), "rest": b"{}"})
+    all_ranks[0].write_part(step, SHARED, {"a": np.arange(1000, dtype=np.float32) * step, "b/c": np.int64(step)})
+    values = {"format": FORMAT, "tasks": ranks, "replicas": replicas, "step": step}
+    all_ranks[0].write_manifest(step, values, keep)
+    for one in all_ranks[1:]:
+        one.clean()
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in pathlib.Path(folder).rglob("*") if path.is_file())
+
+
+def test_what_is_written_is_read(tmp_path):
+    assert find(Storage(str(tmp_path / "new"), 0, 1), ALONE, 1) is None
+    write(tmp_path, 7)
+    write(tmp_path, 14)
+    found = find(Storage(str(tmp_path), 0, 1), ALONE, 1)
+    assert (found.step, found.manifest["step"]) == (14, 14)
+    np.testing.assert_array_equal(found.shared["a"], np.arange(1000, dtype=np.float32) * 14)
+    assert found.shared["a"].dtype == np.float32
+    assert (found.shared["b/c"], found.own["own"][0], bytes(found.own["rest"])) == (14, 14, b"{}")
+
+
+def test_tensorflow_reads_them_too(tmp_path):
+    import tensorflow as tf
+
+    write(tmp_path, 7)
+    latest = tf.train.latest_checkpoint(str(tmp_path))
+    assert latest == str(tmp_path / "step-7" / SHARED)
+    assert dict(tf.train.list_variables(latest)) == {"a": [1000], "b/c": []}
+
+
+def test_only_the_newest_are_kept_and_the_manifest_names_all_their_files(tmp_path):
+    for step in (7, 14, 21, 28):
+        write(tmp_path, step, keep=2, ranks=4, replicas=4)
+    expected = {"checkpoint"}
+    for step in (21, 28):
+        manifest = Storage(str(tmp_path), 0, 4).read_manifest(step)
+        expected |= {f"step-{step}/{name}" for name in (*manifest["files"], "manifest.json")}
+    assert set(files(tmp_path)) == expected
+    assert len(expected) == 1 + 2 * (2 * 5 + 1)
+
+
+def damage(kind, path):
+    content = path.read_bytes()
+    if kind == "delete":
+        path.unlink()
+    elif kind == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :])
+
+
+FILES = ["manifest.json", *(f"{part}.{end}" for part in (SHARED, "rank-0") for end in ("index", "data-00000-of-00001"))]
+
+
+@pytest.mark.parametrize("kind", ["truncate", "flip", "delete"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, name):
+    write(tmp_path, 7)
+    write(tmp_path, 14)
+    damage(kind, tmp_path / "step-14" / name)
+    storage = Storage(str(tmp_path), 0, 1)
+    assert find(storage, ALONE, 1).step == 7
+    line = capsys.readouterr().out
+    assert "step-14" in line and "trying the backup before it" in line
+    storage.clean(after=7)
+    assert not (tmp_path / "step-14").exists(), "so that it is not taken for one later"
+
+    damage(kind, tmp_path / "step-7" / name)
+    with pytest.raises(BackupError, match=r"holds backups, but none is whole: .*step-7.*remove that folder"):
+        find(Storage(str(tmp_path), 0, 1), ALONE, 1)
+    assert (tmp_path / "step-7").exists(), "what there is left is not thrown away"
+
+
+def test_a_file_in_the_place_of_a_backup_is_passed_over(tmp_path, capsys):
+    write(tmp_path, 7)
+    (tmp_path / "step-99").write_text("")
+    assert find(Storage(str(tmp_path), 0, 1), ALONE, 1).step == 7
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_every_byte_counts(tmp_path, name):
+    write(tmp_path, 7)
+    path = tmp_path / "step-7" / name
+    content = path.read_bytes()
+    one = Storage(str(tmp_path), 0, 1)
+    for place in range(0, len(content), 1 if len(content) < 500 else 97):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(Torn):
+            one.read_manifest(7)
+            one.read_part(7, SHARED)
+            one.read_part(7, "rank-0")
+
+
+def test_one_that_was_never_finished_is_no_backup(tmp_path, capsys):
+    one = Storage(str(tmp_path), 0, 1)
+    one.write_part(7, one.part, {"own": np.zeros(3)})
+    assert find(one, ALONE, 1) is None, "nothing is lost"
+    one.clean(after=-1)
+    assert files(tmp_path) == []
+    write(tmp_path, 7)
+    one.write_part(14, one.part, {"own": np.zeros(3)})
+    assert find(one, ALONE, 1).step == 7
+    assert "step-14 was not finished" in capsys.readouterr().out
+
+
+def test_what_is_left_of_a_write_is_removed(tmp_path):
+    write(tmp_path, 7)
+    folder = tmp_path / "step-14"
+    folder.mkdir()
+    for name in ("rank-0.data-00000-of-00001.tempstate123", "shared.data-00000-of-00001", "manifest.json.partial"):
+        (folder / name).write_text("half")
+    (folder / "rank-1.index").write_text("another rank's")
+    Storage(str(tmp_path), 0, 1).clean(after=7)
+    assert files(folder) == ["rank-1.index"]
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (1, 2)])
+def test_another_cluster_is_refused(tmp_path, ranks, replicas):
+    write(tmp_path, 7, ranks=ranks, replicas=replicas)
+    with pytest.raises(
+        ConfigError, match=rf"is of {ranks} tasks with 2 replicas together, and this run has 1 tasks with 1"
+    ):
+        find(Storage(str(tmp_path), 0, 1), ALONE, 1)
+    assert (tmp_path / "step-7" / "manifest.json").exists()
+
+
+def test_the_manifest_waits_for_all_parts(tmp_path):
+    chief, other = (Storage(str(tmp_path), rank, 2) for rank in range(2))
+    for part in (chief.part, SHARED):
+        chief.write_part(7, part, {"x": np.zeros(3)})
+    thread = threading.Thread(target=chief.write_manifest, args=(7, {}, 2))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and not (tmp_path / "step-7" / "manifest.json").exists()
+    other.write_part(7, other.part, {"x": np.zeros(3)})
+    thread.join(30)
+    assert (tmp_path / "step-7" / "manifest.json").exists()
+
+
+def test_a_part_that_does_not_come_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_lib, "_PARTS_TIMEOUT", 0.1)
+    chief = Storage(str(tmp_path), 0, 2)
+    for part in (chief.part, SHARED):
+        chief.write_part(7, part, {"x": np.zeros(3)})
+    with pytest.raises(
+        BackupError, match=r"step-7/rank-1.index has not come .* backup_dir must be one that they share"
+    ):
+        chief.write_manifest(7, {}, 2)
+
+
+def test_removing_all_leaves_what_is_not_ours(tmp_path):
+    folder = tmp_path / "backup"
+    for step in (7, 14):
+        write(folder, step, ranks=2, replicas=2)
+    (folder / "notes.txt").write_text("mine")
+    for rank in (1, 0):
+        Storage(str(folder), rank, 2).remove_all()
+    assert files(folder) == ["notes.txt"]
+    (folder / "notes.txt").unlink()
+    Storage(str(folder), 0, 1).remove_all()
+    assert not folder.exists()

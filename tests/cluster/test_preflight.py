@@ -1,0 +1,217 @@
+"""What can be reached, and how a wait for it ends."""
+
+import errno
+import json
+import os
+import re
+import socket
+import threading
+
+import pytest
+
+from tfdist.cluster import ClusterSpec, free_ports, local_cluster, preflight, task_versions
+from tfdist.errors import ClusterError
+
+
+@pytest.fixture
+def listening():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def cluster(*addresses):
+    return ClusterSpec({"chief": ["c:1"], "worker": addresses})
+
+
+def test_what_listens_is_reached(listening):
+    assert preflight.unreachable(listening) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"\x00\x00\x18\x04\x00\x00", ""),  # TensorFlow's server
+        (b"SSH-2.0-OpenSSH\r\n", "another program answers there"),
+        ("own", ""),
+        ("index", "worker:0 answers there, not worker:1"),
+        ("cluster", "worker:1 of a cluster with other addresses answers there"),
+    ],
+)
+def test_who_answers_is_known(said, reason):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        spec = ClusterSpec({"worker": ["127.0.0.1:1", f"127.0.0.1:{server.getsockname()[1]}"]})
+        worker = spec.tasks()[1]
+        answers = {
+            "own": preflight.greeting(spec, worker),
+            "index": preflight.greeting(spec, spec.tasks()[0]),
+            "cluster": preflight.greeting(ClusterSpec({"worker": ["h:1", "h:2"]}), worker),
+        }
+        answer = said if isinstance(said, bytes) else answers[said].encode() + b"\n"
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        expected = preflight.greeting(spec, worker)
+        assert preflight.unreachable(spec.address(worker), expected=expected) == reason
+        thread.join()
+
+
+def test_a_port_that_is_taken_is_named_with_its_owner(listening):
+    spec = cluster("h:1", "h:2")
+    port = listening.rpartition(":")[2]
+    spec = ClusterSpec({"worker": [f"h:{port}"]})
+    with (
+        pytest.raises(ClusterError, match=rf"port {port} is taken by pid {os.getpid()} "),
+        preflight.at_own_address(spec, spec.tasks()[0]),
+    ):
+        pass
+
+
+def test_afterwards_the_port_is_free():
+    (port,) = free_ports(1)
+    spec = ClusterSpec({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]})
+    for _ in range(3):
+        with preflight.at_own_address(spec, spec.tasks()[0]):
+            own = spec.tasks()[0]
+            assert preflight.unreachable(spec.address(own), expected=preflight.greeting(spec, own)) == ""
+        with socket.create_server(("127.0.0.1", port), reuse_port=True):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "after"),
+    [
+        ({}, "no_proxy", "h0,h1"),
+        ({"no_proxy": "a,h1"}, "no_proxy", "a,h1,h0"),
+        ({"no_grpc_proxy": "a"}, "no_grpc_proxy", "a,h0,h1"),
+    ],
+)
+def test_the_clusters_hosts_are_reached_without_a_proxy(monkeypatch, before, name, after):
+    for each in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(each, raising=False)
+    for each, value in before.items():
+        monkeypatch.setenv(each, value)
+    monkeypatch.setenv("no_proxy", before.get("no_proxy", ""))
+    preflight.pass_by_proxies(ClusterSpec({"worker": ["h0:1", "h1:1"]}))
+    assert os.environ[name] == after
+
+
+def test_the_reason_is_named():
+    (port,) = free_ports(1)
+    assert preflight.unreachable(f"127.0.0.1:{port}") == "connection refused"
+    assert "name" in preflight.unreachable("no-such-host.invalid:2222")
+
+
+def test_ipv6_addresses_lose_their_brackets(monkeypatch):
+    asked = []
+
+    def connect(address, timeout):
+        asked.append(address)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert preflight.unreachable("[::1]:2222") == "no answer"
+    assert asked == [("::1", 2222)]
+
+
+def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
+    spec = cluster("h:1", "h:2")
+    answers = {"h:1": iter(["connection refused", ""]), "h:2": iter(["no answer", "no answer", ""])}
+    monkeypatch.setattr(preflight, "unreachable", lambda address, *_, **__: next(answers[address]))
+    times = iter(range(0, 1000, 6))
+    preflight.wait_for(spec, spec.tasks()[1:], clock=lambda: next(times), sleep=lambda seconds: None)
+    assert not [*answers["h:1"], *answers["h:2"]], "those that are there are asked no more"
+    assert capsys.readouterr().out == "tfdist: waiting for worker:1 at h:2 (no answer)\n"
+
+
+def test_a_wait_has_a_limit(monkeypatch, capsys):
+    spec = cluster("h:1", "h:2")
+    monkeypatch.setattr(preflight, "unreachable", lambda address, *_, **__: "no answer" if address == "h:2" else "")
+    times = iter(range(0, 1000, 6))
+    with pytest.raises(ClusterError, match=r"Waited 60 s for worker:1 at h:2 \(no answer\)\. Is it started"):
+        preflight.wait_for(spec, spec.tasks()[1:], 60, clock=lambda: next(times), sleep=lambda seconds: None)
+    assert capsys.readouterr().out.count("tfdist: waiting for worker:1") == 4
+
+
+def test_peers_are_asked_at_once(monkeypatch):
+    spec = ClusterSpec({"worker": [f"h:{port}" for port in range(1, 21)]})
+    together = threading.Barrier(20)
+
+    def unreachable(address, *_, **__):
+        together.wait(10)
+        return ""
+
+    monkeypatch.setattr(preflight, "unreachable", unreachable)
+    preflight.wait_for(spec, spec.tasks(), 5)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "hint"), [(["localhost:1", "127.0.0.1:2"], True), (["[::1]:1"], True), (["h:1", "h:2"], False)]
+)
+def test_hosts_that_mean_themselves_are_told_so(addresses, hint):
+    spec = ClusterSpec({"worker": addresses})
+    with pytest.raises(ClusterError) as caught:
+        preflight.wait_for(spec, spec.tasks(), 0.0)
+    assert ("Every host means itself by" in str(caught.value)) == hint
+
+
+def test_a_port_that_cannot_be_had_is_not_called_taken(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    spec = ClusterSpec({"worker": ["h:80"]})
+    said = r"port 80 cannot be had \(permission denied\); give the task another port"
+    with pytest.raises(ClusterError, match=said), preflight.at_own_address(spec, spec.tasks()[0]):
+        pass
+
+
+def test_a_name_that_is_looked_for_does_not_hold_the_wait(monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(preflight, "unreachable", lambda address, *_, **__: over.wait(30) and "")
+    spec = cluster("h:1")
+    try:
+        with pytest.raises(ClusterError, match=r"Waited 1 s for worker:0 at h:1 \(its name is not resolved yet\)"):
+            preflight.wait_for(spec, spec.tasks()[1:], 1.0)
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "fault", "line"),
+    [
+        ({"keras": "3.14.0"}, "has keras 3.14.0, and this task 3.15", ""),
+        ({"configuration": "other"}, "has another configuration", ""),
+        ({"python": "3.12.1"}, "", "has python 3.12.1, and this task 3."),
+        ({"script": "other"}, "", "has another script"),
+        ({"tensorflow": ""}, "", ""),
+        ({}, "", ""),
+    ],
+)
+def test_tasks_that_run_something_else_are_named_before_the_start(monkeypatch, capsys, theirs, fault, line):
+    spec = local_cluster(2)
+    _, other = spec.tasks()
+    mine = {**task_versions.own(), "configuration": "mine", "script": "mine"}
+    monkeypatch.setattr(task_versions, "own", lambda: mine)
+    monkeypatch.setattr(task_versions, "encode", lambda: json.dumps({**mine, **theirs}).encode())
+    with preflight.at_own_address(spec, other):
+        where = f"worker:1 at {spec.address(other)} "
+        if fault:
+            with pytest.raises(ClusterError, match=re.escape(where + fault)):
+                preflight.wait_for(spec, [other], 5, sleep=lambda seconds: None)
+        else:
+            preflight.wait_for(spec, [other], 5)
+    assert (where + (fault or line) in capsys.readouterr().err) == bool(fault or line)
+
+
+@pytest.mark.parametrize("said", [b"", b"nonsense", b"[1]", b"[" * 5000])
+def test_a_task_that_says_nothing_sound_of_its_versions_is_no_fault(monkeypatch, said):
+    spec = local_cluster(2)
+    _, other = spec.tasks()
+    monkeypatch.setattr(task_versions, "encode", lambda: said)
+    with preflight.at_own_address(spec, other):
+        preflight.wait_for(spec, [other], 5)

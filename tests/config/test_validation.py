@@ -1,0 +1,414 @@
+"""`check`: every fault that shows before TensorFlow is loaded; every file of configs/ passes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pathlib
+
+import pytest
+
+from tfdist import config
+from tfdist.config import (
+    BackupConfig,
+    ClusterConfig,
+    OptimizerConfig,
+    StrategyConfig,
+    TrainConfig,
+    flags,
+    train,
+    validation,
+)
+from tfdist.config import optimizer as optimizer_lib
+from tfdist.errors import ConfigError
+from tfdist.tasks import digits, synthetic
+from tfdist.tasks.base import NoOptions
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAN = float("nan")
+SERVERS = {"cluster": ClusterConfig(workers=2, ps=1)}
+
+
+class Unshowable:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+def make(**fields):
+    return TrainConfig(**{"global_batch_size": 32, **fields})
+
+
+def faults(checked):
+    with pytest.raises(ConfigError) as raised:
+        validation.check(checked)
+    return raised.value.faults
+
+
+@pytest.fixture
+def own_tasks(tmp_path, monkeypatch):
+    """Returns a function that writes a module of the user's own."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        return name
+
+    return write
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_file_in_configs_passes(path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    parsed, workdir = flags.parse(["train", f"--config={path}"], "")
+    assert parsed.task in ("digits", "synthetic")
+    assert workdir == pathlib.Path("runs") / path.stem
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"strategy": StrategyConfig("miror")}, "unknown strategy 'miror'; did you mean 'mirrored'?"),
+        (
+            {"strategy": StrategyConfig(implementation="rin")},
+            "unknown strategy.implementation 'rin'; did you mean 'ring'?",
+        ),
+        (
+            {"backup": BackupConfig("batch")},
+            "must be 'epoch', 'never' or a number of steps, 1 or more. Received: 'batch'.",
+        ),
+        ({"backup": BackupConfig("0")}, "1 or more. Received: '0'."),
+        ({"backup": BackupConfig(save_every_seconds=NAN)}, "must be 0 (off) or more, and finite. Received: nan."),
+        ({"backup": BackupConfig(keep=0)}, "backup.keep must be 1 or more. Received: 0."),
+        ({"backup": BackupConfig(dir=__file__)}, "backup.dir must be a folder, and"),
+        ({"max_restarts": -1}, "max_restarts must be 0 or more, and finite. Received: -1."),
+        ({"strategy": StrategyConfig(bucket_bytes=-1)}, "must be 0 (off) or more. Received: -1 and 0.0."),
+        ({"strategy": StrategyConfig(timeout_seconds=NAN)}, "must be 0 (off) or more. Received: 4000000 and nan."),
+        ({"strategy": StrategyConfig("mirrored", devices=0)}, "1 to 256 virtual CPUs, or device names. Received: 0."),
+        (
+            {"strategy": StrategyConfig("mirrored", devices=257)},
+            "1 to 256 virtual CPUs, or device names. Received: 257.",
+        ),
+        ({"strategy": StrategyConfig("mirrored", devices="9" * 5000)}, "1 to 256 virtual CPUs"),
+        ({"strategy": StrategyConfig("multi_worker_mirrored", devices=2)}, "does not apply to multi_worker_mirrored"),
+        ({"strategy": StrategyConfig(devices="GPU:0,GPU:1")}, "one_device takes one device. Received: 'GPU:0,GPU:1'"),
+        ({"cluster": ClusterConfig(workers=0)}, "cluster.workers must be 1 or more. Received: 0."),
+        ({"cluster": ClusterConfig(workers=2)}, "'one_device' trains in one process, but cluster.workers is 2"),
+        ({"cluster": ClusterConfig(ps=-1)}, "cluster.ps must be 0 or more. Received: -1."),
+        ({"cluster": ClusterConfig(ps=1)}, "'one_device' has no parameter servers, but cluster.ps is 1"),
+        (
+            {"strategy": StrategyConfig("parameter_server")},
+            "needs a parameter server: use --config.cluster.ps=1 or more",
+        ),
+        ({"strategy": StrategyConfig("mirrored", placement="by_byte")}, "did you mean 'by_bytes'?"),
+        ({"strategy": StrategyConfig("parameter_server", "2"), **SERVERS}, "does not apply to parameter_server"),
+        (
+            {"strategy": StrategyConfig("parameter_server"), "jit_compile": True, **SERVERS},
+            "jit_compile is not possible",
+        ),
+        (
+            {"strategy": StrategyConfig("parameter_server"), "precision": "mixed_float16", **SERVERS},
+            "precision mixed_float16 is not possible under parameter_server",
+        ),
+        (
+            {
+                "strategy": StrategyConfig("parameter_server"),
+                "optimizer": OptimizerConfig(gradient_accumulation_steps=2),
+                **SERVERS,
+            },
+            "optimizer.gradient_accumulation_steps is not possible under parameter_server",
+        ),
+        ({"optimizer": OptimizerConfig("adm")}, "Unknown optimizer 'adm'; did you mean 'adam'?"),
+        ({"optimizer": OptimizerConfig(momentum=0.9)}, "optimizer 'adam' takes no 'momentum'. It takes: beta_1"),
+        ({"optimizer": OptimizerConfig("sgd", beta_1=0.8)}, "optimizer 'sgd' takes no 'beta_1'. It takes: momentum"),
+        ({"optimizer": OptimizerConfig(clipnorm=1, clipvalue=1)}, "may be set. Received: clipnorm, clipvalue."),
+        ({"task": "digts", "task_options": None}, "Unknown task 'digts'; did you mean 'digits'?"),
+        (
+            {"task": "collections:Counter"},
+            "task 'collections:Counter' is no tfdist.Task: it has no 'build_model'.",
+        ),
+        ({"task": "no_such_package:Task"}, "The module of task 'no_such_package:Task' cannot be found"),
+        (
+            {"task_options": synthetic.Options()},
+            "takes task_options of tfdist.tasks.digits.Options. Received: tfdist.tasks.synthetic.Options;",
+        ),
+        ({"task_options": digits.Options(filters=0)}, "task_options.filters must be 1 or more. Received: 0."),
+        (
+            {"task_options": digits.Options(dropout=1)},
+            "task_options.dropout must be 0 or more and below 1. Received: 1.0.",
+        ),
+        ({"task": "synthetic", "task_options": synthetic.Options(layers=-1)}, "task_options.layers must be 0 or more."),
+        ({"global_batch_size": 0}, "Exactly one of global_batch_size and per_replica_batch_size must be set"),
+        ({"per_replica_batch_size": 8}, "the other be 0. Received: 32 and 8."),
+        ({"global_batch_size": -32, "per_replica_batch_size": 32}, "the other be 0. Received: -32 and 32."),
+        ({"per_replica_batch_size": -1}, "the other be 0. Received: 32 and -1."),
+        ({"precision": "float16"}, "unknown precision 'float16'; did you mean 'float32'?"),
+        ({"epochs": 0}, "epochs must be 1 or more, and finite. Received: 0."),
+        ({"steps_per_epoch": -1}, "steps_per_epoch must be 0 or more, and finite. Received: -1."),
+        ({"learning_rate": -0.1}, "learning_rate must be 0 or more, and finite. Received: -0.1."),
+        ({"learning_rate": NAN}, "learning_rate must be 0 or more, and finite. Received: nan."),
+        ({"grace_seconds": -1.0}, "grace_seconds must be 0 or more, and finite. Received: -1.0."),
+        ({"seed": 2**31}, "seed must be 0 to 2147483647. Received: 2147483648."),
+        ({"epochs": "3"}, "config.epochs must be int. Received: '3'."),
+        ({"epochs": True}, "config.epochs must be int. Received: True."),
+        ({"epochs": Unshowable()}, "config.epochs must be int. Received: a value of type Unshowable."),
+        ({"task": []}, "config.task must be str. Received: []."),
+        ({"precision": "x" * 5000}, "unknown precision 'xxx"),
+        ({"learning_rate": 10**400}, "config.learning_rate must be float. Received: 1000"),
+        ({"epochs": 3.0}, "config.epochs must be int. Received: 3.0."),
+        ({"learning_rate": "fast"}, "config.learning_rate must be float. Received: 'fast'."),
+        ({"deterministic": 1}, "config.deterministic must be bool. Received: 1."),
+        ({"global_batch_size": "32"}, "config.global_batch_size must be int. Received: '32'."),
+        ({"optimizer": OptimizerConfig(name=3)}, "config.optimizer.name must be str. Received: 3."),
+        ({"strategy": "mirrored"}, "config.strategy must be StrategyConfig. Received: 'mirrored'."),
+        ({"strategy": OptimizerConfig()}, "config.strategy must be StrategyConfig. Received: OptimizerConfig("),
+        ({"optimizer": None}, "config.optimizer must be OptimizerConfig. Received: None."),
+        (
+            {"task_options": digits.Options(filters="many")},
+            "config.task_options.filters must be int. Received: 'many'.",
+        ),
+    ],
+)
+def test_a_fault_is_named(fields, said):
+    found = faults(make(**fields))
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_every_fault_is_reported_at_once():
+    checked = make(
+        strategy=StrategyConfig("mirror"), optimizer=OptimizerConfig("sdg"), precision="half", epochs=0, seed=-1
+    )
+    checked.task_options.filters = 0
+    assert len(faults(checked)) == 6
+    checked = make(epochs="1", seed="2", strategy=StrategyConfig(name=3), precision="half", learning_rate=-1)
+    assert len(faults(checked)) == 5, "what is of its type is judged beside what is not"
+    checked = make(
+        epochs="1",
+        strategy=StrategyConfig("miror"),
+        optimizer=OptimizerConfig("adm"),
+        task="digts",
+        task_options=digits.Options(),
+        cluster=ClusterConfig(0),
+        global_batch_size=0,
+    )
+    assert len(faults(checked)) == 6
+    assert len(faults(make(strategy="mirrored", cluster=ClusterConfig(2)))) == 1
+    checked = make(epochs="1", strategy=StrategyConfig("mirrored", devices=3))
+    assert faults(checked)[1:] == ("global_batch_size 32 is not divisible by 3 replicas; use 30 or 33.",)
+
+
+def test_an_attribute_that_is_no_field_is_a_misspelt_field():
+    checked = make()
+    checked.epoch = 3
+    checked.optimizer.momentun = 0.9
+    checked.task_options.filter = 3
+    checked.strategy._note = "is nobody's business"
+    found = faults(checked)
+    assert len(found) == 3
+    assert found[0].startswith("config.epoch: unknown config field 'epoch'; did you mean 'epochs'? Known: task, ")
+    assert found[1].startswith("config.task_options.filter: unknown config field 'filter'; did you mean 'filters'?")
+    assert found[2].startswith("config.optimizer.momentun: unknown config field 'momentun'; did you mean 'momentum'?")
+
+
+@pytest.mark.parametrize(
+    ("batch", "strategy", "workers", "said"),
+    [
+        (32, StrategyConfig("mirrored", devices=3), 1, "32 is not divisible by 3 replicas; use 30 or 33."),
+        (2, StrategyConfig("mirrored", devices=3), 1, "2 is not divisible by 3 replicas; use 3."),
+        (
+            9,
+            StrategyConfig("central_storage", devices="CPU:0, CPU:1"),
+            1,
+            "9 is not divisible by 2 replicas; use 8 or 10.",
+        ),
+        (32, StrategyConfig("multi_worker_mirrored"), 5, "32 is not divisible by 5 replicas; use 30 or 35."),
+    ],
+)
+def test_a_batch_that_known_replicas_do_not_divide_names_the_nearest_that_they_do(batch, strategy, workers, said):
+    checked = make(global_batch_size=batch, strategy=strategy, cluster=ClusterConfig(workers))
+    assert faults(checked) == (f"global_batch_size {said}",)
+    for better in said[:-1].partition("use ")[2].split(" or "):
+        checked.global_batch_size = int(better)
+        validation.check(checked)
+
+
+def test_the_workers_of_the_environment_go_before_those_of_the_configuration():
+    checked = make(global_batch_size=33, strategy=StrategyConfig("multi_worker_mirrored"), cluster=ClusterConfig(2))
+    assert faults(checked) == ("global_batch_size 33 is not divisible by 2 replicas; use 32 or 34.",)
+    validation.check(checked, workers=3)
+    validation.check(checked, workers=0)
+    with pytest.raises(ConfigError, match="33 is not divisible by 4 replicas; use 32 or 36"):
+        validation.check(checked, workers=4)
+
+
+def test_where_the_replicas_are_not_known_a_batch_is_not_judged():
+    for strategy in (StrategyConfig("mirrored"), StrategyConfig("tpu"), StrategyConfig()):
+        validation.check(make(global_batch_size=7, strategy=strategy))
+    validation.check(
+        make(global_batch_size=0, per_replica_batch_size=7, strategy=StrategyConfig("mirrored", devices=3))
+    )
+
+
+def test_whole_numbers_become_floats_where_floats_are_declared():
+    checked = make(learning_rate=1, grace_seconds=3)
+    validation.check(checked)
+    assert [type(checked.learning_rate), type(checked.grace_seconds)] == [float, float]
+
+
+def test_devices_are_a_number_a_text_or_a_list():
+    assert StrategyConfig(devices=2).device_names == ["CPU:0", "CPU:1"]
+    assert StrategyConfig(devices=["GPU:1", "GPU:3"]).device_names == ["GPU:1", "GPU:3"]
+    assert StrategyConfig(devices="GPU:1, GPU:3,").device_names == ["GPU:1", "GPU:3"]
+    assert StrategyConfig().device_names == StrategyConfig(devices=None).device_names == []
+    assert [StrategyConfig(devices=d).virtual_cpus for d in (3, "3", "GPU:0", "")] == [3, 3, 0, 0]
+
+
+@pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)
+def test_each_optimizer_takes_its_arguments_and_gives_those_changed(name):
+    defaults = OptimizerConfig()
+    other = {True: False, False: True}
+    for argument in (*optimizer_lib.OPTIMIZERS[name], "weight_decay", "clipnorm", "use_ema"):
+        value = getattr(defaults, argument)
+        changed = {argument: other[value] if isinstance(value, bool) else value / 2 + 0.1}
+        optimizer = OptimizerConfig(name, **changed)
+        assert optimizer.changed() == changed
+        validation.check(make(optimizer=optimizer))
+
+
+def test_the_users_own_optimizer_may_take_any_argument():
+    validation.check(make(optimizer=OptimizerConfig("own.module:Optimizer", momentum=0.5, beta_1=0.5)))
+
+
+OWN = """
+from __future__ import annotations
+import dataclasses
+from tfdist.tasks.base import Task
+
+@dataclasses.dataclass
+class Options:
+    depth: int = 3
+    name: str = "own"
+
+    def faults(self):
+        if self.depth > 9:
+            yield f"task_options.depth must be 9 or less. Received: {self.depth}."
+
+class Own(Task):
+    Options = Options
+
+class Plain(Task):
+    pass
+"""
+
+
+def test_the_users_own_task_gets_its_options_and_their_faults(own_tasks):
+    module = own_tasks("own_task_a", OWN)
+    checked = make(task=f"{module}:Own")
+    validation.check(checked)
+    assert checked.task_options == importlib.import_module(module).Options(3, "own")
+    checked.task_options.depth = 10
+    assert faults(checked) == ("task_options.depth must be 9 or less. Received: 10.",)
+    assert (
+        "takes task_options of own_task_a.Options. Received: tfdist.tasks.digits.Options;"
+        in faults(make(task=f"{module}:Own", task_options=digits.Options()))[0]
+    )
+
+
+def test_a_task_without_options_needs_none(own_tasks):
+    checked = make(task=own_tasks("own_task_b", OWN) + ":Plain")
+    validation.check(checked)
+    assert checked.task_options == NoOptions()
+
+
+def test_options_annotated_by_texts_work_as_flags(own_tasks, tmp_path):
+    module = own_tasks("own_task_c", OWN)
+    (tmp_path / "own_config.py").write_text(
+        f"import tfdist, {module}\n"
+        f"def get_config():\n"
+        f"    return tfdist.TrainConfig(task='{module}:Own', task_options={module}.Options(), global_batch_size=8)\n"
+    )
+    argv = ["train", f"--config={tmp_path}/own_config.py", "--config.task_options.depth=5"]
+    assert flags.parse(argv, "")[0].task_options.depth == 5
+    with pytest.raises(ConfigError, match=r"depth: expected a whole number. Received: 'five'"):
+        flags.parse([*argv[:2], "--config.task_options.depth=five"], "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "import os\nos.no_such_function()",
+            r"cannot be imported: AttributeError: .*no_such_function.*own_task_\w+.py:2\)",
+        ),
+        ("import sys\nsys.exit(0)", r"cannot be imported: SystemExit: 0 \(.*py:2\)"),
+    ],
+)
+def test_a_module_that_raises_or_leaves_is_told_with_the_place(own_tasks, text, said):
+    module = own_tasks("own_task_d" if "exit" in text else "own_task_e", text)
+    with pytest.raises(ConfigError, match=said):
+        validation.check(make(task=f"{module}:Own"))
+
+
+def test_to_dict_is_plain():
+    plain = train.to_dict(make(strategy=StrategyConfig("mirrored", devices=2)))
+    assert plain["strategy"]["devices"] == "2"
+    assert plain["task_options"] == {"filters": 32, "dropout": 0.3}
+
+
+def test_central_storage_says_all_that_it_cannot():
+    config = TrainConfig(strategy=StrategyConfig("central_storage"), global_batch_size=8)
+    config.jit_compile, config.precision, config.optimizer.use_ema = True, "mixed_float16", True
+    with pytest.raises(ConfigError) as raised:
+        validation.check(config)
+    assert [fault.partition(" is not possible under central_storage")[0] for fault in raised.value.faults] == [
+        "jit_compile",
+        "precision mixed_float16",
+        "optimizer.use_ema",
+    ]
+
+
+@pytest.mark.parametrize(("steps", "sound"), [(-1, False), (0, True), (1, False), (2, True)])
+def test_gradients_are_accumulated_over_several_steps_or_not_at_all(steps, sound):
+    config = TrainConfig(global_batch_size=8)
+    config.optimizer.gradient_accumulation_steps = steps
+    with contextlib.nullcontext() if sound else pytest.raises(ConfigError, match=r"0 \(off\) or 2 or more\. Received"):
+        validation.check(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("momentum", 2.0),
+        ("momentum", float("nan")),
+        ("beta_1", 2.0),
+        ("beta_1", float("nan")),
+        ("beta_2", 1.0),
+        ("rho", -0.1),
+        ("ema_momentum", 5.0),
+        ("epsilon", -1.0),
+        ("weight_decay", -1.0),
+        ("clipnorm", -1.0),
+        ("global_clipnorm", float("inf")),
+        ("clipvalue", float("nan")),
+    ],
+)
+def test_numbers_that_keras_would_take_or_trip_over_are_faults(name, value):
+    takes = next((each for each, names in optimizer_lib.OPTIMIZERS.items() if name in names), "adam")
+    found = [fault for fault in faults(make(optimizer=OptimizerConfig(takes, **{name: value}))) if name in fault]
+    assert len(found) == 1 and found[0].startswith(f"optimizer.{name} must be ") and str(value) in found[0]
+
+
+@pytest.mark.parametrize("save_freq", ["9" * 5000, "0", "00", "-1", "٣", "1.5", ""])
+def test_how_often_to_save_is_a_number_that_can_be(save_freq):
+    (found,) = faults(make(backup=config.BackupConfig(save_freq=save_freq)))
+    assert found.startswith("backup.save_freq must be 'epoch', 'never' or a number of steps") and len(found) < 300
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [("nonsense", "must be names such as GPU:0"), ("GPU:x", "such as GPU:0"), ("CPU:0,cpu:0", "names a device twice")],
+)
+def test_devices_are_names_and_each_is_one(devices, said):
+    (found,) = faults(make(global_batch_size=64, strategy=StrategyConfig("mirrored", devices=devices)))
+    assert said in found

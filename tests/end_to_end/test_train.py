@@ -1,0 +1,401 @@
+"""`python -m tfdist.train`: the main job, each strategy's configuration, and tasks that fail."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tfdist import config
+from tfdist.config import train as train_lib
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def start(*arguments, **environ):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    if "TF_CONFIG" not in environ or not environ["TF_CONFIG"]:
+        environ.pop("TF_CONFIG", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tfdist.train", *arguments],
+        cwd=ROOT,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def finish(process, timeout=120):
+    try:
+        return process.communicate(timeout=timeout)[0]
+    finally:
+        process.kill()
+
+
+def left_over(marker):
+    """The processes whose command line holds `marker`."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker in path.read_bytes().decode(errors="replace"):
+                found.append(path.parent.name)
+        except OSError:
+            pass
+    return found
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory):
+    """The demo's job: output, work directory."""
+    workdir = tmp_path_factory.mktemp("main")
+    process = start("--config=configs/digits_multi_worker.py", f"--workdir={workdir}")
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output, workdir
+
+
+def test_main_job_reaches_its_accuracy_and_says_so(main_job):
+    output, workdir = main_job
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["metrics"]["val_accuracy"] >= 0.97
+    assert summary["strategy"] == "multi_worker_mirrored"
+    assert (summary["num_replicas"], summary["cluster"], summary["restarts"]) == (2, {"worker": 2}, 0)
+    assert (summary["epochs"], summary["steps"]) == (10, 220)
+    assert summary["examples_per_second"] > 0 and 0 < summary["step_ms"]["median"] <= summary["step_ms"]["p95"]
+    planned = summary["wire_bytes_per_step"]["predicted"]
+    assert planned > 0.9 * 4 * 20000 and summary["wire_bytes_per_step"]["measured"] > 0.9 * planned
+    shown = [line.removeprefix("[worker:0] ") for line in output.splitlines() if line.startswith("[worker:0] ")]
+    assert json.loads("\n".join(shown[shown.index("{") :])) == summary, "the summary is printed"
+    assert any("replicas, global batch 64 = 2 x 32" in line for line in shown)
+
+
+def test_main_job_shows_progress_on_the_chief_alone(main_job):
+    output, _ = main_job
+    for epoch in range(1, 11):
+        assert f"[worker:0] Epoch {epoch}/10" in output
+    assert "[worker:1] Epoch" not in output
+
+
+def test_main_job_leaves_one_set_of_files(main_job):
+    _, workdir = main_job
+    files = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()}
+    events = {file for file in files if file.startswith("tensorboard/")}
+    assert files - events == {
+        "config.json",
+        "summary.json",
+        "model.keras",
+        "logs/worker-0.log",
+        "logs/worker-1.log",
+    }
+    (event_file,) = events
+    assert event_file.startswith("tensorboard/worker-0/")
+    assert json.loads((workdir / "config.json").read_text())["cluster"]["workers"] == 2
+
+
+def test_main_job_writes_scalars_for_each_epoch(main_job):
+    _, workdir = main_job
+    events = EventAccumulator(str(workdir / "tensorboard" / "worker-0"), size_guidance={"tensors": 0}).Reload()
+    assert {"loss", "accuracy", "val_loss", "val_accuracy", "examples_per_second"} <= set(events.Tags()["tensors"])
+    assert [event.step for event in events.Tensors("val_accuracy")] == list(range(10))
+
+
+def test_main_jobs_model_is_plain_keras(main_job):
+    from tfdist.tasks import digits
+
+    _, workdir = main_job
+    summary = json.loads((workdir / "summary.json").read_text())
+    model = keras.models.load_model(workdir / "model.keras")
+    assert model.optimizer.iterations.numpy() == 220
+    loss, accuracy = model.evaluate(*digits.load()[1], verbose=0)
+    assert accuracy == pytest.approx(summary["metrics"]["val_accuracy"])
+    assert loss == pytest.approx(summary["metrics"]["val_loss"], rel=1e-4)
+
+
+# The options of the step have a run of digits_mirrored, too.
+@pytest.mark.parametrize(
+    "name", ["default", pytest.param("digits_mirrored", marks=pytest.mark.slow), "digits_central_storage"]
+)
+def test_each_strategys_configuration_trains(tmp_path, name):
+    process = start(f"--config=configs/{name}.py", f"--workdir={tmp_path}", "--config.epochs=5")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert json.loads((tmp_path / "summary.json").read_text())["metrics"]["val_accuracy"] >= 0.95
+
+
+def test_synthetic_trains_in_bfloat16_and_with_other_options(tmp_path):
+    process = start(
+        "--config=configs/synthetic.py",
+        f"--workdir={tmp_path}",
+        "--config.task_options.width=64",
+        "--config.task_options.examples=256",
+        "--config.optimizer.name=adamw",
+        "--config.optimizer.weight_decay=0.01",
+        "--config.precision=mixed_bfloat16",
+        "--config.deterministic=True",
+        "--config.steps_per_epoch=7",
+        "--config.epochs=2",
+    )
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 14
+
+
+def test_tpu_without_one_is_one_sentence(tmp_path):
+    process = start("--config=configs/digits_tpu.py", f"--workdir={tmp_path}", "--config.strategy.devices=local")
+    output = finish(process)
+    assert process.returncode == 2
+    assert "No TPU was found for strategy.devices='local'" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "named"),
+    [
+        (
+            "import",
+            2,
+            "'tests.helpers.failing_task:Failing' cannot be imported: RuntimeError: failing in import, on purpose",
+        ),
+        # Like the step: the others are in their strategy and wait for this one.
+        pytest.param(
+            *("build", 1, "worker:1 failed with exit code 1: RuntimeError: failing in build, on purpose"),
+            marks=pytest.mark.slow,
+        ),
+        ("step", 1, "worker:1 failed with exit code 1: RuntimeError: failing in step, on purpose"),
+        ("kill", 137, "worker:1 was killed by SIGKILL"),
+    ],
+)
+def test_a_task_that_fails_ends_all_within_ten_seconds(tmp_path, where, code, named):
+    config = tmp_path / "config.py"
+    by_name = where == "import"  # a task that the configuration only names is imported later
+    config.write_text(
+        "from tfdist.config import *\n"
+        + ("" if by_name else "from tests.helpers import failing_task\n")
+        + "def get_config():\n"
+        + "    return TrainConfig('tests.helpers.failing_task:Failing', strategy=StrategyConfig('multi_worker_mirrored'),\n"
+        + "        cluster=ClusterConfig(2), global_batch_size=8"
+        + ("" if by_name else ", task_options=failing_task.Options()")
+        + ")\n"
+    )
+    moment = tmp_path / "moment"
+    process = start(
+        f"--config={config}",
+        f"--workdir={tmp_path / 'run'}",
+        *([] if by_name else [f"--config.task_options.where={where}", f"--config.task_options.moment={moment}"]),
+        **({"FAIL_AT_IMPORT": str(moment)} if by_name else {}),
+    )
+    output = finish(process)
+    ended = time.time()
+    assert process.returncode == code, output
+    assert ended - float(moment.read_text()) < 10
+    assert output.count(named) == 1, output
+    tracebacks = [line for line in output.splitlines() if "Traceback (most recent call last)" in line]
+    if where == "kill":
+        assert not tracebacks, output
+    else:
+        assert tracebacks and all(line.startswith("[worker:1] ") for line in tracebacks), output
+        assert output.count(f"[worker:1] RuntimeError: failing in {where}, on purpose") == 1, output
+    assert not left_over(str(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["{0}/file", "{0}/file/below", "/proc/nowhere", "{0}/" + "x" * 300])
+def test_a_work_directory_that_cannot_be_written_to_is_said(tmp_path, capsys, where):
+    from tfdist import train
+
+    (tmp_path / "file").write_text("")
+    assert train.main(["train", "--config=digits", f"--workdir={where.format(tmp_path)}"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("tfdist: workdir must be a folder that can be written to. Received: ") and said.count("\n") == 1
+    )
+
+
+def own_optimizer(learning_rate, **arguments):
+    return keras.optimizers.SGD(learning_rate) if learning_rate < 1 else "none"
+
+
+def test_a_function_may_make_the_optimizer():
+    from tfdist import train
+
+    named = config.TrainConfig(
+        "digits", optimizer=config.OptimizerConfig(f"{__name__}:own_optimizer"), learning_rate=0.5
+    )
+    assert float(train.build_optimizer(named).learning_rate) == 0.5
+    named.learning_rate = 1.5
+    with pytest.raises(
+        train_lib.ConfigError, match=r"own_optimizer' must return a keras.optimizers.Optimizer. Received: 'none'"
+    ):
+        train.build_optimizer(named)
+
+
+def test_summary_numbers_are_json():
+    from tfdist import train
+
+    assert train._finite(np.float32(0.5)) == 0.5
+    assert json.dumps([train._finite(float("nan")), train._finite(np.array([0.25, np.inf]))]) == "[null, [0.25, null]]"
+
+
+def test_a_hangup_is_ignored_under_nohup(tmp_path):
+    command = ["nohup", sys.executable, "-m", "tfdist.launch", "--", "sh", "-c", "echo started; sleep 4"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert process.stdout.readline() == "[worker:0] started\n"
+    process.send_signal(signal.SIGHUP)
+    finish(process, timeout=30)
+    assert process.returncode == 0
+
+
+def test_interrupt_ends_all(tmp_path):
+    process = start(
+        "--config=configs/digits_multi_worker.py",
+        f"--workdir={tmp_path}",
+        "--config.epochs=1000",
+        "--config.grace_seconds=3",
+    )
+    deadline = time.monotonic() + 60
+    log = tmp_path / "logs" / "worker-0.log"
+    while not (log.exists() and "Epoch 2/" in log.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    finish(process, timeout=20)
+    assert process.returncode == 130
+    assert not left_over(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def parameter_servers(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("ps")
+    options = ["--config.strategy.name=parameter_server", "--config.cluster.workers=2", "--config.cluster.ps=2"]
+    process = start("--config=configs/digits.py", f"--workdir={workdir}", *options)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output, workdir
+
+
+def test_one_command_trains_with_parameter_servers(parameter_servers):
+    output, workdir = parameter_servers
+    summary = json.loads((workdir / "summary.json").read_text())
+    # About 0.99; but at a constant learning rate, and updates that come as they like, the last epoch may end lower.
+    assert summary["metrics"]["val_accuracy"] >= 0.9
+    assert (summary["strategy"], summary["num_replicas"]) == ("parameter_server", 2)
+    assert summary["cluster"] == {"chief": 1, "worker": 2, "ps": 2}
+    assert (summary["epochs"], summary["steps"], summary["retried_steps"]) == (10, 220, 0)
+    assert set(summary["bytes_per_server"]) == {"ps:0", "ps:1"} and min(summary["bytes_per_server"].values()) > 0
+    assert "[chief:0] parameter_server: 2 workers, each with batches of 64" in output
+    assert keras.models.load_model(workdir / "model.keras").optimizer.iterations.numpy() == 220
+    logs = {path.name for path in (workdir / "logs").iterdir()}
+    assert logs == {"chief-0.log", "worker-0.log", "worker-1.log", "ps-0.log", "ps-1.log"}
+    assert len(list((workdir / "tensorboard" / "chief-0").iterdir())) == 1
+    assert not left_over(str(workdir))
+
+
+@pytest.mark.parametrize(
+    ("task", "workers", "ps"), [("worker:1", 2, 1), pytest.param("ps:1", 1, 2, marks=pytest.mark.slow)]
+)
+def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, workers, ps):
+    options = [
+        f"--config.cluster.workers={workers}",
+        f"--config.cluster.ps={ps}",
+        "--config.epochs=5",
+        "--config.steps_per_epoch=60",
+    ]
+    process = start("--config=configs/digits_parameter_server.py", f"--workdir={tmp_path}", *options)
+    kind, index = task.split(":")
+    log = tmp_path / "logs" / "chief-0.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "Epoch 2/" in log.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    for pid in left_over(str(tmp_path)):
+        environ = pathlib.Path("/proc", pid, "environ").read_bytes().decode()
+        if f'"task": {{"type": "{kind}", "index": {index}}}' in environ:
+            os.kill(int(pid), signal.SIGKILL)
+    killed = time.monotonic()
+    output = finish(process)
+    if kind == "ps":
+        assert time.monotonic() - killed < 30
+        assert process.returncode == 137 and "tfdist: ps:1 was killed by SIGKILL" in output, output
+    else:
+        assert process.returncode == 0, output
+        assert "tfdist: worker:1 was killed by SIGKILL; the other workers go on" in output
+        assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 300
+        assert keras.models.load_model(tmp_path / "model.keras").optimizer.iterations.numpy() == 300
+    assert not left_over(str(tmp_path))
+
+
+def test_options_of_the_step_reach_the_model(tmp_path):
+    options = ["--config.steps_per_execution=4", "--config.jit_compile", "--config.precision=mixed_float16"]
+    options += ["--config.optimizer.gradient_accumulation_steps=2", "--config.steps_per_epoch=10", "--config.epochs=8"]
+    options += ["--config.task_options.filters=8"]
+    process = start("--config=configs/digits_mirrored.py", f"--workdir={tmp_path}", *options)
+    output = finish(process)
+    assert process.returncode == 0, output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 80
+    assert summary["metrics"]["val_accuracy"] > 0.5
+    model = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert model.optimizer.inner_optimizer.gradient_accumulation_steps == 2
+    assert model.optimizer.iterations.numpy() == 40, "updates"
+    assert model.layers[-1].dtype_policy.name == "mixed_float16"
+
+
+@pytest.fixture(scope="module")
+def killed_job(tmp_path_factory):
+    """A job of which a worker is killed, once there is a backup: output, work directory."""
+    workdir = tmp_path_factory.mktemp("killed")
+    process = start(
+        "--config=configs/digits_multi_worker.py",
+        f"--workdir={workdir}",
+        "--config.backup.save_freq=15",
+        "--config.max_restarts=1",
+        "--config.epochs=4",
+    )
+    deadline = time.monotonic() + 90
+    while not (workdir / "backup" / "checkpoint").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = [
+        pid for pid in left_over(str(workdir)) if b"TF_CONFIG" in pathlib.Path("/proc", pid, "environ").read_bytes()
+    ]
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output, workdir
+
+
+def test_a_job_with_a_killed_worker_is_restarted_from_its_backup(killed_job):
+    output, workdir = killed_job
+    assert re.search(r"tfdist: worker:\d lost at step \d+ \(killed by SIGKILL\); restart 1/1 from step [1-9]", output)
+    assert "tfdist: going on from step" in output
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert (summary["restarts"], summary["steps"], summary["epochs"]) == (1, 88, 4)
+    assert not (workdir / "backup").exists(), "removed with everything written"
+    assert not left_over(str(workdir))
+
+
+def test_another_configuration_does_not_go_on_from_a_backup(tmp_path):
+    options = ["--config=configs/default.py", f"--workdir={tmp_path}", "--config.steps_per_epoch=4"]
+    process = start(*options, "--config.backup.save_freq=2", "--config.epochs=9999")
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "backup" / "checkpoint").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 75, output
+    assert "tfdist: told to end (SIGTERM): saved at step" in output
+    process = start(*options, "--config.learning_rate=0.5", "--config.epochs=1")
+    output = finish(process)
+    assert process.returncode == 2, output
+    assert "is of another training: config.learning_rate is 0.5, and was 0.003" in output
+    assert (tmp_path / "backup" / "checkpoint").exists()

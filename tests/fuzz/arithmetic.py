@@ -1,0 +1,213 @@
+"""What a case must train: a plain loop over whole batches, with losses and optimizers written out.
+
+Keras serves for the layers alone. Gradients are TensorFlow's, made dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.fuzz.cases import CLASSES, SEVERAL, Case
+from tests.fuzz.models import make_data
+
+LOSS_WEIGHTS = {"a": 0.5, "b": 2.0}
+Arrays = list[np.ndarray]
+
+
+def huber(error: tf.Tensor) -> tf.Tensor:
+    size = tf.abs(error)
+    return tf.where(size <= 1, error**2 / 2, size - 0.5)
+
+
+# Each returns a number for each example, or for each token.
+VALUES: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "mse": lambda y, out: tf.reduce_mean((y - out) ** 2, -1),
+    "number": lambda y, out: tf.reduce_mean((y - out) ** 2, -1),
+    "total": lambda y, out: tf.reduce_sum((y - out) ** 2, -1) / 16,
+    "mae": lambda y, out: tf.reduce_mean(tf.abs(y - out), -1),
+    "huber": lambda y, out: tf.reduce_mean(huber(y - out), -1),
+    "own": lambda y, out: tf.reduce_mean(tf.sqrt(1 + (y - out) ** 2), -1),
+    "binary": lambda y, out: tf.reduce_mean(tf.math.softplus(out) - y * out, -1),
+    "categorical": lambda y, out: tf.reduce_logsumexp(out, -1) - tf.reduce_sum(y * out, -1),
+    "sparse": lambda y, out: (
+        tf.reduce_logsumexp(out, -1)
+        - tf.reduce_sum(tf.one_hot(tf.cast(y, tf.int32), CLASSES, dtype=out.dtype) * out, -1)
+    ),
+}
+
+
+def reduced(values: tf.Tensor, weights: Any, mask: Any, reduction: str | None) -> tf.Tensor:
+    """Returns the loss of a batch: the weighted sum of its values, divided as Keras documents."""
+    each = tf.ones_like(values) if weights is None else tf.convert_to_tensor(weights) * tf.ones_like(values)
+    valid = tf.ones_like(values) if mask is None else tf.cast(mask, values.dtype)
+    total = tf.reduce_sum(values * each * valid)
+    if reduction == "mean_with_sample_weight":
+        return tf.math.divide_no_nan(total, tf.reduce_sum(each * valid))
+    return total / tf.reduce_sum(valid) if reduction == "sum_over_batch_size" else total
+
+
+class Average:
+    """Weighted means by name."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, np.ndarray] = {}
+
+    def add(self, name: str, total: Any, count: Any) -> None:
+        self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array([float(total), float(count)])
+
+    def result(self, prefix: str = "") -> dict[str, float]:
+        return {prefix + name: total / count if count else 0.0 for name, (total, count) in self._sums.items()}
+
+
+def loss_of(case: Case, model: keras.Model, batch: tuple[Any, ...], training: bool, logs: Average) -> tf.Tensor:
+    """Returns the loss of a batch, and adds what is logged of it to `logs`."""
+    x, y, weights = (*batch, None)[:3]
+    out = model(x, training=training)
+    total: Any = tf.constant(0.0, tf.float64)
+    for name in "ab" if case.model in SEVERAL else [""]:
+        mask = x != 0 if (case.model, name) in (("masked_tokens", ""), ("masked_outputs", "a")) else None
+        mine, theirs = (y[name], out[name]) if name else (y, out)
+        weight = weights[name] if isinstance(weights, dict) else weights
+        values = VALUES[case.loss](tf.convert_to_tensor(mine), theirs)
+        loss = reduced(values, weight, mask, "sum" if case.loss == "total" else case.reduction_of(name))
+        if name:
+            logs.add(f"{name}_loss", loss * len(x), len(x))
+        total += loss * (LOSS_WEIGHTS[name] if name else 1.0)
+        if not name and case.loss != "sparse":
+            errors, each = VALUES["mae"](mine, theirs), 1.0 if weight is None else weight
+            valid = np.ones(errors.shape) if mask is None else mask.astype(float)
+            logs.add("mae", tf.reduce_sum(errors * valid), valid.sum())
+            logs.add("weighted", tf.reduce_sum(errors * valid * each), (valid * each).sum())
+    total += sum(tf.reduce_sum(loss) for loss in model.losses)
+    logs.add("loss", total * len(x), len(x))
+    return total
+
+
+def batches(data: tuple[Any, ...], size: int) -> Iterator[tuple[Any, ...]]:
+    rows = len(data[0])
+    for first in range(0, rows, size):
+        yield tf.nest.map_structure(lambda array, first=first: array[first : first + size], data)
+
+
+def clipped(grads: Arrays, options: dict[str, Any]) -> Arrays:
+    norms = [np.sqrt((grad**2).sum()) for grad in grads]
+    if limit := options.get("clipnorm"):
+        return [grad * min(1, limit / norm) if norm else grad for grad, norm in zip(grads, norms, strict=True)]
+    if limit := options.get("global_clipnorm"):
+        return [grad * min(1, limit / np.sqrt(sum(norm**2 for norm in norms))) for grad in grads]
+    limit = options.get("clipvalue", np.inf)
+    return [np.clip(grad, -limit, limit) for grad in grads]
+
+
+class Rule:
+    """An optimizer's formula for one variable; `state` keeps its arrays by name."""
+
+    def __init__(self, name: str, options: dict[str, Any]):
+        self._name, self._options, self._state = name, options, {}
+
+    def _moving(self, key: str, value: Any, beta: float) -> Any:
+        self._state[key] = beta * self._state.get(key, 0.0) + (1 - beta) * value
+        return self._state[key]
+
+    def step(self, w: np.ndarray, g: np.ndarray, t: int) -> np.ndarray:
+        """Returns the variable after update `t`, counted from 1."""
+        given, rate = self._options.get, self._options["learning_rate"]
+        w = w - w * rate * given("weight_decay", 0.0)
+        return getattr(self, self._name.lower())(w, g, t, rate, given)
+
+    def sgd(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
+        momentum = given("momentum", 0.0)
+        velocity = self._state["v"] = momentum * self._state.get("v", 0.0) - rate * g
+        return w + (momentum * velocity - rate * g if given("nesterov") else velocity)
+
+    def adam(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
+        one, two = given("beta_1"), given("beta_2")
+        m, v = self._moving("m", g, one), self._moving("v", g**2, two)
+        if given("amsgrad"):
+            v = self._state["max"] = np.maximum(self._state.get("max", 0.0), v)
+        return w - rate * np.sqrt(1 - two**t) / (1 - one**t) * m / (np.sqrt(v) + 1e-7)
+
+    adamw = adam
+
+    def adamax(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
+        m = self._moving("m", g, given("beta_1"))
+        u = self._state["u"] = np.maximum(given("beta_2") * self._state.get("u", 0.0), np.abs(g))
+        return w - rate / (1 - given("beta_1") ** t) * m / (u + 1e-7)
+
+    def nadam(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
+        one, two = given("beta_1"), given("beta_2")
+        decay = [one * (1 - 0.5 * 0.96**step) for step in range(1, t + 2)]
+        m, v = self._moving("m", g, one), self._moving("v", g**2, two) / (1 - two**t)
+        m = decay[t] * m / (1 - np.prod(decay)) + (1 - decay[t - 1]) * g / (1 - np.prod(decay[:t]))
+        return w - rate * m / (np.sqrt(v) + 1e-7)
+
+    def rmsprop(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
+        below = self._moving("v", g**2, given("rho")) + 1e-7
+        if given("centered"):
+            below = below - self._moving("m", g, given("rho")) ** 2
+        step = self._state["s"] = given("momentum", 0.0) * self._state.get("s", 0.0) + rate * g / np.sqrt(below)
+        return w - step
+
+    def adagrad(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
+        total = self._state["v"] = self._state.get("v", 0.125) + g**2
+        return w - rate * g / np.sqrt(total + 1e-7)
+
+    def lion(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
+        step = np.sign(given("beta_1") * self._state.get("m", 0.0) + (1 - given("beta_1")) * g)
+        self._moving("m", g, given("beta_2"))
+        return w - rate * step
+
+
+def train(case: Case, model: keras.Model) -> dict[str, list[float]]:
+    """Trains `model`, of float64, as the case says, and returns each epoch's logs."""
+    options, variables = case.options, model.trainable_variables
+    rules = [Rule(case.optimizer, options) for _ in variables]
+    every = options.get("gradient_accumulation_steps") or 1
+    sums: Arrays = []
+    averages: Arrays = []
+    history: dict[str, list[float]] = {}
+    steps = updates = 0
+    data = make_data(case, case.rows, 0, case.weights is not None)
+    if case.class_weight:
+        classes = data[1] if case.loss == "sparse" else data[1].argmax(-1)
+        data = (*data, np.vectorize(case.class_weight.get)(classes))
+    for _ in range(case.epochs):
+        logs = Average()
+        for batch in batches(data, case.batch):
+            with tf.GradientTape() as tape:
+                loss = loss_of(case, model, batch, True, logs)
+            grads = tape.gradient(loss, [variable.value for variable in variables])
+            dense = [tf.convert_to_tensor(grad).numpy() for grad in grads]
+            sums, steps = [a + b for a, b in zip(sums, dense, strict=True)] if sums else dense, steps + 1
+            if steps % every == 0:
+                updates += 1
+                final = clipped([total / every for total in sums], options)
+                sums = []
+                for rule, variable, grad in zip(rules, variables, final, strict=True):
+                    variable.assign(rule.step(variable.numpy(), grad, updates))
+            if options.get("use_ema"):
+                values = [variable.numpy() for variable in variables]
+                keep = options["ema_momentum"] if averages else 0.0
+                averages = [keep * a + (1 - keep) * v for a, v in zip(averages or values, values, strict=True)]
+                if (often := options["ema_overwrite_frequency"]) and steps % often == 0:
+                    for variable, average in zip(variables, averages, strict=True):
+                        variable.assign(average)
+        found = logs.result() | (validate(case, model) if case.validation else {})
+        for name, value in found.items():
+            history.setdefault(name, []).append(value)
+    for variable, average in zip(variables, averages, strict=bool(averages)):
+        variable.assign(average)
+    return history
+
+
+def validate(case: Case, model: keras.Model) -> dict[str, float]:
+    rows, size = case.validation or (0, 0)
+    logs = Average()
+    for batch in batches(make_data(case, rows, 1, case.weights is not None), size):
+        loss_of(case, model, batch, False, logs)
+    return logs.result("val_")

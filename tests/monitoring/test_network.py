@@ -1,0 +1,77 @@
+"""Bytes of a step: planned, and counted by the interfaces."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.compression import Int8
+from tfdist.monitoring import compression_report, network
+
+HERE = ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
+APART = ClusterSpec({"worker": ["a:1", "b:1", "c:1"]})
+MIXED = ClusterSpec({"worker": ["a:1", "a:2", "b:1"]})
+ALONE = ClusterSpec({"worker": ["a:1"]})
+
+
+def measured(cluster, counts, epochs=2, batches=range(3), task=0):
+    counts = iter(counts)
+    sent = network.WireBytes(cluster, TaskSpec("worker", task), lambda: next(counts))
+    for epoch in range(epochs):
+        sent.on_epoch_begin(epoch)
+        for batch in batches:
+            sent.on_train_batch_end(batch)
+    return sent.per_step
+
+
+def counts(lo, eth):
+    return [{"lo": lo * n * n, "eth0": eth * n * n} for n in range(6)]
+
+
+def test_ranks_of_one_host_share_what_its_loopback_has_sent():
+    # 0 1 4 | 9 16 25: what is sent between epochs is no step's.
+    assert measured(HERE, counts(100, 7)) == (4 + 16) * 100 / 4 / 2
+
+
+def test_ranks_of_several_hosts_send_through_the_others():
+    assert measured(APART, counts(7, 100), task=1) == (4 + 16) * 100 / 4
+
+
+def test_executions_of_several_steps_count_as_such():
+    assert measured(APART, counts(7, 100), batches=[3, 7, 11]) == (4 + 16) * 100 / 16
+
+
+def test_steps_before_compression_begins_are_counted_apart():
+    numbers = iter([0, 100, 300, 600, 610, 620])
+    sent = network.WireBytes(HERE, TaskSpec("worker", 0), lambda: {"lo": next(numbers)}, begins=3)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    sent.set_model(model)
+    for epoch in range(2):
+        sent.on_epoch_begin(epoch)
+        for batch in range(3):
+            model.optimizer.iterations.assign_add(1)
+            sent.on_train_batch_end(batch)
+    assert (sent.per_step_before, sent.per_step) == (300 / 2 / 2, 20 / 2 / 2)
+
+
+@pytest.mark.parametrize("cluster", [MIXED, ALONE])
+def test_what_cannot_be_told_is_none(cluster):
+    assert measured(cluster, counts(7, 100)) is None
+    assert measured(APART, [{}] * 6) is None
+
+
+def test_this_system_tells():
+    assert network.sent_by_interface()["lo"] >= 0
+
+
+def test_a_plan_is_of_all_variables_unless_a_gradient_has_rows():
+    dense = keras.Sequential([keras.Input((10,)), keras.layers.Dense(200), keras.layers.Dense(3)])
+    assert compression_report.planned(dense, None, 2) == 4 * (10 * 200 + 200 + 200 * 3 + 3)
+    blocks = -(-2000 // 512) * 2
+    assert compression_report.planned(dense, Int8(), 2) == blocks * 260 + 4 * (200 + 200 * 3 + 3)
+    dense.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=4)))
+    assert compression_report.planned(dense, None, 2) == 10 * 200 + 200 + 200 * 3 + 3
+    words = keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(50, 8), keras.layers.Dense(3)])
+    assert compression_report.planned(words, None, 2) is None

@@ -1,0 +1,127 @@
+"""Throughput and TensorBoard scalars."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing import event_accumulator
+
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.monitoring import network
+from tfdist.monitoring.tensorboard import Scalars
+from tfdist.monitoring.throughput import Throughput
+from tfdist.training import callback_sync
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def run_epoch(throughput, clock, seconds, epoch=0):
+    throughput.on_epoch_begin(epoch)
+    for batch, duration in enumerate(seconds):
+        clock.now += duration
+        throughput.on_train_batch_end(batch)
+
+
+def test_before_the_second_step_nothing_is_measured(clock):
+    throughput = Throughput(32, clock)
+    nothing = {"median": None, "p95": None}
+    assert (throughput.steps, throughput.examples_per_second, throughput.step_ms) == (0, None, nothing)
+    run_epoch(throughput, clock, [60])
+    assert (throughput.steps, throughput.examples_per_second, throughput.step_ms) == (1, None, nothing)
+
+
+def test_the_first_step_which_compiles_is_left_out(clock):
+    throughput = Throughput(32, clock)
+    run_epoch(throughput, clock, [60, 0.5, 0.25, 0.25])
+    assert throughput.step_seconds == [0.5, 0.25, 0.25]
+    assert throughput.examples_per_second == 96
+    assert throughput.steps == 4
+
+
+def test_the_time_between_epochs_is_left_out(clock):
+    throughput = Throughput(8, clock)
+    run_epoch(throughput, clock, [60, 1])
+    clock.now += 1000  # validation
+    run_epoch(throughput, clock, [2, 1], epoch=1)
+    assert throughput.step_seconds == [1, 2, 1]
+    assert throughput.steps == 4
+
+
+def test_steps_of_one_execution_share_its_time(clock):
+    throughput = Throughput(8, clock)
+    throughput.set_params({"steps": 10})
+    for _ in range(2):
+        throughput.on_epoch_begin(0)
+        for last in (3, 7, 11):  # Keras does not say that the last execution has 2 steps
+            clock.now += 4
+            throughput.on_train_batch_end(last)
+    assert throughput.steps == 20
+    assert throughput.step_seconds == [1] * 4 + [2] * 2 + [1] * 8 + [2] * 2
+
+
+def test_median_and_95th_percentile_are_in_milliseconds(clock):
+    throughput = Throughput(8, clock)
+    run_epoch(throughput, clock, [60] + [step / 1000 for step in range(1, 102)])
+    assert throughput.step_ms == {"median": 51.0, "p95": 96.0}
+
+
+def scalars(folder):
+    """Returns the scalars of an event file: name to `[(step, value), ...]`."""
+    events = event_accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        tag: [(event.step, float(tf.make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
+    }
+
+
+def test_each_epochs_metrics_and_throughput_are_written(tmp_path, clock):
+    throughput = Throughput(32, clock)
+    callback = Scalars(tmp_path / "chief-0", throughput)
+    run_epoch(throughput, clock, [60, 0.5])
+    callback.on_epoch_end(0, {"loss": 2.0, "val_accuracy": 0.25})
+    run_epoch(throughput, clock, [0.25, 0.25], epoch=1)
+    callback.on_epoch_end(1, {"loss": 1.0, "val_accuracy": 0.5})
+    callback.on_train_end()
+    assert scalars(tmp_path / "chief-0") == {
+        "loss": [(0, 2.0), (1, 1.0)],
+        "val_accuracy": [(0, 0.25), (1, 0.5)],
+        "examples_per_second": [(0, 64.0), (1, 96.0)],
+    }
+
+
+def test_what_was_not_measured_is_not_written(tmp_path, clock):
+    callback = Scalars(tmp_path, Throughput(32, clock))
+    callback.on_epoch_end(0, {"loss": 2.0})
+    callback.on_epoch_end(1, None)
+    callback.on_train_end()
+    assert scalars(tmp_path) == {"loss": [(0, 2.0)]}
+
+
+def test_callbacks_that_only_observe_say_so(tmp_path):
+    class Own(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            pass
+
+    class Watching(Own):
+        only_observes = True
+
+    throughput = Throughput(8)
+    cluster = ClusterSpec({"worker": ["a:1", "b:1"]})
+    observers = [throughput, Scalars(tmp_path, throughput), network.WireBytes(cluster, TaskSpec("worker", 0))]
+    assert not any(map(callback_sync._acts_on_batches, [*observers, Watching()]))
+    assert callback_sync._acts_on_batches(Own()), "what may read or change the model has the statistics of all replicas"

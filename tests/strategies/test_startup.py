@@ -1,0 +1,117 @@
+"""Untested versions, and strategies that come too late."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfdist.cluster import local_cluster
+from tfdist.compat import versions as versions_lib
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    versions_lib.check_versions.cache_clear()
+    yield lambda module, version: monkeypatch.setattr(module, "__version__", version)
+    versions_lib.check_versions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("module", "version"), [(keras, "3.14.9"), (keras, "3.16.0"), (keras, "4.0"), (tf, "2.20.1"), (tf, "2.22.0-rc1")]
+)
+def test_an_untested_version_gives_one_warning_with_the_tested_range(versions, module, version):
+    versions(module, version)
+    with pytest.warns(
+        UserWarning, match=r"tested with tensorflow >=2\.21,<2\.22 and keras >=3\.15,<3\.16\. Found: "
+    ) as seen:
+        versions_lib.check_versions()
+        versions_lib.check_versions()
+    assert len(seen) == 1
+    assert f"{module.__name__.rpartition('.')[2]} {version}" in str(seen[0].message)
+
+
+@pytest.mark.parametrize("version", ["3.15.0", "3.15.99"])
+def test_tested_versions_give_none(versions, version):
+    versions(keras, version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        versions_lib.check_versions()
+
+
+IMPORTS = """
+import tensorflow as tf
+from keras import layers
+import tfdist
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "line"),
+    [
+        ("multi_worker_mirrored", "x = tf.constant(1)", "before line 6: x = tf.constant(1)"),
+        ("mirrored", "layers.Dense(3).build((None, 2))", "before line 6: layers.Dense(3).build((None, 2))"),
+        (
+            "mirrored",
+            "def unused():\n    tf.zeros(3)\ntf.get_logger()\nprint(tf.ones(2))",
+            "before line 9: print(tf.ones(2))",
+        ),
+        ("mirrored", "exec('tf.zeros(2)')", "to right after the imports"),
+    ],
+)
+def test_a_strategy_that_comes_too_late_names_the_place_and_where_to_go(tmp_path, monkeypatch, name, before, line):
+    script = tmp_path / "script.py"
+    options = "" if name == "multi_worker_mirrored" else ", devices=2"
+    script.write_text(f"{IMPORTS}\n{before}\ntfdist.Trainer('{name}'{options})\n")
+    if name == "multi_worker_mirrored":
+        cluster = local_cluster(2)
+        monkeypatch.setenv("TF_CONFIG", cluster.to_tf_config(cluster.tasks()[0]))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    message = done.stderr.strip().splitlines()[-1]
+    assert f"{script}:{len(script.read_text().splitlines())}: " in message
+    assert "cannot be" in message and "after TensorFlow has started" in message
+    assert line in message
+
+
+@pytest.mark.parametrize(("environ", "threads"), [({}, 2), ({"TF_NUM_INTEROP_THREADS": "1"}, 0)])
+def test_on_one_core_operations_run_beside_each_other(environ, threads):
+    cluster = local_cluster(1)
+    script = """
+import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import tfdist, tensorflow as tf
+tfdist.create_strategy("multi_worker_mirrored")
+print(tf.config.threading.get_inter_op_parallelism_threads())
+"""
+    task = next(iter(cluster.tasks()))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environ, "TF_CONFIG": cluster.to_tf_config(task)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == [str(threads)], done.stderr
+
+
+@pytest.mark.parametrize("where", ["environment", "file"])
+@pytest.mark.parametrize("program", ["tfdist.train", "trainer"])
+def test_another_framework_below_keras_is_said_before_keras_is_loaded(tmp_path, where, program):
+    environ = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    environ |= {"PYTHONPATH": str(ROOT), "KERAS_HOME": str(tmp_path)}
+    if where == "environment":
+        environ["KERAS_BACKEND"] = "jax"
+    else:
+        (tmp_path / "keras.json").write_text('{"backend": "jax"}')
+    train = ["-m", "tfdist.train", "--config=digits", f"--workdir={tmp_path / 'run'}"]
+    arguments = train if program == "tfdist.train" else ["-c", "import tfdist; tfdist.Trainer('one_device')"]
+    done = subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if program == "tfdist.train" else 1)
+    assert "tfdist trains Keras models on TensorFlow, and " in done.stderr
+    assert done.stderr.rstrip().endswith("jax: set KERAS_BACKEND=tensorflow before Keras is imported.")

@@ -1,0 +1,1 @@
+"""A training that is interrupted goes on at the very step."""

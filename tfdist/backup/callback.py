@@ -1,0 +1,195 @@
+"""`BackupAndRestore`: a training that is interrupted at any moment goes on as if it had not been.
+
+A backup is taken between two steps and written beside the next ones. A run that finds one builds everything as ever, and
+then puts all of it back: variables, each replica's own values, what callbacks remember, the place in the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+
+from tfdist.backup.search import stored_seed
+from tfdist.backup.session import BackupSession
+from tfdist.backup.storage import Storage
+from tfdist.collectives.ranks import Ranks
+from tfdist.errors import ConfigError, shown
+from tfdist.runtime import progress
+from tfdist.runtime.preemption import Preemption
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Backs a training up, and lets the next run of the same program go on from there, to the bit.
+
+    Give the Trainer a `backup_dir`, or its `fit` this callback (on every rank). Unlike
+    `keras.callbacks.BackupAndRestore` it goes on at the very step, saves what replicas and callbacks have of their own, and
+    is safe with several workers; the Keras names of its arguments mean the same. A callback of your own is backed up if it has
+    `state_dict()`, which returns plain values and arrays, and `load_state_dict(state)`. A run that has come to its end keeps its
+    last backup until `Trainer.save` has written the model.
+
+    Args:
+        backup_dir: A folder that all tasks share, of this training alone; a path for `tf.io.gfile`.
+        save_freq: `"epoch"`, or a number of steps.
+        save_every_seconds: Save also when so much time has passed since the last backup. None means never.
+        keep: How many backups to keep: the older ones are for when the newest is damaged.
+        delete_checkpoint: Whether `Trainer.save` removes the backups.
+        save_before_preemption: On SIGTERM to any task, save at the same step on all, and end with exit code 75. False
+            leaves SIGTERM alone.
+        grace_seconds: How long that may take; a process that has not ended by nine tenths of it does so then.
+        config: More plain values that must be the same in the run that goes on.
+        defaults: What those of `config` were that a backup of an older version of the program does not have.
+
+    Raises:
+        ConfigError: An argument is out of range, or `backup_dir` is a file.
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: str | int = "epoch",
+        save_every_seconds: float | None = None,
+        keep: int = 2,
+        delete_checkpoint: bool = True,
+        save_before_preemption: bool = True,
+        grace_seconds: float = 25.0,
+        config: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.backup_dir = os.fspath(backup_dir)
+        if faults := list(_faults(self.backup_dir, save_freq, save_every_seconds, keep, grace_seconds)):
+            raise ConfigError(faults)
+        self.save_freq = save_freq
+        self.save_every_seconds = save_every_seconds
+        self.keep = keep
+        self.delete_checkpoint = delete_checkpoint
+        self.preemption = Preemption(grace_seconds) if save_before_preemption else None
+        self._config, self._defaults = dict(config or {}), dict(defaults or {})
+        self._fits = 0  # that have come to their end, their backups deleted or not: a run started again counts alike
+        self._finished: list[Storage] = []  # of the fits that have come to their end
+        self._progress: progress.Progress | None = None
+        self._session: BackupSession | None = None
+
+    @contextlib.contextmanager
+    def training(
+        self,
+        model: keras.Model,
+        ranks: Ranks,
+        arguments: Mapping[str, Any],
+        settle: Callable[[], None],
+        others_go: Callable[[], bool],
+        task: str,
+    ) -> Iterator[None]:
+        """Backs up the `fit` that is called inside; what was interrupted goes on. For the Trainer; a collective.
+
+        Args:
+            model: The model.
+            ranks: This rank and the others.
+            arguments: Those of `fit` that must be the same in the run that goes on.
+            settle: Called before the state is looked at: waits for steps that are under way.
+            others_go: Called after each step: whether another task, which this one cannot do without, has been told to go.
+            task: This task's name, as `worker-1`.
+
+        Raises:
+            ConfigError: The folder cannot be used, or holds backups of another training.
+            BackupError: None of the backups there is whole.
+        """
+        folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
+        self._progress = self._progress or progress.Progress(task)
+        storage = Storage(folder, ranks.rank, ranks.size)
+        self._session = session = BackupSession(
+            self, storage, model, ranks, arguments, settle, others_go, self._progress
+        )
+        session.find()
+        if self.preemption:
+            self.preemption.listen()
+            self.preemption.training = True
+        try:
+            with session.follower.following():
+                yield
+            self._finished.append(storage)
+            self._fits += 1
+        finally:
+            if self.preemption:
+                self.preemption.training = False
+                self.preemption.give_back()
+            session.writer.wait(5.0)
+            self._session = None
+
+    def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """Takes the callbacks of the training, whose state is backed up, too. For the Trainer."""
+        self._active.watch(callbacks)
+
+    def delete(self) -> None:
+        """Removes the backups of trainings that have come to their end, unless `delete_checkpoint=False`."""
+        if self.delete_checkpoint:
+            for storage in reversed(self._finished):
+                storage.remove_all()
+            self._finished = []
+            if self._progress:
+                self._progress.tell(saved=0)
+
+    def adopt_seed(self) -> None:
+        """Sets TensorFlow's random seed to that of the training that will go on, or to some seed if there is none.
+
+        Call it before datasets are made: a dataset that shuffles takes its seed from there. A seed that is set later holds.
+        """
+        seed = stored_seed(self.backup_dir)
+        if seed is None and eager_context.global_seed() is None:
+            seed = int.from_bytes(os.urandom(4), "little") >> 1
+        if seed is not None and seed != eager_context.global_seed():
+            tf.random.set_seed(seed)
+
+    @property
+    def _active(self) -> BackupSession:
+        if self._session is None:
+            raise ConfigError(
+                "tfdist.BackupAndRestore needs the Trainer: call tfdist.Trainer(...).fit instead of model.fit."
+            )
+        return self._session
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._active.begin((self.params or {}).get("epochs", 1))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._active.stepped(batch, (self.params or {}).get("steps"), logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._active.validate()
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._active.validated(batch)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._active.before_validation = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._active.ended(epoch, last=epoch + 1 == (self.params or {}).get("epochs"))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._active.finish()
+
+
+def _faults(folder: str, save_freq: Any, save_every_seconds: Any, keep: Any, grace_seconds: Any) -> Iterator[str]:
+    if not folder:
+        yield "backup_dir must be a folder. Received: ''."
+    try:
+        if tf.io.gfile.exists(folder) and not tf.io.gfile.isdir(folder):
+            yield f"backup_dir must be a folder, and {folder!r} is a file."
+    except tf.errors.OpError as e:  # a scheme that is not known
+        yield f"backup_dir must be a folder that TensorFlow can reach. Received: {shown(folder)} ({e.message.splitlines()[0]})."
+    whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
+    if save_freq != "epoch" and not whole:
+        yield f"save_freq must be 'epoch' or a number of steps, 1 or more. Received: {save_freq!r}."
+    if save_every_seconds is not None and not save_every_seconds > 0:
+        yield f"save_every_seconds must be more than 0, or None. Received: {save_every_seconds!r}."
+    if not isinstance(keep, int) or keep < 1:
+        yield f"keep must be 1 or more. Received: {keep!r}."
+    if not grace_seconds > 0:
+        yield f"grace_seconds must be more than 0. Received: {grace_seconds!r}."

@@ -1,0 +1,77 @@
+"""What differs between two trainings that should be the same, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import optimizer_search
+from tfdist.errors import shown
+
+_ABSENT = object()
+
+
+def about(model: keras.Model) -> dict[str, Any]:
+    """Returns what makes a model and its optimizers."""
+    optimizers = [getattr(each, "inner_optimizer", each) for each in optimizer_search.optimizers(model)]
+    return {
+        "optimizer": {str(number): _config(each) for number, each in enumerate(optimizers)},
+        "steps_per_execution": model.steps_per_execution,
+        "model": _config(model),
+    }
+
+
+def about_data(x: Any, y: Any) -> dict[str, Any]:
+    """Returns the form and size of training data, as far as they tell."""
+    if isinstance(x, tf.data.Dataset):
+        return {"elements": str(x.element_spec), "batches": int(x.cardinality())}
+    shapes = {name: str(value.shape) for name, value in (("x", x), ("y", y)) if hasattr(value, "shape")}
+    return shapes
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON can hold it; the same in each run of a program."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, (np.generic, np.ndarray)):
+        return plain(value.tolist())
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "get_config"):
+        return plain(_config(value))
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _config(value: Any) -> dict[str, Any]:
+    try:
+        return {"class": type(value).__name__, **value.get_config()}
+    except Exception:  # a class of the user's own; the variables still tell
+        return {"class": type(value).__name__}
+
+
+def filled(then: Any, defaults: Any) -> Any:
+    """Returns `then`, with the defaults for what it does not have."""
+    if not isinstance(then, Mapping) or not isinstance(defaults, Mapping):
+        return then
+    return {**defaults, **{key: filled(value, defaults.get(key)) for key, value in then.items()}}
+
+
+def differences(now: Any, then: Any, path: str = "") -> Iterator[str]:
+    """Yields a phrase for each value that differs: `config.learning_rate is 0.1, and was 0.01`."""
+    if isinstance(now, list) and isinstance(then, list):
+        now, then = dict(enumerate(now)), dict(enumerate(then))
+    if isinstance(now, Mapping) and isinstance(then, Mapping):
+        for key in {**then, **now}:
+            yield from differences(now.get(key, _ABSENT), then.get(key, _ABSENT), f"{path}.{key}" if path else str(key))
+    elif now is _ABSENT:
+        yield f"{path} is missing, and was {shown(then)}"
+    elif then is _ABSENT:
+        yield f"{path} is {shown(now)}, and was not there"
+    elif now != then and not (now != now and then != then):
+        yield f"{path} is {shown(now)}, and was {shown(then)}"

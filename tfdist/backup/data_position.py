@@ -1,0 +1,199 @@
+"""Where Keras' training loop is in its data, and how to set it there again.
+
+Keras begins each epoch at its first step. Here the loop of an interrupted epoch is begun as ever, on data from which what
+was trained on is left out; the steps that were done are counted, but neither run nor shown to callbacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.backup import unsaved_randomness
+from tfdist.compat.keras_internals import (
+    KERAS_BUILD,
+    KERAS_DATA,
+    KERAS_ENUMERATE,
+    KERAS_GET_ITERATOR,
+    KERAS_INITIAL_EPOCH,
+    KERAS_ITERATORS,
+    KERAS_LOGS,
+    KERAS_STEPS_SEEN,
+)
+from tfdist.data.random_state import DataState
+from tfdist.data.resume import replay, starting_at
+
+
+@dataclasses.dataclass
+class Position:
+    """A place between two steps.
+
+    Attributes:
+        step: Steps done since the training's begin.
+        epoch: The epoch, from 0.
+        epoch_step: Steps done in it.
+        passes: Passes over the data begun; Keras makes one for each epoch, or one for all where it has `steps_per_epoch`.
+        drawn: Steps done in the present pass.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    passes: int = 0
+    drawn: int = 0
+
+
+class Follower:
+    """Follows the loop of one `fit`, and sets its place.
+
+    Args:
+        model: The model.
+        is_backed_up: Whether backups are taken of the `fit`.
+
+    Attributes:
+        position: Where the loop is.
+        state: The random state of the data, once Keras has begun to build the model.
+    """
+
+    state: DataState
+
+    def __init__(self, model: keras.Model, is_backed_up: bool = True):
+        self._model = model
+        self._is_backed_up = is_backed_up
+        self._loop: Any = None  # Keras' EpochIterator
+        self._resumes = False
+        self._sources: list[tf.data.Dataset] = []
+        self._is_amid = False  # an epoch's steps have begun
+        self._arrive: Callable[[], Any] | None = None
+        self._results: Callable[[Any], Any] | None = None  # the model's, where it stands back
+        self.position = Position()
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Lets this follow the `fit` that is called inside."""
+        build = getattr(self._model, KERAS_BUILD)
+        setattr(self._model, KERAS_BUILD, functools.partial(self._build, build))
+        try:
+            yield
+        finally:
+            setattr(self._model, KERAS_BUILD, build)
+            self._take_logs_back()
+            setattr(self._model, KERAS_INITIAL_EPOCH, None)
+
+    def resume(
+        self, position: Position, first_epoch: int, logs: Any, own: Mapping[str, Any], arrive: Callable[[], Any]
+    ) -> None:
+        """Makes the loop go on from a place. Call it in `on_train_begin`.
+
+        Args:
+            position: The place.
+            first_epoch: The epoch to begin with, from 0; that of the place, unless no further one is wanted.
+            logs: The logs of the last step before it, in case there are no further ones in its epoch.
+            own: What this process had of its own there, the state of the data included.
+            arrive: Called there, after all that Keras does to begin an epoch and a pass over the data.
+        """
+        self.position = position
+        self._resumes, self._arrive = True, arrive
+        self.state.put(own, goes_on=position.epoch_step > 0)
+        setattr(self._model, KERAS_INITIAL_EPOCH, first_epoch)
+        if position.epoch_step:
+            self._results = getattr(self._model, KERAS_LOGS)
+            setattr(self._model, KERAS_LOGS, lambda own: self._results(own or logs))
+
+    def stepped(self, end_step: int, steps: int | None) -> None:
+        """Says that the loop has done an execution of steps.
+
+        Args:
+            end_step: The number of the last one in its epoch, by Keras' counting.
+            steps: The number of steps of an epoch, if known; Keras counts beyond them.
+        """
+        place = self.position
+        done = min(end_step + 1, steps or end_step + 1)
+        new, place.epoch_step = done - place.epoch_step, done
+        place.step += new
+        place.drawn += new
+
+    def next_epoch(self, epoch: int) -> None:
+        """Says that the loop has ended an epoch, and its validation."""
+        self.position.epoch, self.position.epoch_step = epoch + 1, 0
+        self._take_logs_back()
+
+    def doubts(self) -> Iterator[str]:
+        """Yields why a resume will not be exact because of the data, and the remedies."""
+        yield from unsaved_randomness.of_data(self._sources)
+        yield from self.state.doubts()
+
+    def _build(self, build: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
+        if self._loop is not None:  # the first one is fit's own, later ones evaluate's
+            build(iterator=iterator, data_batch=data_batch)
+            return
+        self._sources = getattr(getattr(iterator, KERAS_DATA, None), "sources", [])
+        self.state = DataState(self._sources, iterator.data_adapter, self._is_backed_up)
+        with self.state.undrawn():
+            build(iterator=iterator, data_batch=data_batch)
+        self._loop = iterator
+        setattr(iterator, KERAS_ENUMERATE, self._enumerate)
+        setattr(iterator, KERAS_GET_ITERATOR, lambda: self)
+
+    def _take_logs_back(self) -> None:
+        if self._results is not None:
+            setattr(self._model, KERAS_LOGS, self._results)
+            self._results = None
+
+    def __iter__(self) -> Any:
+        """Begins a pass over the data."""
+        data = getattr(type(self._loop), KERAS_GET_ITERATOR)(self._loop)
+        place, goes_on = self.position, self._goes_on_in_pass
+        setattr(self._loop, KERAS_ITERATORS[0], None)  # or the pass before might read ahead, and draw random numbers
+        if not goes_on:
+            place.passes, place.drawn = place.passes + 1, 0
+        if self._resumes:
+            return starting_at(data, place.passes, place.drawn, self.state.resumption(place.passes, goes_on))
+        if self._is_amid and self._loop.steps_per_epoch is None and self._sources:
+            # Keras throws this pass away. It would read ahead and draw random numbers until then; shuffles count it all the same.
+            self._model.distribute_strategy.statistics.synchronize()
+            for source in self._sources:
+                replay(source, 1, reads=False)
+            return iter(())
+        self.state.begin_pass(place.passes)
+        return iter(data)
+
+    @property
+    def _goes_on_in_pass(self) -> bool:
+        place = self.position
+        return bool(self._resumes and place.passes and (place.epoch_step or self._loop.steps_per_epoch))
+
+    def _enumerate(self) -> Iterator[Any]:
+        loop, place = self._loop, self.position
+        self._is_amid = False
+        self.state.begin_epoch()
+        if self._resumes and not self._goes_on_in_pass:
+            self.state.restore("now")
+        done, resumes = place.epoch_step, self._resumes
+        for begin, end, data in getattr(type(loop), KERAS_ENUMERATE)(loop):
+            self._is_amid = True
+            if self._resumes:
+                # Of earlier epochs, in the same pass.
+                setattr(loop, KERAS_STEPS_SEEN, getattr(loop, KERAS_STEPS_SEEN) + place.drawn - done)
+                self._resumes = False
+            if resumes:
+                if begin < done:
+                    continue
+                self._arrived()
+                if self._model.stop_training:
+                    return
+            self.state.stays = False
+            yield begin, end, data
+        if resumes:
+            self._arrived()
+
+    def _arrived(self) -> None:
+        arrive, self._arrive = self._arrive, None
+        if arrive:
+            arrive()

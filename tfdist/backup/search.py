@@ -1,0 +1,128 @@
+"""Finds the newest whole backup, the same on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.backup.storage import SHARED, Storage, Torn
+from tfdist.collectives.ranks import Ranks
+from tfdist.errors import BackupError, ConfigError
+from tfdist.runtime.log import say
+
+FORMAT = 1
+_SHARED_WITHIN = 30.0  # seconds in which a file of the chief's shows on the other tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """What one backup holds.
+
+    Attributes:
+        step: Steps done by then, and a half where the epoch has ended, too.
+        manifest: What describes it.
+        shared: Tensors that all ranks share, by name.
+        own: Tensors of this rank alone, by name.
+    """
+
+    step: float
+    manifest: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+
+def find(storage: Storage, ranks: Ranks, replicas: int) -> Copy | None:
+    """Reads the newest whole backup. A collective.
+
+    Args:
+        storage: Where to look.
+        ranks: This rank and the others.
+        replicas: The number of replicas over all ranks.
+
+    Returns:
+        The backup, or None if there has never been one.
+
+    Raises:
+        ConfigError: The folder cannot be used, or a backup is of another cluster.
+        BackupError: There have been backups, and none is whole.
+    """
+    _check_folder(storage, ranks)
+    steps, completed = storage.steps(), storage.completed()
+    found: Copy | None = None
+    torn: list[str] = []
+    while found is None and (step := ranks.broadcast_number(steps.pop(0) if steps else -1)) >= 0:
+        why = ""
+        try:
+            if step not in completed:
+                raise Torn(f"{storage.path(step)} was not finished")
+            manifest = storage.read_manifest(step)
+            _check_cluster(storage, step, manifest, ranks.size, replicas)
+            copy = Copy(step, manifest, storage.read_part(step, SHARED), storage.read_part(step, storage.part))
+        except Torn as e:
+            why = str(e)
+        if not ranks.any(bool(why)):
+            found = copy
+        elif why:
+            torn.append(why)
+            if ranks.is_chief or step in completed:
+                say(f"{why}; trying the backup before it")
+    if found is None and ranks.any(bool(completed)):
+        raise BackupError(
+            f"{storage.folder!r} holds backups, but none is whole: {'; '.join(torn) or 'another task says why'}. "
+            "To train from the beginning, remove that folder."
+        )
+    return found
+
+
+def stored_seed(folder: str) -> int | None:
+    """Returns the random seed of the newest backup in a folder that can be read, or None."""
+    storage = Storage(folder, 0, 1)
+    for step in storage.steps():
+        try:
+            return storage.read_manifest(step)["seed"]
+        except Torn:
+            pass
+    return None
+
+
+def _check_folder(storage: Storage, ranks: Ranks) -> None:
+    """Finds out whether all tasks can write there, and see what the chief writes."""
+    folder = storage.folder
+    chiefs, mine = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
+    why = ""
+    try:
+        tf.io.gfile.makedirs(folder)
+        with tf.io.gfile.GFile(mine, "w") as file:
+            file.write("x")
+    except (tf.errors.OpError, OSError) as e:
+        why = f"backup_dir {folder!r} cannot be written to: {str(e).splitlines()[0]}. Is there room, and the right to?"
+    ranks.barrier()
+    deadline = time.monotonic() + _SHARED_WITHIN
+    while not why and not tf.io.gfile.exists(chiefs):
+        if time.monotonic() > deadline:
+            why = (
+                f"backup_dir {folder!r} must be a folder that all tasks share, but the chief's files do not show here."
+            )
+        time.sleep(0.1)
+    failed = ranks.any(bool(why))
+    if tf.io.gfile.exists(mine):
+        tf.io.gfile.remove(mine)
+    if failed:
+        raise ConfigError(why or f"backup_dir {folder!r} cannot be used by another task; its own message says why.")
+
+
+def _check_cluster(storage: Storage, step: float, manifest: Mapping[str, Any], tasks: int, replicas: int) -> None:
+    remedy = f"or, to train from the beginning, remove {storage.folder!r} or choose another backup_dir."
+    path, then = storage.path(step), (manifest.get("tasks"), manifest.get("replicas"))
+    if manifest.get("format") != FORMAT:
+        raise ConfigError(f"The backup {path} was written by another version of tfdist. Go on with that one; {remedy}")
+    if then != (tasks, replicas):
+        raise ConfigError(
+            f"The backup {path} is of {then[0]} tasks with {then[1]} replicas together, and this run has {tasks} tasks with "
+            f"{replicas}. Start as many as before (another number cannot go on yet); {remedy}"
+        )

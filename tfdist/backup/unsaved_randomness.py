@@ -1,0 +1,121 @@
+"""What a training draws at random that no backup can hold: found in the datasets' and the steps' graphs, and said before it matters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework.config import is_op_determinism_enabled
+
+from tfdist.compat.keras_internals import TF_ORDERED, TF_PARALLEL, TF_TRACED
+from tfdist.data.graph import functions, nodes, walk
+from tfdist.data.random_state import random_states
+from tfdist.runtime.log import say
+
+_NAMED = 3  # places that a sentence names
+_LIBRARIES = tuple(
+    os.path.dirname(path) + os.sep
+    for path in (str(tf.__file__), str(keras.__file__), os.__file__, os.path.dirname(__file__))
+)
+_THREADS = "call tf.config.experimental.enable_op_determinism() first, or leave out num_parallel_calls"
+
+
+def warn(doubts: Sequence[str]) -> None:
+    """Says in one sentence why a resume will not be exact, if it will not."""
+    if doubts:
+        say(f"resume will not be exact: {'. Nor will it be as '.join(doubts)}.")
+
+
+def of_data(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
+    """Yields why the order of a training's datasets, or what they draw, differs from run to run, and the remedies."""
+    if is_op_determinism_enabled():
+        return
+    every = [each for dataset in datasets for each in walk(dataset)]
+    parallel = [each for each in every if getattr(each, TF_PARALLEL, None) is not None]
+    if any(
+        next(random_states(each), None) is not None or any(map(_random_nodes, functions(each))) for each in parallel
+    ):
+        yield f"a dataset's map or interleave draws random numbers in several threads; {_THREADS}"
+    if any(getattr(each, TF_ORDERED, None) == "false" or each.options().deterministic is False for each in every):
+        yield "a dataset's elements come in any order, which deterministic=False allows; leave it out"
+
+
+class StepWatch:
+    """Watches the first two executions of steps for what a backup does not hold.
+
+    Args:
+        function: What Keras calls for each execution.
+        known: The variables that a backup holds, and those that need not be in it.
+    """
+
+    def __init__(self, function: Any, known: Sequence[tf.Variable]):
+        self._function = function
+        handles = {id(variable) for variable in known}
+        unknown = {id(v): v for traced in graphs(function) for v in traced.variables if id(v) not in handles}
+        self._before = [(variable, variable.numpy()) for variable in unknown.values()]
+
+    def doubts(self) -> Iterator[str]:
+        """Yields why a resume will not be exact, and the remedies. Call it after the second execution."""
+        yield from of_step(self._function)
+        changed = [variable.name for variable, value in self._before if not np.array_equal(variable.numpy(), value)]
+        if changed:
+            yield f"the step changes {_listed(changed)}, which the model does not know; make it an attribute of the model or a layer"
+
+
+def of_step(function: Any) -> Iterator[str]:
+    """Yields what steps draw from counters that TensorFlow keeps for itself, and the remedy.
+
+    Args:
+        function: What Keras calls for each execution of steps, once it has run.
+    """
+    found = dict.fromkeys(place for traced in graphs(function) for place in _places(traced))
+    if found:
+        yield f"the step draws with {_listed(list(found))}, whose state TensorFlow keeps to itself; draw with keras.random instead"
+
+
+def graphs(function: Any) -> Iterator[tf.Graph]:
+    """Yields the graphs that have been traced for an execution of steps."""
+    held = [function, *(vars(function).values() if hasattr(function, "__dict__") else ())]
+    for each in held:
+        if hasattr(each, TF_TRACED):
+            for traced in getattr(each, TF_TRACED)():
+                yield traced.graph
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def _random_nodes(function: Any) -> bool:
+    return any(map(_draws, {node.op for node in nodes(function.graph)}))
+
+
+def _draws(kind: str) -> bool:
+    """Whether operations of a kind draw random numbers from a counter of their own."""
+    known = op_def_registry.get(kind)
+    if known is None or not known.is_stateful or kind.startswith("Cudnn") or "Dataset" in kind:
+        return False
+    return {"seed", "seed2"} <= {attribute.name for attribute in known.attr}
+
+
+def _places(graph: tf.Graph) -> Iterator[str]:
+    seen = set()
+    for operation in graph.get_operations():
+        if _draws(operation.type):
+            seen.add(operation.name)
+            yield f"{operation.type} ({_line(operation) or operation.name})"
+    for node in nodes(graph):
+        if _draws(node.op) and node.name not in seen:
+            yield f"{node.op} ({node.name})"
+
+
+def _line(operation: tf.Operation) -> str | None:
+    """Returns the user's line that made an operation, or None."""
+    own = [frame for frame in operation.traceback if not frame.filename.startswith(_LIBRARIES)]
+    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else None

@@ -1,0 +1,76 @@
+"""What a scheduler is told besides the command, and what all jobs have in common. No TensorFlow here.
+
+Schedulers start again what ends with exit code 75: a training that was told to end (SIGTERM) and has saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+
+from tfdist.config import TrainConfig, cluster
+from tfdist.errors import ConfigError, shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the systems are told besides the command.
+
+    Attributes:
+        name: The job's name.
+        cpus: Cores for each task.
+        memory: Memory for each task, as `4G`.
+        gpus: GPUs for each task.
+        image: The container's image, with tfdist and the task's code. Kubernetes alone.
+        claim: The PersistentVolumeClaim, of access mode ReadWriteMany, that holds the work directory. Kubernetes alone.
+        time: The time limit, as `2:00:00`; empty means the partition's. Slurm alone.
+        notice: Seconds before the time limit at which tasks are told to save. Slurm alone.
+    """
+
+    name: str = "tfdist"
+    cpus: int = 1
+    memory: str = "4G"
+    gpus: int = 0
+    image: str = "tfdist:latest"
+    claim: str = "tfdist"
+    time: str = ""
+    notice: int = 120
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with it."""
+        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
+            yield f"name must be lower-case letters, digits and '-', at most 42. Received: {shown(self.name)}."
+        if not re.fullmatch(r"[1-9][0-9]*[KMGT]", self.memory):
+            yield f"memory must be a number with K, M, G or T, such as 4G. Received: {shown(self.memory)}."
+        if not re.fullmatch(r"[a-z0-9][-._/:@a-zA-Z0-9]*", self.image):
+            yield f"image must be such as registry.example/team/image:tag. Received: {shown(self.image)}."
+        if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?", self.claim):
+            yield f"claim must be lower-case letters, digits, '-' and '.'. Received: {shown(self.claim)}."
+        if self.cpus < 1 or self.gpus < 0:
+            yield f"cpus must be 1 or more, and gpus 0 or more. Received: {self.cpus} and {self.gpus}."
+        if not 0 < self.notice < 2**16:
+            yield f"notice must be 1 to 65535 seconds. Received: {self.notice}."
+        if self.time and not re.fullmatch(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", self.time):
+            yield f"time must be such as 2:00:00 or 1-12. Received: {shown(self.time)}."
+
+
+def tasks(config: TrainConfig) -> int:
+    """Returns how many processes a configuration asks for."""
+    return config.cluster.workers + config.cluster.ps + (config.cluster.ps > 0)
+
+
+def check(config: TrainConfig, job: Job, fault: str) -> None:
+    faults = [*job.faults(), *([fault] if fault else [])]
+    for name in (*cluster.FLAGS, "source"):
+        if (value := getattr(config.cluster, name)) not in ("", "auto"):
+            faults.append(
+                f"cluster.{name} is not for a job, whose tasks the scheduler places. Received: {shown(value)}."
+            )
+    if faults:
+        raise ConfigError(faults)
+
+
+def command(arguments: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "tfdist.train", *arguments])

@@ -1,0 +1,89 @@
+"""A training as a job of Kubernetes: `python -m tfdist.cluster emit --target=kubernetes`. No TensorFlow here."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.cluster.jobs.job import Job, check, command, tasks
+from tfdist.cluster.resolvers import environment
+from tfdist.config import TrainConfig
+from tfdist.errors import shown
+from tfdist.runtime.exit_status import PREEMPTED
+
+_FAULTY = 2  # exit code of a configuration that no restart mends
+
+
+def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[str], job: Job) -> str:
+    """Returns manifests: a headless service, by which the pods find each other, and an Indexed Job.
+
+    Args:
+        config: What is trained.
+        workdir: Where results go, and where the volume is mounted.
+        arguments: The flags of `tfdist.train` that say so.
+        job: The rest.
+
+    Raises:
+        ConfigError: With every fault of `job`, the configuration has a cluster of its own, or the work directory is no absolute path.
+    """
+    import yaml
+
+    relative = f"workdir must be an absolute path, where the volume is mounted. Received: {shown(str(workdir))}."
+    check(config, job, "" if workdir.is_absolute() else relative)
+    size = tasks(config)
+    labels = {"app.kubernetes.io/name": job.name}
+    resources: dict[str, Any] = {"cpu": str(job.cpus), "memory": f"{job.memory}i"}
+    limits = {"memory": resources["memory"], **({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {})}
+    container = {
+        "name": "train",
+        "image": job.image,
+        "command": shlex.split(command(arguments)),
+        "env": [
+            {"name": "TFDIST_PODS", "value": str(size)},
+            {"name": "TFDIST_SERVICE", "value": job.name},
+        ],
+        "ports": [{"containerPort": environment.PORT, "name": "tensorflow"}],
+        "resources": {"requests": resources, "limits": limits},
+        "volumeMounts": [{"name": "work", "mountPath": str(workdir)}],
+    }
+    pod = {
+        "restartPolicy": "Never",  # the job makes a new pod
+        "subdomain": job.name,
+        "terminationGracePeriodSeconds": math.ceil(config.grace_seconds) + 5,
+        "containers": [container],
+        "volumes": [{"name": "work", "persistentVolumeClaim": {"claimName": job.claim}}],
+    }
+    rules = [
+        {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [_FAULTY]}},
+        {"action": "Ignore", "onExitCodes": {"containerName": "train", "operator": "In", "values": [PREEMPTED]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": job.name, "labels": dict(labels)},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # pods look for each other before they are ready
+            "selector": {"batch.kubernetes.io/job-name": job.name},
+            "ports": [{"name": "tensorflow", "port": environment.PORT}],
+        },
+    }
+    training = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": job.name, "labels": dict(labels)},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": size,
+            "parallelism": size,
+            # One that fails takes all with it.
+            "backoffLimit": config.max_restarts * size,
+            "podFailurePolicy": {"rules": rules},
+            "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
+        },
+    }
+    return str(yaml.safe_dump_all([service, training], sort_keys=False))

@@ -1,0 +1,56 @@
+"""A training as a job of Slurm: `python -m tfdist.cluster emit --target=slurm`. No TensorFlow here."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from tfdist.cluster.jobs.job import Job, check, command, tasks
+from tfdist.config import TrainConfig
+from tfdist.runtime.exit_status import PREEMPTED
+
+
+def script(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[str], job: Job) -> str:
+    """Returns an sbatch script.
+
+    Args:
+        config: What is trained.
+        workdir: Where results go, a folder that all nodes share.
+        arguments: The flags of `tfdist.train` that say so.
+        job: The rest.
+
+    Raises:
+        ConfigError: With every fault of `job`, or the configuration has a cluster of its own.
+    """
+    short = f"notice must be grace_seconds, {config.grace_seconds:g} s, or more, in which tasks save. Received: {job.notice}."
+    check(config, job, short if job.notice < config.grace_seconds else "")
+    options = [
+        f"--job-name={job.name}",
+        f"--ntasks={tasks(config)}",
+        f"--cpus-per-task={job.cpus}",
+        f"--mem-per-cpu={max(1, _megabytes(job.memory) // job.cpus)}M",
+        *([f"--gpus-per-task={job.gpus}"] if job.gpus else []),
+        *([f"--time={job.time}"] if job.time else []),
+        f"--signal=TERM@{job.notice}",
+        "--requeue",
+        "--open-mode=append",
+        "--output=%x-%j.log",
+    ]
+    lines = "\n".join(f"#SBATCH {option}" for option in options)
+    return f"""#!/bin/bash
+{lines}
+
+# {job.notice} s before the time limit, or at `scancel --signal=TERM JOB`, the tasks save and end with exit code {PREEMPTED}.
+# One that ends first must not have the others killed: they may still be saving.
+srun --cpus-per-task={job.cpus} --kill-on-bad-exit=0 --wait=0 --label {command(arguments)}
+code=$?
+if [ "$code" -eq {PREEMPTED} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def _megabytes(memory: str) -> int:
+    number, unit = int(memory[:-1]), memory[-1]
+    return max(1, number * 1024 ** "KMGT".index(unit) // 1024)

@@ -1,0 +1,121 @@
+"""What a resolver reads, and what it returns. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tfdist.cluster.preflight import START_TIMEOUT
+from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.validation import MOST_TASKS
+from tfdist.errors import ConfigError, shown
+
+PORT = 2222  # where no other is said
+
+
+def with_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> tuple[ClusterSpec, TaskSpec]:
+    """Returns the cluster of ranks, and the task of one of them.
+
+    Args:
+        addresses: `host:port` of each rank.
+        rank: This process's.
+        ps: How many ranks are parameter servers: rank 0 is then the chief, the last `ps` ranks are servers, and those between
+            are workers. 0 makes all of them workers.
+
+    Raises:
+        ConfigError: The rank is none of them, or there are too few for so many servers.
+    """
+    size = len(addresses)
+    if rank >= size:
+        raise ConfigError(f"rank {rank} is out of range; there are {size} ranks, 0 to {size - 1}.")
+    if not ps:
+        return ClusterSpec({"worker": addresses}), TaskSpec("worker", rank)
+    if size < ps + 2:
+        raise ConfigError(
+            f"{ps} parameter servers need a chief and a worker besides: start {ps + 2} tasks or more. Received: {size}."
+        )
+    spec = ClusterSpec({"chief": addresses[:1], "worker": addresses[1 : size - ps], "ps": addresses[size - ps :]})
+    return spec, spec.tasks()[rank]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A cluster, this process's task in it, and where it says so.
+
+    Attributes:
+        cluster: The addresses of all tasks.
+        task: This process's task.
+        source: The resolver's name.
+        variables: What it read, by name.
+        environ: What this process's environment lacks: its share of the GPUs.
+    """
+
+    cluster: ClusterSpec
+    task: TaskSpec
+    source: str
+    variables: Mapping[str, str]
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def enter(self) -> tuple[ClusterSpec, TaskSpec]:
+        """Returns cluster and task, once this process's environment has what it lacked."""
+        os.environ.update(self.environ)
+        return self.cluster, self.task
+
+
+class Variables:
+    """An environment that remembers what of it was read.
+
+    Attributes:
+        read: The variables that were read and set.
+        timeout: Seconds to wait for what the environment does not tell.
+    """
+
+    def __init__(self, environ: Mapping[str, str], timeout: float = START_TIMEOUT):
+        self._environ = environ
+        self.timeout = timeout
+        self.read: dict[str, str] = {}
+
+    def get(self, *names: str) -> str:
+        """Returns the first of the variables that is set and not empty, or an empty text."""
+        for name in names:
+            if value := self._environ.get(name, "").strip():
+                self.read[name] = value
+                return value
+        return ""
+
+    def need(self, *names: str) -> str:
+        """As `get`, where one of them must be set."""
+        if value := self.get(*names):
+            return value
+        raise ConfigError(f"{' or '.join(names)} must be set where {next(iter(self.read))} is.")
+
+    def number(self, *names: str) -> int:
+        """As `need`, a whole number from 0."""
+        value = self.need(*names)
+        if not (value.isascii() and value.isdigit() and len(value) < 10):
+            name = next(name for name in names if self.read.get(name) == value)
+            raise ConfigError(f"{name} must be a whole number from 0. Received: {shown(value)}.")
+        return int(value)
+
+    def size(self, *names: str) -> int:
+        """As `number`, of tasks."""
+        if (size := self.number(*names)) > MOST_TASKS:
+            raise ConfigError(f"{names[0]} must be a number of tasks, at most {MOST_TASKS}. Received: {size}.")
+        return size
+
+
+class RankAddresses(NamedTuple):
+    """Tasks without roles: the address of each rank, and this process's."""
+
+    addresses: Sequence[str]
+    rank: int
+
+
+def choose_port(variables: Variables, job: str = "") -> int:
+    """Returns TFDIST_PORT; or where several jobs may share a host, one that is this job's own, most likely."""
+    if variables.get("TFDIST_PORT"):
+        return variables.number("TFDIST_PORT")
+    return 10000 + zlib.crc32(job.encode()) % 20000 if job else PORT

@@ -1,0 +1,27 @@
+"""Open MPI: the ranks that mpirun starts. No TensorFlow here."""
+
+from __future__ import annotations
+
+import socket
+
+from tfdist.cluster.resolvers import rendezvous
+from tfdist.cluster.resolvers.environment import RankAddresses, Variables, choose_port
+from tfdist.errors import ConfigError
+
+
+def resolve(variables: Variables) -> RankAddresses | None:
+    rank, size = variables.number("OMPI_COMM_WORLD_RANK"), variables.size("OMPI_COMM_WORLD_SIZE")
+    local, here = variables.number("OMPI_COMM_WORLD_LOCAL_RANK"), variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")
+    job = variables.need("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    port = choose_port(variables, job)
+    if here == size:
+        return RankAddresses([f"127.0.0.1:{port + each}" for each in range(size)], rank)
+    # mpirun tells nobody where the others are.
+    if not (folder := variables.get("TFDIST_RENDEZVOUS")):
+        raise ConfigError(
+            "TFDIST_RENDEZVOUS must name a folder that all hosts share, as mpirun tells none of the others."
+        )
+    # A job id may come again, this random key does not.
+    start = variables.get("OMPI_MCA_orte_precondition_transports") or job
+    address = f"{variables.get('TFDIST_HOST') or socket.gethostname()}:{port + local}"
+    return RankAddresses(rendezvous.exchange(folder, start, rank, size, address, variables.timeout), rank)

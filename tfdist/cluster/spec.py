@@ -1,0 +1,140 @@
+"""`ClusterSpec`, `TaskSpec` and the TF_CONFIG codec. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from tfdist.cluster.validation import JOBS, cluster_faults, is_index, parameter_server_faults, task_faults
+from tfdist.errors import ConfigError, short
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpec:
+    """One process of a cluster.
+
+    Attributes:
+        type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
+        index: Its number within the job, from 0.
+    """
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+    @property
+    def name(self) -> str:
+        """The task's name in files and folders, such as `worker-1`."""
+        return f"{self.type}-{self.index}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSpec:
+    """The addresses of all tasks, by job.
+
+    An evaluator is no member: TensorFlow would wait for it for ever (tensorflow#46169). It runs beside.
+
+    Attributes:
+        jobs: Job (`"chief"`, `"worker"`, `"ps"`) to its tasks' `host:port`, in order of their index.
+
+    Raises:
+        ConfigError: With every fault of the jobs and addresses.
+    """
+
+    jobs: Mapping[str, Sequence[str]]
+
+    def __post_init__(self) -> None:
+        if faults := list(cluster_faults(self.jobs)):
+            raise ConfigError(faults)
+        # In the order of JOBS, so that equal clusters print alike.
+        object.__setattr__(self, "jobs", {job: tuple(self.jobs[job]) for job in JOBS if self.jobs.get(job)})
+
+    @property
+    def chief(self) -> TaskSpec:
+        """The task that writes files: `chief:0`, or `worker:0` where there is no chief job."""
+        return TaskSpec("chief" if "chief" in self.jobs else "worker", 0)
+
+    def tasks(self) -> list[TaskSpec]:
+        """Returns every task, chief first."""
+        return [TaskSpec(job, index) for job, addresses in self.jobs.items() for index in range(len(addresses))]
+
+    def training_tasks(self) -> list[TaskSpec]:
+        """Returns the tasks that train synchronously: the chief and the workers."""
+        return [task for task in self.tasks() if task.type != "ps"]
+
+    def parameter_server_faults(self) -> Iterator[str]:
+        """Yields what the cluster lacks to train with parameter servers."""
+        return parameter_server_faults(self.jobs)
+
+    def address(self, task: TaskSpec) -> str:
+        """Returns the `host:port` of a task."""
+        return self.jobs[task.type][task.index]
+
+    def to_tf_config(self, task: TaskSpec) -> str:
+        """Returns the TF_CONFIG text for `task`.
+
+        Raises:
+            ConfigError: `task` is not in the cluster (an evaluator need not be).
+        """
+        if faults := list(task_faults(task.type, task.index, self.jobs)):
+            raise ConfigError(faults)
+        return json.dumps({"cluster": self.jobs, "task": dataclasses.asdict(task)})
+
+
+def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
+    """Reads a TF_CONFIG text.
+
+    Args:
+        text: JSON such as `{"cluster": {"worker": ["h0:2222", "h1:2222"]}, "task": {"type": "worker", "index": 0}}`.
+            An evaluator job is accepted and left out of the cluster.
+
+    Returns:
+        The cluster and this process's task in it.
+
+    Raises:
+        ConfigError: With every fault found.
+    """
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"TF_CONFIG is not JSON: {e}. Received: {short(text)}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"TF_CONFIG must be a JSON object with 'cluster' and 'task'. Received: {short(text)}")
+    if "sparseCluster" in config and "cluster" not in config:
+        raise ConfigError(
+            "TF_CONFIG has 'sparseCluster', in which a task is told of itself and the servers alone (kubeflow/trainer#1763), "
+            "while TensorFlow 2 needs the addresses of all: leave enableDynamicWorker out of the TFJob. "
+            f"Received: {short(text)}"
+        )
+    faults: list[str] = []
+    for part, example in (
+        ("cluster", '{"worker": ["host0:2222", "host1:2222"]}, with the addresses of all tasks'),
+        ("task", '{"type": "worker", "index": 0}, with the index of this process'),
+    ):
+        if part not in config:
+            faults.append(
+                f"{part!r} is missing: add {example}. Received: {short(', '.join(map(repr, config))) or '{}'}"
+            )
+        elif not isinstance(config[part], dict) or not config[part]:
+            faults.append(f"{part!r} must be an object such as {example}. Received: {short(json.dumps(config[part]))}")
+    jobs, task = (value if isinstance(value := config.get(part), dict) else {} for part in ("cluster", "task"))
+    member: TaskSpec | None = None
+    if jobs:
+        faults += cluster_faults(jobs)
+        if jobs.get("ps") == []:
+            faults += parameter_server_faults(jobs)
+    if isinstance(task.get("type"), str) and is_index(task.get("index")):
+        member = TaskSpec(task["type"], int(task["index"]))
+        faults += task_faults(member.type, member.index, jobs)
+    elif task:
+        faults.append(
+            "'task' must have a 'type' (a job's name) and an 'index' (a whole number from 0). "
+            f"Received: {short(json.dumps(task))}"
+        )
+    if faults or member is None:
+        raise ConfigError(f"TF_CONFIG: {fault}" for fault in faults)
+    cluster = ClusterSpec({job: addresses for job, addresses in jobs.items() if job != "evaluator"})
+    return cluster, member

@@ -1,0 +1,1 @@
+"""Sums and messages among the ranks of a strategy."""

@@ -1,0 +1,73 @@
+"""Finds the optimizers that a model's training step may use."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfdist.compat.keras_internals import KERAS_STRATEGY
+
+# Objects of these packages hold no optimizer of a user's, but for Keras' layers.
+_CLOSED = ("builtins", "keras", "tensorflow", "numpy", "tfdist")
+
+
+def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers that a model holds: its own attributes' first, then those of its layers and helper objects.
+
+    An optimizer that a `LossScaleOptimizer` of the list wraps is not listed. Of a layer's or a helper object's, those of
+    another strategy are left out, as no step of this model can use them.
+    """
+    own = attributes(model)
+    strategy = model.distribute_strategy
+    deeper = [each for each in _of_parts(model) if getattr(_inner(each), KERAS_STRATEGY, strategy) is strategy]
+    return _unwrapped([*own, *deeper])
+
+
+def attributes(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizer that a model is compiled with, and those in its attributes, lists and dicts included."""
+    values = [getattr(model, "optimizer", None), *_flat(vars(model), set())]
+    return _unwrapped([value for value in values if isinstance(value, keras.optimizers.Optimizer)])
+
+
+def _of_parts(model: keras.Model) -> Iterator[keras.optimizers.Optimizer]:
+    """Yields the optimizers of layers, compiled sub-models and helper objects, however deep."""
+    seen = {id(model)}
+    parts = [model]
+    while parts:
+        for value in _flat(vars(parts.pop(0)), seen):
+            if isinstance(value, keras.optimizers.Optimizer):
+                yield value
+            elif _is_open(value) and id(value) not in seen:
+                seen.add(id(value))
+                parts.append(value)
+
+
+def _flat(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields what is in nested lists, tuples, sets and dicts; each of them once."""
+    if not isinstance(value, (dict, list, tuple, set)):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for each in list(value.values() if isinstance(value, dict) else value):
+            yield from _flat(each, seen)
+
+
+def _is_open(value: Any) -> bool:
+    """Whether an object's attributes may hold an optimizer."""
+    if isinstance(value, keras.layers.Layer):
+        return True
+    closed = isinstance(value, (type, types.ModuleType)) or type(value).__module__.split(".")[0] in _CLOSED
+    return not closed and hasattr(value, "__dict__")
+
+
+def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _unwrapped(found: list[keras.optimizers.Optimizer]) -> list[keras.optimizers.Optimizer]:
+    """Returns each optimizer once, without those that another one of the list wraps."""
+    wrapped = {id(_inner(each)) for each in found if _inner(each) is not each}
+    return list({id(each): each for each in found if id(each) not in wrapped}.values())

@@ -1,0 +1,213 @@
+"""What Keras 3 or TensorFlow cannot do with several replicas, said in a sentence before it crashes, hangs or miscounts."""
+
+from __future__ import annotations
+
+import collections.abc
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat.keras_internals import KERAS_ADAPTER, KERAS_REDUCTION, KERAS_SELF_FEEDING, KERAS_STRATEGY
+from tfdist.compat.optimizer_search import optimizers
+from tfdist.errors import ConfigError
+
+DISTRIBUTED = "_tfdist_distributed"  # an attribute of optimizers that reduce first (gradients/optimizer.py)
+_CENTRAL = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
+_OUTSIDE = "A {} was created outside of this trainer's scope (it has {}): create it in `with trainer.scope():`."
+UNBUILT = "The optimizer {} must be built before fit: optimizer.build(variables) in `with trainer.scope():`."
+_NO_REPLICA = ("is not available outside the replica context", "'NoneType' object has no attribute 'merge_call'")
+_TRAINER = "make the model in the scope of a tfdist.Trainer."
+
+
+def check_bare(step: Any) -> None:
+    """Refuses what only the Trainer cures.
+
+    Args:
+        step: The function that a strategy with several replicas is to run. Stock Keras gives the model's own
+            `train_step` or `test_step`, the Trainer does not.
+
+    Raises:
+        ConfigError: With every fault.
+    """
+    model = getattr(step, "__self__", None)
+    if isinstance(model, keras.Model) and (faults := list(_bare_faults(model, step.__name__ == "train_step"))):
+        raise ConfigError(faults)
+
+
+def _bare_faults(model: keras.Model, trains: bool) -> Iterator[str]:
+    if model.jit_compile:
+        yield f"jit_compile=True compiles the collectives, too, which XLA cannot: {_TRAINER}"
+    if model.steps_per_execution > 1:
+        yield f"steps_per_execution={model.steps_per_execution} fails in Keras 3 with several replicas: {_TRAINER}"
+    optimizer = model.optimizer
+    if not trains or not isinstance(optimizer, keras.optimizers.Optimizer) or getattr(optimizer, DISTRIBUTED, False):
+        return
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        yield f"mixed_float16 (a LossScaleOptimizer) looks for inf on one replica alone: {_TRAINER}"
+        optimizer = optimizer.inner_optimizer
+    if optimizer.gradient_accumulation_steps:
+        yield f"gradient_accumulation_steps fails in Keras 3 with several replicas: {_TRAINER}"
+    if optimizer.use_ema and optimizer.ema_overwrite_frequency:
+        yield f"ema_overwrite_frequency fails in Keras 3 with several replicas: {_TRAINER}"
+
+
+def check_own_loop(error: Exception) -> None:
+    """Says what to do where a step runs on no replica, which TensorFlow and Keras say in words of theirs.
+
+    Raises:
+        ConfigError: It is this error.
+    """
+    if any(words in str(error) for words in _NO_REPLICA):
+        raise ConfigError(
+            "A loop of one's own takes gradients, or applies an optimizer, outside of the replicas: make the step the model's "
+            "train_step, and call model.fit or model.train_on_batch."
+        ) from error
+
+
+def check_applied(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an optimizer that a step of the Trainer applies, but that was not found in the model.
+
+    It would add up the replicas' gradients as they are, which are N times what one device computes.
+
+    Raises:
+        ConfigError: Its gradients are not reduced by `gradients/optimizer.py`.
+    """
+    if KERAS_REDUCTION not in vars(optimizer):
+        raise ConfigError(
+            f"The training step applies an optimizer, {type(optimizer).__name__}, that the model does not hold, so its "
+            "gradients cannot be averaged over the replicas: create it in `with trainer.scope():`, build it, and keep it "
+            "in an attribute of the model."
+        )
+
+
+def check_model(model: keras.Model) -> None:
+    """Refuses what the Trainer does not cure either.
+
+    Raises:
+        ConfigError: With every fault.
+    """
+    if faults := list(_model_faults(model)):
+        raise ConfigError(faults)
+
+
+def _model_faults(model: keras.Model) -> Iterator[str]:
+    strategy = model.distribute_strategy
+    for optimizer in optimizers(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if getattr(inner, KERAS_STRATEGY, strategy) is not strategy:
+            yield (
+                f"The optimizer {type(inner).__name__} was created outside of this trainer's scope: create it in "
+                "`with trainer.scope():`, or give its name."
+            )
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        yield from _parameter_server_faults(model)
+    if strategy.num_replicas_in_sync == 1:
+        return
+    for kind, variables in (("metric", _metric_variables(model)), ("layer", model.weights)):
+        if outside := [v.path for v in variables if getattr(v.value, "distribute_strategy", None) is not strategy]:
+            yield _OUTSIDE.format(kind, outside[0])
+    for optimizer in optimizers(model):
+        yield from _optimizer_faults(model, optimizer)
+    if model.jit_compile and type(model).train_step is not keras.Model.train_step:
+        yield (
+            f"jit_compile=True compiles a train_step up to its gradients, and the one of {type(model).__name__} may do "
+            "more after them: compile the model with jit_compile=False."
+        )
+    if model.jit_compile and (found := [x.name for x in model._flatten_layers() if getattr(x, "synchronized", False)]):
+        yield (
+            f"jit_compile=True: the layer {found[0]} is synchronized=True and sums over the replicas amid the step, which XLA "
+            "cannot compile: compile the model with jit_compile=False, or make the layer without synchronized."
+        )
+    if isinstance(type(model).train_step, tf.types.experimental.PolymorphicFunction):
+        yield (
+            f"The train_step of {type(model).__name__} is a tf.function, in which TensorFlow lets replicas reduce nothing: "
+            "leave @tf.function out, as the Trainer compiles the step."
+        )
+    if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
+        yield "float8 layers keep scales that are no gradients, and cannot be summed over replicas; use mixed_bfloat16."
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            yield f"The layer {layer.name} is stateful=True, and each replica would carry on its own share of a batch alone."
+    if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) and model.jit_compile:
+        yield f"jit_compile=True {_CENTRAL}"
+
+
+def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
+    if outside := [
+        v.path for v in model.weights if "/job:ps" not in v.value.device and v.name != "seed_generator_state"
+    ]:
+        yield _OUTSIDE.format("layer", outside[0])
+    why = "is not possible under parameter_server, whose"
+    if model.jit_compile:
+        yield f"jit_compile=True {why} variables are on other machines; compile the model with jit_compile=False."
+    if model.run_eagerly:
+        yield f"run_eagerly=True {why} steps run on other machines; compile the model with run_eagerly=False."
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            yield f"The layer {layer.name}, a SpectralNormalization, {why} steps read a variable once and write it at their end."
+    for optimizer in optimizers(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if isinstance(inner, keras.optimizers.Muon):
+            yield f"The optimizer Muon {why} steps read a variable once and write it at their end; use AdamW."
+        if type(inner).__name__ == "MultiOptimizer":
+            yield "MultiOptimizer is not supported under parameter_server; use one optimizer."
+        if inner is not optimizer:
+            yield f"mixed_float16 (a LossScaleOptimizer) {why} workers do not wait for each other; use mixed_bfloat16."
+        if inner.gradient_accumulation_steps:
+            yield f"gradient_accumulation_steps {why} workers do not wait for each other; use a larger batch."
+        if inner.use_ema and inner.ema_overwrite_frequency:
+            yield f"ema_overwrite_frequency {why} workers do not wait for each other; leave it out."
+
+
+def _metric_variables(model: keras.Model) -> list[keras.Variable]:
+    return [variable for metric in model.metrics for variable in metric.variables]
+
+
+def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[str]:
+    name = type(optimizer).__name__
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if name == "MultiOptimizer":
+        yield "MultiOptimizer is not supported with several replicas; use one optimizer."
+    if type(inner).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
+        yield f"The optimizer {name} overrides apply_gradients, before gradients are reduced: let it override apply or update_step."
+    if isinstance(model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy):
+        if inner is not optimizer:
+            yield f"mixed_float16 (a LossScaleOptimizer) {_CENTRAL}"
+        if inner.use_ema:
+            yield f"use_ema=True {_CENTRAL}"
+        if isinstance(inner, keras.optimizers.Nadam):
+            yield f"The optimizer Nadam {_CENTRAL}"
+
+
+def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:
+    """Refuses data that are not batches, or that each worker would draw for itself.
+
+    Args:
+        strategy: The strategy.
+        data: What `fit`, `evaluate` or `predict` takes as `x`, or the Keras object that is about to distribute it.
+
+    Raises:
+        ConfigError: `data` is a dataset of single examples, a `PyDataset` that reads ahead, or comes from Python where
+            there are several workers.
+    """
+    if isinstance(data, tf.data.Dataset) and any(
+        spec.shape.rank == 0 for spec in tf.nest.flatten(data.element_spec) if isinstance(spec, tf.TensorSpec)
+    ):
+        raise ConfigError(f"The dataset must hold batches: call its batch(). Received elements {data.element_spec}.")
+    if isinstance(data, keras.utils.PyDataset) and (data.workers > 1 or data.use_multiprocessing):
+        raise ConfigError(
+            f"A PyDataset with workers={data.workers}, use_multiprocessing={data.use_multiprocessing} comes out of order "
+            "after Keras has looked at its first batch; use workers=1, or a tf.data.Dataset."
+        )
+    kind = type(getattr(data, KERAS_ADAPTER, data)).__name__
+    draws = kind in (*KERAS_SELF_FEEDING, "DataLoader") or (
+        not hasattr(data, KERAS_ADAPTER) and isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator))
+    )
+    if draws and isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.num_workers > 1:
+        raise ConfigError(
+            f"Data from Python ({kind.removesuffix('Adapter')}) cannot be split among workers: each would draw batches of "
+            "its own. Give arrays, a tf.data.Dataset that is the same on all workers, or to tfdist.Trainer a function "
+            "(tf.distribute.InputContext) -> tf.data.Dataset that returns one worker's batches."
+        )

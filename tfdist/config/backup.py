@@ -1,0 +1,47 @@
+"""`BackupConfig`: when and where to back a training up. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+
+from tfdist.errors import shown
+
+_MOST_DIGITS = 15
+
+
+@dataclasses.dataclass
+class BackupConfig:
+    """When and where to back the training up; see `tfdist.BackupAndRestore`.
+
+    Attributes:
+        save_freq: `"epoch"`, a number of steps, or `"never"`.
+        save_every_seconds: Save also when so much time has passed; 0 means never.
+        dir: The folder, which all tasks share. Empty means `backup` in the work directory.
+        keep: How many backups to keep.
+        delete_checkpoint: Whether to remove them once all results are written.
+        save_before_preemption: On SIGTERM to any task, save on all and end with exit code 75.
+    """
+
+    save_freq: str = "epoch"
+    save_every_seconds: float = 0.0
+    dir: str = ""
+    keep: int = 2
+    delete_checkpoint: bool = True
+    save_before_preemption: bool = True
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the values."""
+        if self.save_freq not in ("epoch", "never") and not (
+            self.save_freq.isascii()
+            and self.save_freq.isdecimal()
+            and 0 < len(self.save_freq.strip("0")) <= _MOST_DIGITS
+        ):
+            yield f"backup.save_freq must be 'epoch', 'never' or a number of steps, 1 or more. Received: {shown(self.save_freq)}."
+        if not 0 <= self.save_every_seconds < float("inf"):
+            yield f"backup.save_every_seconds must be 0 (off) or more, and finite. Received: {self.save_every_seconds}."
+        if self.keep < 1:
+            yield f"backup.keep must be 1 or more. Received: {self.keep}."
+        if os.path.exists(self.dir) and not os.path.isdir(self.dir):
+            yield f"backup.dir must be a folder, and {self.dir!r} is a file."

@@ -1,0 +1,40 @@
+"""`ClusterConfig`: which tasks take part, or how many to start here. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass
+class ClusterConfig:
+    """The cluster: what the environment or `hosts` describe, or else one that is started on this machine.
+
+    Attributes:
+        workers: Training tasks to start on this machine, one process each, where there is no cluster.
+        ps: Parameter servers: so many more processes, and a chief on top; or so many of the ranks that a scheduler has started.
+        source: Who is asked for the cluster: one of `tfdist.cluster.resolvers.discovery.RESOLVERS`, `"auto"` for all in turn, or `"none"`.
+        hosts: Or the training tasks' addresses, as `host1:2222,host2:2222`; likewise `ps_hosts`, the parameter servers', or
+            `hostfile`, a file with a line `host slots=2` for each host.
+        task: Which of them this process is, as `worker:1`; empty means the one that is on this host.
+    """
+
+    workers: int = 1
+    ps: int = 0
+    source: str = "auto"
+    hosts: str = ""
+    ps_hosts: str = ""
+    hostfile: str = ""
+    task: str = ""
+
+    def asked(self) -> dict[str, Any]:
+        """Returns the arguments of `discovery.find`."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "workers"}
+
+
+FLAGS = {
+    "hosts": "The training tasks' addresses, as host1:2222,host2:2222.",
+    "ps_hosts": "The parameter servers' addresses; the first of `hosts` is then the chief.",
+    "hostfile": "A file instead, with a line `host slots=2` for each host.",
+    "task": "Which of them this process is, as worker:1. Default: the one that is on this host.",
+}

@@ -1,0 +1,120 @@
+"""Loads what `--config` names: a Python file, a preset's name, or the `config.json` of a run. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from tfdist import config as config_lib
+from tfdist.config import validation
+from tfdist.config.train import TrainConfig
+from tfdist.errors import ConfigError, did_you_mean, shown, told
+
+_PRESETS = pathlib.Path(__file__).parents[1] / "presets"
+
+
+def preset_names() -> list[str]:
+    """Returns the names of all presets."""
+    return sorted(path.stem for path in _PRESETS.glob("[!_]*.py"))
+
+
+def load(path: str) -> TrainConfig:
+    """Returns the configuration that a file or preset holds.
+
+    Args:
+        path: A Python file whose `get_config()` returns it, a JSON file as a run writes it, or a preset's name.
+
+    Raises:
+        ConfigError: With every fault; an error of the file's own shortened to its own line.
+    """
+    if not pathlib.Path(path).suffix and not pathlib.Path(path).exists():
+        if path not in (known := preset_names()):
+            raise ConfigError(
+                f"--config={path}: no such file, and no preset{did_you_mean(path, known)} Presets: {', '.join(known)}."
+            )
+        path = str(_PRESETS / f"{path}.py")
+    try:
+        source = pathlib.Path(path).read_bytes()
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--config={path}: {getattr(e, 'strerror', None) or e}.") from None
+    return _of_json(path, source) if path.endswith(".json") else _of_program(path, source)
+
+
+def _of_program(path: str, source: bytes) -> TrainConfig:
+    # Dataclasses that the file defines look their module up.
+    module = sys.modules["tfdist_config"] = types.ModuleType("tfdist_config")
+    namespace = vars(module)
+    namespace["__file__"] = path
+    try:
+        exec(compile(source, path, "exec", dont_inherit=True), namespace)  # noqa: S102 (a config is a program)
+        config = namespace["get_config"]()
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as e:  # sys.exit(), too: no training has taken place
+        if isinstance(e, KeyError) and "get_config" not in namespace:
+            raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
+        text = told(e)
+        line, origin = _place(e, path)
+        raise ConfigError(f"--config={path}{line}: {text}{_nearest_field(text, namespace)}{origin}") from None
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(
+            f"--config={path}: get_config() must return a tfdist.TrainConfig. Received: {type(config).__name__}."
+        )
+    return config
+
+
+def _of_json(path: str, source: bytes) -> TrainConfig:
+    try:
+        values = json.loads(source)
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"--config={path}: no JSON: {told(e)}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--config={path}: expected an object with the fields of a TrainConfig. Received: {shown(values)}."
+        )
+    config = TrainConfig()
+    if isinstance(task := values.get("task"), str):
+        config.choose_task(task)
+    if faults := list(_assign(config, values, "config")):
+        raise ConfigError([f"--config={path}: {fault}" for fault in faults])
+    return config
+
+
+def _assign(holder: Any, values: dict[str, Any], path: str) -> Iterator[str]:
+    """Sets fields, of groups one by one; yields faults."""
+    fields = {field.name: field for field in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else {}
+    for name, value in values.items():
+        if name not in fields:
+            yield validation.unknown_field(f"{path}.{name}", name, fields)
+        elif dataclasses.is_dataclass(group := getattr(holder, name)) and isinstance(value, dict):
+            yield from _assign(group, value, f"{path}.{name}")
+        else:
+            wants = typing.get_origin(fields[name].type) or fields[name].type
+            setattr(holder, name, tuple(value) if wants is tuple and isinstance(value, list) else value)
+
+
+def _place(error: BaseException, path: str) -> tuple[str, str]:
+    """Returns the config file's own line in an error, and where outside of the file the error was raised, or nothing."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.lineno:
+        frames.append((error.filename or "", error.lineno))
+    line = next((f", line {line}" for name, line in reversed(frames) if name == path), "")
+    outside = frames[-1][0] not in (path, __file__)
+    return line, f" (raised at {frames[-1][0]}:{frames[-1][1]})" if outside else ""
+
+
+def _nearest_field(text: str, namespace: dict[str, Any]) -> str:
+    """Returns the field nearest to one that a dataclass was given and does not have, where that is what is told."""
+    match = re.fullmatch(r"TypeError: (\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
+    kind = match and (namespace.get(match[1]) or getattr(config_lib, match[1], None))
+    if match is None or not dataclasses.is_dataclass(kind):
+        return ""
+    return did_you_mean(match[2], [field.name for field in dataclasses.fields(kind)])

@@ -1,0 +1,210 @@
+"""The command line of `tfdist.train`: `--config`, `--config.field=value`, `--workdir`. No TensorFlow here.
+
+`ml_collections.config_flags` sets the fields. It stops at the first mistake, some of them with a traceback, so all
+arguments are looked at first, it gets those that are sound, and every fault is reported at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import io
+import pathlib
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from tfdist.config import cluster, field_help, files, validation
+from tfdist.config.train import TrainConfig
+from tfdist.errors import ConfigError, collected, did_you_mean, short, shown, told
+
+_CONFIG_HELP = (
+    "A preset's name, a Python file whose get_config() returns a tfdist.TrainConfig, or the config.json of a run."
+)
+
+
+def parse(
+    argv: Sequence[str],
+    description: str | None,
+    workers: Callable[[TrainConfig], int | None] = lambda config: None,
+) -> tuple[TrainConfig, pathlib.Path] | None:
+    """Returns the checked configuration and the work directory; None where `--help` was asked for and given.
+
+    Args:
+        argv: The program's name and its arguments.
+        description: What `--help` begins with.
+        workers: Returns what `validation.check` is told of the cluster that the configuration asks for.
+
+    Raises:
+        ConfigError: With every fault of the command line and the configuration.
+    """
+    faults: list[str] = []
+    values = flags.FlagValues()
+    flags.DEFINE_string("workdir", None, "Where results go. Default: runs/NAME_OF_THE_CONFIG_FILE.", flag_values=values)
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    for name, text in cluster.FLAGS.items():
+        flags.DEFINE_string(name, None, f"{text} Short for --config.cluster.{name}.", flag_values=values)
+    if any(_split(argument)[0] in ("help", "h") for argument in argv[1:]):
+        flags.DEFINE_string("config", None, _CONFIG_HELP, flag_values=values)
+        asked = _config_path(argv[1:])
+        config, of = TrainConfig(), "TrainConfig"
+        with collected(faults):
+            if asked:
+                config, of = files.load(asked), asked
+        names = ", ".join(files.preset_names())
+        wrong = "".join(f"\n{fault}" for fault in faults)
+        print(f"{description}\n{values.get_help()}\n{field_help.text(config, of)}\nPresets: {names}.{wrong}")
+        return None
+    said = io.StringIO()  # absl leaves out a file that includes itself, and only prints so
+    try:
+        with contextlib.redirect_stderr(said):
+            arguments = values.read_flags_from_files(list(argv[1:]), force_gnu=True)
+    except (flags.Error, OSError, ValueError) as e:
+        raise ConfigError(f"--flagfile: {e}") from None
+    if included := said.getvalue().strip():
+        raise ConfigError(f"--flagfile: {included.rpartition(' ')[2]} includes itself; remove the line that does.")
+    arguments = [_in_full(argument) for argument in arguments]
+    path = _config_path(arguments)
+    if not path:
+        raise ConfigError(
+            "--config is missing: a preset's name, such as digits, or a Python file whose get_config() returns a tfdist.TrainConfig. "
+            f"Presets: {', '.join(files.preset_names())}."
+        )
+    config = files.load(path)
+    task = _last_value(arguments, "config.task") or config.task
+    if isinstance(task, str) and (task != config.task or config.task_options is None):
+        with contextlib.suppress(ConfigError):  # which the check says, too
+            config.choose_task(task)
+    sound = [argv[0], f"--config={path}", *_sound_arguments(config, arguments, faults)]
+    try:
+        # The file has been run, once: its value stands for its name.
+        config_flags.DEFINE_config_dataclass(
+            "config", config, _CONFIG_HELP, flag_values=values, sys_argv=sound, parse_fn=lambda path: config
+        )
+        values(sound)
+    except Exception as e:  # what it raises at values that it cannot take is not documented
+        raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {told(e)}"]) from None
+    with collected(faults):
+        validation.check(values.config, workers(values.config))
+    if faults:
+        raise ConfigError(faults)
+    return values.config, pathlib.Path(values.workdir or pathlib.Path("runs") / pathlib.Path(path).stem)
+
+
+def _split(argument: str) -> tuple[str, str | None]:
+    """Returns name and value of a flag; an empty name where the argument is no flag, None where it has no value."""
+    name, equals, value = argument.removeprefix("-").removeprefix("-").partition("=")
+    name = re.sub(r"(?<=\w)-(?=\w)", "_", name)
+    return (name if argument.startswith("-") else ""), (value if equals else None)
+
+
+def _in_full(argument: str) -> str:
+    """Returns `--config.cluster.hosts=...` for `--hosts=...`, and likewise for the others of `cluster.FLAGS`."""
+    name, value = _split(argument)
+    if name not in cluster.FLAGS:
+        return argument
+    return f"--config.cluster.{name}" if value is None else f"--config.cluster.{name}={value}"
+
+
+def _take_value(following: list[str]) -> str | None:
+    """Takes a flag's value from the arguments that follow it; None where it has none."""
+    return following.pop(0) if following and not following[0].startswith("--") else None
+
+
+def _config_path(arguments: Sequence[str]) -> str | None:
+    return _last_value(arguments, "config")
+
+
+def _last_value(arguments: Sequence[str], flag: str) -> str | None:
+    """Returns the value of the last `--flag=value` or `--flag value`."""
+    found = None
+    for position, argument in enumerate(arguments):
+        name, value = _split(argument)
+        if name == flag:
+            found = _take_value(list(arguments[position + 1 :])) if value is None else value
+    return found
+
+
+def _sound_arguments(config: TrainConfig, arguments: Sequence[str], faults: list[str]) -> Iterator[str]:
+    """Yields the arguments besides `--config` that can be parsed, as `--name=value`; adds a fault for each other one."""
+    following = list(arguments)
+    while following:
+        flag, value = _split(argument := following.pop(0))
+        written = f"--{short(flag)}"
+        is_field = flag.startswith(("config.", "noconfig."))
+        if argument == "--":
+            continue
+        if not flag:
+            fault = f"{shown(argument)} is no flag. Fields are set as --config.field=value."
+        elif is_field or flag in ("config", "workdir"):
+            kind, fault = _field(config, flag, written) if is_field else (str, "")
+            if value is None and kind is not bool and not flag.startswith("no"):
+                value = _take_value(following)
+                fault = fault or ("" if value is not None else f"{written} has no value; write {written}=VALUE.")
+            fault = fault or _value_fault(kind, flag, written, value)
+        else:
+            known = [
+                "config",
+                "workdir",
+                "help",
+                *cluster.FLAGS,
+                *(path for path, _ in field_help.fields(config, "config")),
+            ]
+            fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
+            fault += " Known: --config, --config.field, --workdir, --help."
+            if value is None:
+                _take_value(following)
+        if fault:
+            faults.append(fault)
+        elif flag != "config":
+            yield f"--{flag}" if value is None else f"--{flag}={value}"
+
+
+def _field(config: TrainConfig, flag: str, written: str) -> tuple[Any, str]:
+    """Returns the type of the field that `config.path` or `noconfig.path` names, and why it cannot be set, if so."""
+    kind, holder = None, config
+    for name in flag.split(".")[1:]:
+        known = {field.name: field for field in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else {}
+        if name not in known:
+            return None, validation.unknown_field(written, name, known)
+        kind, holder = known[name].type, getattr(holder, name)
+    if dataclasses.is_dataclass(holder):
+        fields = dataclasses.fields(holder)
+        such = f"; set one of them, such as {written}.{fields[0].name}=..." if fields else ", and has none."
+        return kind, f"{written}: this is a group of fields{such}"
+    if not _is_settable(kind):
+        name = kind.__name__ if isinstance(kind, type) else kind
+        return kind, f"{written}: a {name} cannot be set on the command line; set it in the config file."
+    return kind, ""
+
+
+def _is_settable(kind: Any) -> bool:
+    """Returns whether `config_flags` can set a field of this type from a text."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kinds = [member for member in typing.get_args(kind) if member is not type(None)]
+        return len(kinds) == 1 and _is_settable(kinds[0])
+    kind = typing.get_origin(kind) or kind
+    return isinstance(kind, type) and issubclass(kind, (bool, int, float, str, tuple, enum.Enum))
+
+
+def _value_fault(kind: Any, flag: str, written: str, value: str | None) -> str:
+    if flag.startswith("no"):
+        sound = kind is bool and value is None
+        return (
+            ""
+            if sound
+            else f"{written}: only a field that is true or false is turned off in this way, without a value."
+        )
+    expected = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind)
+    try:
+        if expected and value is not None:
+            (flags.BooleanParser().parse if kind is bool else kind)(value)
+    except ValueError:
+        return f"{written}: expected {expected}. Received: {shown(value)}."
+    return ""

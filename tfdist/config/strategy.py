@@ -1,0 +1,92 @@
+"""`StrategyConfig`: which strategy, on which devices. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from tfdist.errors import shown, unknown
+
+STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "parameter_server", "central_storage", "tpu")
+PLACEMENTS = ("round_robin", "by_bytes")
+IMPLEMENTATIONS = ("auto", "ring", "nccl")
+
+
+MAX_VIRTUAL_CPUS = 256
+
+
+_DEVICE = re.compile(r"(/\w+:[\w:/]+/device:|/device:|/)?(CPU|GPU|TPU)(:[0-9]+)?", re.IGNORECASE)
+
+
+@dataclasses.dataclass
+class StrategyConfig:
+    """Which `tf.distribute` strategy, on which devices.
+
+    Attributes:
+        name: One of `STRATEGIES`.
+        devices: Device names, as `"GPU:0,GPU:1"` or a list of them, or a number of virtual CPUs of this process.
+            Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
+        implementation: How collectives of `multi_worker_mirrored` travel: `"auto"`, `"ring"` or `"nccl"`.
+        bucket_bytes: `multi_worker_mirrored` sums gradients in buckets of so many bytes, which travel while backward computes
+            the others; 0 means one sum of all. `bf16`, `fp16` and `int8` cut larger gradients; `powersgd` and `topk`, which
+            need a gradient whole, count its bytes as they send them.
+        placement: Which server of `parameter_server` gets the next variable: `"round_robin"`, the next one, or
+            `"by_bytes"`, the one with the fewest bytes.
+        timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.
+    """
+
+    name: str = "one_device"
+    devices: str = ""
+    implementation: str = "auto"
+    bucket_bytes: int = 4_000_000
+    timeout_seconds: float = 0.0
+    placement: str = "round_robin"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.devices, (list, tuple)):
+            self.devices = ",".join(map(str, self.devices))
+        self.devices = "" if self.devices is None else str(self.devices)
+
+    @property
+    def virtual_cpus(self) -> int:
+        """The number of virtual CPUs asked for, or 0."""
+        # Cut, because Python refuses to convert thousands of digits.
+        return min(int(self.devices[:9]), MAX_VIRTUAL_CPUS + 1) if self.devices.isdecimal() else 0
+
+    @property
+    def device_names(self) -> list[str]:
+        """The names of the devices to use; empty means TensorFlow's choice."""
+        if self.virtual_cpus:
+            return [f"CPU:{i}" for i in range(self.virtual_cpus)]
+        return [name.strip() for name in self.devices.split(",") if name.strip()]
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the strategy and its options."""
+        if self.name not in STRATEGIES:
+            yield unknown("strategy", self.name, STRATEGIES)
+            return
+        if self.implementation not in IMPLEMENTATIONS:
+            yield unknown("strategy.implementation", self.implementation, IMPLEMENTATIONS)
+        if self.placement not in PLACEMENTS:
+            yield unknown("strategy.placement", self.placement, PLACEMENTS)
+        if not (self.bucket_bytes >= 0 and self.timeout_seconds >= 0):  # so that NaN is a fault, too
+            yield (
+                "strategy.bucket_bytes and strategy.timeout_seconds must be 0 (off) or more. "
+                f"Received: {self.bucket_bytes} and {self.timeout_seconds}."
+            )
+        if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
+            yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {self.devices}."
+        elif self.devices and not self.virtual_cpus and self.name != "tpu":
+            names = [name.upper() for name in self.device_names]
+            if strange := [name for name in names if not _DEVICE.fullmatch(name)]:
+                yield f"strategy.devices must be names such as GPU:0, or a number of virtual CPUs. Received: {shown(strange[0])}."
+            elif len(set(names)) < len(names):
+                yield f"strategy.devices names a device twice. Received: {shown(self.devices)}."
+        if self.name in ("multi_worker_mirrored", "parameter_server") and self.devices:
+            yield (
+                f"strategy.devices does not apply to {self.name}, which uses all GPUs it sees, or the CPU; "
+                f"choose GPUs with CUDA_VISIBLE_DEVICES. Received: {self.devices!r}."
+            )
+        if self.name == "one_device" and len(self.device_names) > 1:
+            yield f"strategy one_device takes one device. Received: {self.devices!r}; use strategy.name=mirrored for several."

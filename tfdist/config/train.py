@@ -1,0 +1,142 @@
+"""`TrainConfig`: everything that `python -m tfdist.train` can be told. No TensorFlow here.
+
+Dataclasses with a default for every field. They are not frozen because `ml_collections.config_flags` assigns to their
+fields (`--config.optimizer.momentum=0.9`); `tfdist.config.validation` judges the whole before use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from typing import Any
+
+from tfdist.config import registry
+from tfdist.config.backup import BackupConfig
+from tfdist.config.cluster import ClusterConfig
+from tfdist.config.compression import CompressionConfig
+from tfdist.config.optimizer import OptimizerConfig
+from tfdist.config.strategy import StrategyConfig
+from tfdist.errors import ConfigError, told
+
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+        task: What to train: a name of `registry.TASKS`, or your own `package.module:Class` (see `tfdist.Task`).
+        task_options: A dataclass of the task's own, its `Options`.
+        strategy: Which `tf.distribute` strategy.
+        cluster: The tasks to start on this machine, where the environment describes no cluster.
+        global_batch_size: Examples per step over all replicas. Either this or `per_replica_batch_size` is set.
+        per_replica_batch_size: Examples per step for each replica.
+        epochs: Passes over the training data.
+        steps_per_epoch: Steps that count as an epoch; 0 means as many as the task's data has.
+        seed: Fixes initial weights, order of the data and dropout masks.
+        compression: How gradients are compressed.
+        deterministic: Use only TensorFlow operations that give the same bits each time; slower on GPUs.
+        optimizer: The optimizer and its arguments.
+        learning_rate: Step size.
+        precision: `"float32"`, `"mixed_bfloat16"` or `"mixed_float16"`, which compute in 16 bits and keep weights in 32.
+        jit_compile: Compile each replica's computation with XLA.
+        steps_per_execution: Steps to run for each call of Python; callbacks see every so many steps.
+        start_timeout: How long a task waits for the others, in seconds.
+        grace_seconds: How long a task has to end after a signal before it is killed, and to save before that.
+        check_weights: Whether workers compare all their weights after each epoch; else only before and after the training.
+        backup: When and where to back the training up.
+        max_restarts: Restarts that failures of tasks may cost, where this command starts them.
+    """
+
+    task: str = "digits"
+    task_options: Any = None
+    strategy: StrategyConfig = dataclasses.field(default_factory=StrategyConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    global_batch_size: int = 0
+    per_replica_batch_size: int = 0
+    epochs: int = 1
+    steps_per_epoch: int = 0
+    seed: int = 0
+    deterministic: bool = False
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    compression: CompressionConfig = dataclasses.field(default_factory=CompressionConfig)
+    learning_rate: float = 1e-3
+    precision: str = "float32"
+    jit_compile: bool = False
+    steps_per_execution: int = 1
+    start_timeout: float = 300.0
+    grace_seconds: float = 25.0
+    check_weights: bool = True
+    backup: BackupConfig = dataclasses.field(default_factory=BackupConfig)
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        # So that the task's options exist as fields that flags can set.
+        if self.task_options is None and isinstance(self.task, str) and self.task in registry.TASKS:
+            self.task_options = registry.resolve("task", self.task, registry.TASKS).Options()
+        resolve_types(self)
+
+    def choose_task(self, task: str) -> None:
+        """Makes a task this configuration's, with the options that it has by default where those here are another one's.
+
+        Raises:
+            ConfigError: There is no such task, or its options cannot be made.
+        """
+        options = getattr(registry.resolve("task", task, registry.TASKS), "Options", None)
+        self.task = task
+        if not isinstance(options, type) or isinstance(self.task_options, options):
+            return
+        self.task_options = None  # another task's
+        try:
+            self.task_options = options()
+        except Exception as e:
+            raise ConfigError(
+                f"{options.__qualname__}() of task {task!r} raises {told(e)}; give all its fields defaults."
+            ) from e
+        if dataclasses.is_dataclass(self.task_options):
+            resolve_types(self.task_options)
+
+
+def resolve_types(config: Any) -> None:
+    """Makes the fields' types classes: under `from __future__ import annotations` they are texts, and flags need classes."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        field.type = hints[field.name]
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            resolve_types(value)
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Returns the configuration as plain values, for `config.json`."""
+    return dataclasses.asdict(config)
+
+
+# What must be the same in a run that goes on, and on all tasks: what decides which numbers are trained.
+_SAME = (
+    *("task", "task_options", "global_batch_size", "per_replica_batch_size", "steps_per_epoch", "steps_per_execution"),
+    *("seed", "deterministic", "precision", "jit_compile"),
+    *("strategy", "optimizer", "compression", "learning_rate"),
+)
+
+
+def fixed(config: TrainConfig) -> dict[str, Any]:
+    """Returns what of the configuration must be the same in a run that goes on, and on all tasks."""
+    same = {name: value for name, value in to_dict(config).items() if name in _SAME}
+    del same["strategy"]["timeout_seconds"]
+    return same
+
+
+def backup_arguments(config: TrainConfig, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the arguments of the `BackupAndRestore` that `config` asks for."""
+    backup = dataclasses.asdict(config.backup)
+    return {
+        "backup_dir": backup.pop("dir") or os.path.join(workdir, "backup"),
+        **backup,
+        "save_freq": "epoch" if config.backup.save_freq == "epoch" else int(config.backup.save_freq),
+        "save_every_seconds": config.backup.save_every_seconds or None,
+        "grace_seconds": config.grace_seconds,
+        "config": {"config": fixed(config)},
+        "defaults": {"config": fixed(TrainConfig(config.task, type(config.task_options)()))},
+    }

@@ -1,0 +1,98 @@
+"""`epochs`: a dataset of arrays that is a pure function of (seed, epoch, shard)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat.keras_internals import TF_BATCH_SIZE
+from tfdist.config.batch_size import per_replica_batch_size
+from tfdist.data.graph import walk
+from tfdist.data.resume import STARTING_AT
+from tfdist.errors import ConfigError
+
+
+def epochs(
+    arrays: Any,
+    context: tf.distribute.InputContext,
+    global_batch_size: int,
+    seed: int,
+    *,
+    shuffle: bool = True,
+    start_epoch: int = 0,
+    load: Callable[[Any], Any] | None = None,
+) -> tf.data.Dataset:
+    """Makes an endless dataset of epochs, of which each is a pure function of (seed, epoch).
+
+    Step k of an epoch takes the k-th `global_batch_size` examples of that epoch's order and deals them to the
+    replicas in turn, so that any number of workers trains on the same batches. Under parameter servers, where a step is
+    one worker's, whole batches are dealt to the workers in turn. The examples that do not fill a last
+    batch are left out; which ones they are differs between epochs.
+
+    Args:
+        arrays: A structure of arrays `[examples, ...]`.
+        context: Which of how many input pipelines this dataset is for.
+        global_batch_size: Examples per step over all replicas.
+        seed: Orders the examples.
+        shuffle: Whether to order them anew in each epoch, or keep their order.
+        start_epoch: The first epoch.
+        load: Makes a batch of what is taken from `arrays`, such as images of their file names, in TensorFlow operations.
+            A training that goes on from a backup does not load again what it leaves out.
+
+    Returns:
+        A dataset of batches `[global_batch_size / num_replicas, ...]`, in the structure of `arrays`; successive
+        elements are for successive replicas of the pipeline. Pass `steps_per_epoch` to `fit` with it.
+
+    Raises:
+        ConfigError: The replicas do not divide the batch, or the batch is larger than the data.
+    """
+    size = int(tf.nest.flatten(arrays)[0].shape[0])
+    steps = size // global_batch_size
+    if steps == 0:
+        raise ConfigError(f"global_batch_size {global_batch_size} is larger than the training data, {size} examples.")
+    replicas = context.num_replicas_in_sync
+    batch_size = per_replica_batch_size(global_batch_size, replicas)
+    pipelines = context.num_input_pipelines
+    with tf.init_scope():  # so that a function that is traced is given them, and does not hold them as constants
+        tensors = tf.nest.map_structure(lambda each: each if tf.is_tensor(each) else tf.constant(each), arrays)
+
+    @tf.autograph.experimental.do_not_convert
+    def order(epoch: tf.Tensor) -> tf.data.Dataset:
+        indices = tf.range(size, dtype=tf.int64)
+        if shuffle:
+            indices = tf.random.experimental.stateless_shuffle(indices, seed=[seed, epoch])
+        dealt = tf.reshape(indices[: steps * global_batch_size], [-1, batch_size])
+        # In turn to pipelines, as many in a row as one has replicas.
+        turns = tf.range(steps * replicas, dtype=tf.int64) + epoch * steps * replicas
+        mine = turns // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
+        return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(dealt, mine))
+
+    def batch(indices: tf.Tensor) -> Any:
+        taken = tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), tensors)
+        return load(taken) if load else taken
+
+    if not load:  # AutoGraph takes half a second when it is first used
+        batch = tf.autograph.experimental.do_not_convert(batch)
+
+    def starting_at(element: int) -> tf.data.Dataset:
+        # An epoch has as many elements as any other where all pipelines have the same.
+        whole = element // (steps * replicas // pipelines) if replicas % pipelines == 0 else 0
+        dataset = tf.data.Dataset.counter(start_epoch + whole).flat_map(order)
+        dataset = dataset.skip(element - whole * (steps * replicas // pipelines))
+        dataset = dataset.map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        # Known to be endless, or TensorFlow asks all workers before each step whether they have data left.
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+        dataset = dataset.prefetch(tf.data.AUTOTUNE)
+        setattr(dataset, STARTING_AT, starting_at)
+        return dataset
+
+    return starting_at(0)
+
+
+def batch_size(dataset: tf.data.Dataset) -> int | None:
+    """Returns how many examples are in a batch of a dataset, as its outermost `batch` says; None where it is not told."""
+    sizes = (getattr(each, TF_BATCH_SIZE, None) for each in walk(dataset))
+    size = next((each for each in sizes if each is not None), None)
+    return None if size is None else int(size)

@@ -1,0 +1,168 @@
+"""The random state of training data: what a backup holds of it, and what a resumed training restores.
+
+A resumed training repeats the pass over the data that was interrupted, and drops the elements it has trained on. So a backup holds
+the state at the begin of that pass, and of the first pass, which may have filled a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat.keras_internals import KERAS_EPOCH_END, KERAS_SEED_STATE, TF_GENERATOR_STATE
+from tfdist.data.graph import functions, nodes, walk
+from tfdist.data.python_state import PythonData
+
+PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+_PYTHON = "data/python"
+
+
+def random_states(dataset: tf.data.Dataset) -> Iterator[tf.Variable]:
+    """Yields the states of Keras' seed generators and of `tf.random.Generator`s that a dataset's own functions use."""
+    for function in functions(dataset):
+        for variable in sorted(function.graph.variables, key=lambda each: each.name):
+            name = variable.name.split("/")[-1].split(":")[0]
+            if variable.dtype.is_integer and name.startswith((KERAS_SEED_STATE, TF_GENERATOR_STATE)):
+                yield variable
+
+
+def calls_python(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset's own functions call Python, as `from_generator` and `py_function` do."""
+    return any(node.op in PYTHON_OPS for function in functions(dataset) for node in nodes(function.graph))
+
+
+class DataState:
+    """The random state of a training's data.
+
+    Args:
+        datasets: This process's datasets, in an order that is the same in the next run.
+        adapter: Keras' data adapter, which calls its own `on_epoch_end` at the end of each epoch's data.
+        is_backed_up: Whether `take` will be called.
+
+    Attributes:
+        is_random: Whether the data have a state of which this knows.
+        stays: Whether the training has resumed after the last step of an epoch, of which it runs no step again.
+    """
+
+    def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: Any, is_backed_up: bool):
+        every = [each for dataset in datasets for each in walk(dataset)]
+        self._variables = list({id(v): v for each in every for v in random_states(each)}.values())
+        self._python = PythonData(adapter, any(map(calls_python, every)), is_backed_up)
+        self.is_random = bool(self._variables) or self._python.is_used
+        self.stays = self._ended_before = False
+        self._has_begun = False
+        self._epochs = 0  # whose data have ended
+        self._is_over = False  # the present epoch's data
+        self._states: dict[str, tuple[list[Any], Any]] = {}  # by moment: at the begin of the "first" and of this "pass"
+        end = getattr(adapter, KERAS_EPOCH_END)
+        setattr(adapter, KERAS_EPOCH_END, lambda: self._end_epoch(end))
+
+    def doubts(self) -> Iterator[str]:
+        """Yields why this is not all of the data's state, and the remedies."""
+        yield from self._python.doubts()
+
+    def begin_epoch(self) -> None:
+        """Says that an epoch begins."""
+        self._has_begun, self._is_over = True, False
+
+    @contextlib.contextmanager
+    def undrawn(self) -> Iterator[None]:
+        """Leaves the seed generators as they are."""
+        before = [variable.numpy() for variable in self._variables]
+        try:
+            yield
+        finally:
+            for variable, value in zip(self._variables, before, strict=True):
+                variable.assign(value)
+
+    def begin_pass(self, number: int) -> None:
+        """Notes the state at the begin of a pass, before its iterator is made.
+
+        Args:
+            number: The pass, from 1.
+        """
+        self._states["pass"] = self._now()
+        if number == 1:
+            self._states["first"] = self._states["pass"]
+            self._python.note_order()
+
+    def take(self) -> dict[str, tf.Tensor]:
+        """Returns what `put` needs, of this process."""
+        if not self.is_random:
+            return {}
+        taken: dict[str, tf.Tensor] = {}
+        python: dict[str, Any] = {}
+        for moment, (values, drawn) in {**self._states, "now": self._now()}.items():
+            taken |= {f"data/{moment}/{number}": tf.constant(value) for number, value in enumerate(values)}
+            python[moment] = drawn
+        hooks = {"epochs": self._epochs, "is_over": self._is_over, "order": self._python.order}
+        return {**taken, _PYTHON: tf.constant(json.dumps({"moments": python, **hooks}))}
+
+    def put(self, own: Mapping[str, Any], goes_on: bool) -> None:
+        """Makes what `take` returned known to `restore`, and lets a `PyDataset` end the epochs that had ended.
+
+        Args:
+            own: What `take` returned, and more.
+            goes_on: Whether the training goes on in the epoch, not with a new one.
+        """
+        if not self.is_random or _PYTHON not in own:  # a backup of an earlier version
+            return
+        body = json.loads(np.asarray(own[_PYTHON]).item())
+        self._states = {
+            moment: ([own[f"data/{moment}/{number}"] for number in range(len(self._variables))], drawn)
+            for moment, drawn in body["moments"].items()
+        }
+        self._epochs, self._is_over, self.stays = body["epochs"], body["is_over"], goes_on
+        self._ended_before = body["is_over"]
+        repeats = goes_on and body["is_over"]  # Keras ends the epoch once more
+        self._epochs -= repeats
+        self._python.end_epochs(self._epochs, None if repeats else body["order"])
+
+    def restore(self, moment: str) -> None:
+        """Restores the state at the begin of the `"first"` pass, of this `"pass"`, or what was `"now"` in the backup."""
+        if moment in self._states:
+            self._assign(self._states[moment])
+
+    def resumption(self, number: int, goes_on: bool) -> Callable[[], None]:
+        """Prepares that the passes before are replayed; returns what to call before the iterator of this pass is made.
+
+        Args:
+            number: The pass, from 1.
+            goes_on: Whether it is the pass of the backup, not a new one.
+        """
+        before = self._now()
+        self.restore("first")
+
+        def ready() -> None:
+            if goes_on:
+                self.restore("pass")
+            else:
+                self._assign(before)
+                self.begin_pass(number)
+
+        return ready
+
+    def _assign(self, state: tuple[list[Any], Any]) -> None:
+        for variable, value in zip(self._variables, state[0], strict=True):
+            variable.assign(value)
+        self._python.restore(state[1])
+
+    def _now(self) -> tuple[list[Any], Any]:
+        return [variable.numpy() for variable in self._variables], self._python.state()
+
+    def _end_epoch(self, end: Any) -> None:
+        if not self._has_begun:  # as Keras does before the first epoch
+            end()
+            return
+        if self.stays and not self._ended_before:
+            self.restore("now")
+        end()
+        if self.stays and self._ended_before:
+            self.restore("now")
+        self._epochs, self._is_over = self._epochs + 1, True
+        self._python.note_order()

@@ -1,0 +1,73 @@
+"""Begins a dataset at an element, or at a later pass."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops.cache_op import CacheDataset
+from tensorflow.python.data.ops.random_op import _RandomDataset as RandomDataset
+from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
+from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
+
+from tfdist.compat.keras_internals import TF_COUNT, TF_INPUTS
+from tfdist.data.graph import walk
+
+STARTING_AT = "_tfdist_starting_at"  # an attribute of the datasets of `epochs`
+
+
+def skip(dataset: tf.data.Dataset, elements: int) -> tf.data.Dataset:
+    """Returns a dataset without its first elements; that of `epochs` is made anew, and does not load them."""
+    return getattr(dataset, STARTING_AT, dataset.skip)(elements)
+
+
+def replay(dataset: tf.data.Dataset, passes: int, reads: bool = True) -> None:
+    """Begins passes over a dataset, so that the next one shuffles as the one after them.
+
+    Args:
+        dataset: The dataset.
+        passes: How many.
+        reads: Whether to read the first one to its end if it filled a cache, which holds the order of that pass.
+    """
+    if passes and reads and any(isinstance(each, CacheDataset) for each in walk(dataset)):
+        collections.deque(iter(dataset), maxlen=0)
+        passes -= 1
+    for each, times in _shuffling(dataset, passes, passes):
+        for _ in range(times):
+            iter(each)  # moves its own order alone: it begins the dataset that it is made from when it is first read
+
+
+def _shuffling(dataset: tf.data.Dataset, begun: int, read: int) -> Iterator[tuple[tf.data.Dataset, int]]:
+    """Yields the datasets that come in another order each time they begin, and how often they begin.
+
+    Args:
+        dataset: A dataset.
+        begun: How many iterators of it are made.
+        read: How many of them are read.
+    """
+    if isinstance(dataset, (ShuffleDataset, RandomDataset)):
+        yield dataset, begun
+        begun = read
+    if isinstance(dataset, RepeatDataset):
+        count = max(int(getattr(dataset, TF_COUNT)), 1)
+        begun, read = begun + read * count, read * count  # it begins anew even after the last time
+    for each in getattr(dataset, TF_INPUTS)():
+        yield from _shuffling(each, begun, read)
+
+
+def starting_at(data: Any, number: int, steps: int, ready: Callable[[], None]) -> Any:
+    """Returns an iterator of a pass over data.
+
+    Args:
+        data: A dataset, or what a strategy has made of one.
+        number: The pass, from 1: a dataset that shuffles does so differently in each.
+        steps: Steps of it to leave out.
+        ready: Called before the iterator is made, and after the passes before are replayed.
+    """
+    if hasattr(data, "starting_at"):
+        return data.starting_at(number, steps, ready)
+    replay(data, number - 1)
+    ready()
+    return iter(data.skip(steps))

@@ -1,0 +1,1 @@
+"""From a replica's gradients to the update of the variables."""

@@ -1,0 +1,241 @@
+"""Sums an optimizer's gradients over all replicas, as they are or through a compressor, of which it keeps the state.
+
+A step in which any replica's gradient is not finite changes no state, and tells so: what is not a number in an error that is
+fed back would stay there.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils
+
+from tfdist.collectives.communicator import Group
+from tfdist.collectives.factory import group_of
+from tfdist.collectives.requests import Member
+from tfdist.compression.base import NONE, Compressor, Layout, Rows, Slot
+from tfdist.gradients import gradient_lists
+
+_NOTES, _OTHERS = -1, -2  # lanes beside those of buckets
+
+
+class Reduction(tf.Module):
+    """The sums of gradients over all replicas.
+
+    Args:
+        compressor: What compresses.
+        variables: Those of the optimizer, in its order; made in the strategy's scope.
+
+    Attributes:
+        compressor: The compressor.
+        slots: What the compressor keeps for each variable, by its number.
+        states: The state variables.
+        left_out: How many updates this process has left out, as a gradient was not finite.
+    """
+
+    def __init__(self, compressor: Compressor, variables: Sequence[keras.Variable]):
+        super().__init__(name="compression")
+        self._strategy = variables[0].value.distribute_strategy
+        self._group = group_of(self._strategy)
+        self._bucket_bytes = _bucket_bytes(self._strategy)
+        self.compressor = compressor
+        self._layout = Layout(compressor, [(v.path, tuple(v.shape)) for v in variables])
+        self.slots = self._layout.slots
+        self.left_out = self._state(Slot("left_out", (), True), 0, "compression")
+        self.states = [
+            [self._state(slot, number, variable.path) for slot in slots]
+            for number, (slots, variable) in enumerate(zip(self._layout.slots, variables, strict=True))
+        ]
+
+    def _state(self, slot: Slot, number: int, path: str) -> tf.Variable:
+        with self._strategy.scope(), tf.init_scope():
+            return tf.Variable(
+                slot.initial(slot.shape, number),
+                trainable=False,
+                name=f"{path}/{slot.name}",
+                synchronization=tf.VariableSynchronization.AUTO if slot.shared else tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA if slot.shared else tf.VariableAggregation.SUM,
+            )
+
+    def __call__(
+        self, grads: Sequence[Any], numbers: Sequence[int], step: tf.Tensor, scale: tf.Tensor | None = None
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Returns the gradients' sums, and whether all of them are finite. In cross-replica context.
+
+        Args:
+            grads: A value per replica for each gradient, dense or `tf.IndexedSlices`.
+            numbers: Which variable each is of.
+            step: How many updates there have been.
+            scale: By what the gradients are multiplied: errors that are fed back are kept without it. None means 1.
+        """
+        local = self._strategy.experimental_local_results
+        mine = [[local(grad)[place] for grad in grads] for place in range(len(self._group.ranks))]
+        compressed = [place for place, grad in enumerate(mine[0]) if grad.dtype == tf.float32]
+        if scale is not None:  # others stay as they are: of 16 bits without it they might be nothing
+            mine = [_times(values, compressed, 1 / scale) for values in mine]
+        sparse = [place for place, grad in enumerate(mine[0]) if isinstance(grad, tf.IndexedSlices)]
+        dense = [place for place in compressed if place not in sparse]
+        other = [place for place in range(len(grads)) if place not in (*dense, *sparse)]
+        owners = [numbers[place] for place in dense]
+
+        members = self._group.members(tf.cast(step, tf.int64))
+        states = [
+            [tuple(local(s)[place].read_value() for s in self.states[number]) for number in owners]
+            for place in range(len(mine))
+        ]
+        packed = self._layout.run(
+            self._group, [[values[p] for p in dense] for values in mine], states, members, owners, self._bucket_bytes
+        )
+        # What tells all of a number that is none needs every gradient: it has a lane of its own, and where there is one order
+        # for all, it comes last.
+        others = self._as_they_are([[values[p] for p in other] for values in mine], members, _OTHERS)
+        notes = self._as_they_are([[gradient_lists.nothing_if_finite(values)] for values in mine], members, _NOTES)
+        reduced: list[list[Any]] = [[None] * len(grads) for _ in mine]
+        for into, of_dense, of_others in zip(reduced, packed, others, strict=True):
+            for p, total in zip((*dense, *other), (*of_dense.totals, *of_others), strict=True):
+                into[p] = total
+        for p in sparse:
+            rows = self._layout.compressors[numbers[p]].rows if p in compressed else NONE.rows
+            for place, total in enumerate(sum_rows(self._group, [values[p] for values in mine], rows, members[0].step)):
+                reduced[place][p] = total
+        if scale is not None:
+            reduced = [_times(values, compressed, scale) for values in reduced]
+        # What has been sent is finite everywhere, and so is what has come of it, which is the same everywhere.
+        finite = tf.math.is_finite(notes[0][0] + gradient_lists.nothing_if_finite(reduced[0]))
+
+        def keep() -> tf.Tensor:
+            for place, found in enumerate(packed):
+                for number, news in zip(owners, found.states, strict=True):
+                    for variable, state in zip(self.states[number], news, strict=True):
+                        local(variable)[place].assign(state)
+            return tf.constant(True)
+
+        def leave_out() -> tf.Tensor:
+            for place in range(len(mine)):
+                local(self.left_out)[place].assign_add(1)
+            return tf.constant(False)
+
+        tf.cond(finite, keep, leave_out)
+        if scale is not None:
+            # What is no number in a gradient may be one in what was sent, and whoever scales looks for it.
+            reduced = [gradient_lists.times(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
+        return [distribute_utils.regroup(each) for each in zip(*reduced, strict=True)], finite
+
+    def _as_they_are(self, values: Sequence[list[Any]], members: Sequence[Member], lane: int) -> list[list[Any]]:
+        """Returns the sums of some values for each of this process's ranks."""
+        if not values[0]:
+            return [[] for _ in values]
+        exchanges = [
+            NONE.exchange(each, [()] * len(each), member) for each, member in zip(values, members, strict=True)
+        ]
+        return [reduced.totals for reduced in self._group.run(exchanges, lane)]
+
+    def seconds(self, repeats: int = 3) -> tuple[float, float]:
+        """Returns how long gradients take to be summed through the compressor, and how long without. A collective.
+
+        Args:
+            repeats: Of how many exchanges the median is taken.
+        """
+
+        def timed(layout: Layout) -> float:
+            @functools.partial(tf.function, autograph=False)
+            def exchange() -> tf.Tensor:
+                members = self._group.members(tf.constant(2**40, tf.int64))  # when warming up is long over
+                values = [tf.random.stateless_normal(shape, [1, 2]) for shape in layout.shapes]
+                states = [tuple(tf.zeros(slot.shape) for slot in slots) for slots in layout.slots]
+                results = layout.run(
+                    self._group,
+                    [values] * len(members),
+                    [states] * len(members),
+                    members,
+                    bucket_bytes=self._bucket_bytes,
+                )
+                return tf.add_n([tf.reduce_sum(total) for total in results[0].totals])
+
+            exchange()
+            found = []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                exchange().numpy()  # which waits for it
+                found.append(time.perf_counter() - began)
+            return statistics.median(found)
+
+        return timed(self._layout), timed(Layout(NONE, [("", shape) for shape in self._layout.shapes]))
+
+
+def sums_here(strategy: tf.distribute.Strategy) -> bool:
+    """Whether `sums` is for this strategy; TensorFlow itself sums the gradients of others."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return False
+    # Eagerly one device's collective would wait for the next one's, which TensorFlow calls from a thread each.
+    waits = tf.executing_eagerly() and len(strategy.extended.worker_devices) > 1
+    return strategy.extended._num_replicas_in_sync > 1 and not waits
+
+
+def sums(strategy: tf.distribute.Strategy, grads: Sequence[Any], step: tf.Tensor) -> list[Any]:
+    """Returns the gradients' sums over all replicas, in buckets. In cross-replica context.
+
+    Args:
+        strategy: The strategy, of several processes.
+        grads: A value per replica for each gradient, dense or `tf.IndexedSlices`.
+        step: How many updates there have been.
+    """
+    group, local = group_of(strategy), strategy.experimental_local_results
+    mine = [[local(grad)[place] for grad in grads] for place in range(len(group.ranks))]
+    dense = [place for place, grad in enumerate(mine[0]) if not isinstance(grad, tf.IndexedSlices)]
+    shapes = [("", tuple(mine[0][place].shape)) for place in dense]
+    values = [[each[place] for place in dense] for each in mine]
+    states = [[()] * len(dense) for _ in mine]
+    totals = Layout(NONE, shapes).run(group, values, states, group.members(step), bucket_bytes=_bucket_bytes(strategy))
+    summed = dict(zip(dense, zip(*(each.totals for each in totals), strict=True), strict=True))
+    for place in set(range(len(grads))) - set(dense):
+        summed[place] = tuple(sum_rows(group, [each[place] for each in mine], NONE.rows, step))
+    return [distribute_utils.regroup(summed[place]) for place in range(len(grads))]
+
+
+def sums_of_rows(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[Any]:
+    """Returns the rows of all replicas of one process. In cross-replica context.
+
+    TensorFlow gathers them by a collective, which keeps the number of rows of an execution's first step: the step after it,
+    of another number, ends in "Shape mismatch in the collective instance".
+
+    Args:
+        strategy: Mirrored.
+        grads: A value per replica for each gradient, `tf.IndexedSlices`.
+    """
+    group, local = group_of(strategy), strategy.experimental_local_results
+    step = tf.zeros([], tf.int64)
+    return [distribute_utils.regroup(tuple(sum_rows(group, local(grad), NONE.rows, step))) for grad in grads]
+
+
+def sum_rows(group: Group, slices: Sequence[tf.IndexedSlices], rows: Rows, step: tf.Tensor) -> list[tf.IndexedSlices]:
+    """Returns all ranks' rows of a gradient, which stay rows, for each of this process's ranks.
+
+    Args:
+        group: All ranks.
+        slices: The rows of each of this process's.
+        rows: How they travel.
+        step: How many updates there have been.
+    """
+    shape = slices[0].values.shape[1:]
+    width = shape.num_elements()
+    flat = [tf.IndexedSlices(rows.pack(tf.reshape(s.values, [-1, width])), s.indices, s.dense_shape) for s in slices]
+    return [
+        tf.IndexedSlices(tf.reshape(rows.unpack(s.values, width), [-1, *shape]), s.indices, s.dense_shape)
+        for s in group.gather_rows(flat, step)
+    ]
+
+
+def _times(values: Sequence[Any], places: Sequence[int], factor: tf.Tensor) -> list[Any]:
+    """Returns the values, those at the places multiplied."""
+    return [gradient_lists.times([value], factor)[0] if p in places else value for p, value in enumerate(values)]
+
+
+def _bucket_bytes(strategy: tf.distribute.Strategy) -> int:
+    return getattr(strategy, "bucket_bytes", 0)

@@ -1,0 +1,196 @@
+"""What an optimizer does with reduced gradients: the update itself, accumulation, and moving averages.
+
+What Keras does under a condition is done outside of the replicas here, where variables of all of them can be assigned.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat.keras_internals import (
+    KERAS_ACCUMULATORS,
+    KERAS_CLIP,
+    KERAS_MOVE_AVERAGES,
+    KERAS_OVERWRITE,
+    KERAS_UPDATE,
+)
+from tfdist.compression.base import Compressor
+from tfdist.errors import ConfigError
+from tfdist.gradients import broadcast_update, gradient_lists
+from tfdist.gradients.reduction import Reduction, sums, sums_here
+
+
+def sum_rows_first(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer of one replica sum the rows of each id before it updates. In place; see `gradient_lists.summed_rows`."""
+    if "apply" not in vars(optimizer):
+        apply = optimizer.apply
+
+        def apply_sums(grads: Sequence[Any], *variables: Any, **named: Any) -> None:
+            apply(gradient_lists.divisible(gradient_lists.summed_rows(grads)), *variables, **named)
+
+        optimizer.apply = apply_sums
+
+
+class Update:
+    """`_backend_apply_gradients`: what Keras does under a condition is done outside of the replicas.
+
+    Args:
+        optimizer: The optimizer that updates.
+        scaled: Whether a `LossScaleOptimizer` wraps it.
+        clips_last: Whether it clips the reduced gradient.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_last: bool):
+        self._optimizer = optimizer
+        self._keras_update = getattr(optimizer, KERAS_UPDATE)
+        self.scaled = scaled
+        self.compressor: Compressor | None = None
+        self.reduction: Reduction | None = None  # once it is built
+        self._clip: Callable[[Any], Any] | None = None
+        # What overrides `apply` must see what one process would: each step's gradient, reduced.
+        self._each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
+        clips_last = clips_last or bool(optimizer.gradient_accumulation_steps and self._each_step)
+        if not clips_last and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
+            self._clip = getattr(optimizer, KERAS_CLIP)
+            setattr(optimizer, KERAS_CLIP, list)  # it has been done by then
+
+    def clip_first(self, grads: Sequence[Any], scale: Any = 1.0) -> Sequence[Any]:
+        """Returns this replica's gradients, which are multiplied by `scale`, clipped if it is not done later."""
+        if self._clip is None:
+            return grads
+        present = [grad for grad in grads if grad is not None]
+        clipped = gradient_lists.times(self._clip(gradient_lists.times(present, 1 / scale)), scale)
+        if self.scaled:  # who scales must see an inf, even if clipping makes a number of it
+            clipped = gradient_lists.plus(clipped, gradient_lists.nothing_if_finite(present))
+        rest = iter(clipped)
+        return [None if grad is None else next(rest) for grad in grads]
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """Those that the optimizer was built with."""
+        return self._optimizer._trainable_variables
+
+    def reduce(self, grads: Sequence[Any], variables: Sequence[Any], scale: Any = None) -> tuple[list[Any], tf.Tensor]:
+        """Returns the sums of values per replica, and whether all are finite. In cross-replica context.
+
+        Args:
+            grads: A value per replica for each gradient.
+            variables: Of each.
+            scale: By what the gradients are multiplied, or None.
+        """
+        numbers = [self._number(variable) for variable in variables]
+        assert self.reduction is not None  # noqa: S101 (for the type checker: who calls this has looked)
+        return self.reduction(grads, numbers, self._optimizer.iterations, scale)
+
+    def _number(self, variable: Any) -> int:
+        try:
+            return int(self._optimizer._get_variable_index(variable))
+        except KeyError:
+            raise ConfigError(
+                f"The optimizer {type(self._optimizer).__name__} was built without the variable "
+                f"{getattr(variable, 'path', variable.name)}, which was perhaps frozen then: compile the model with a new "
+                "optimizer."
+            ) from None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it reduces the gradients itself, once for several steps."""
+        return bool(self._optimizer.gradient_accumulation_steps) and not self._each_step
+
+    def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        optimizer = self._optimizer
+        grads = gradient_lists.summed_rows(grads)  # of several replicas
+        context = tf.distribute.get_replica_context()
+        if context and (optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
+            context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))
+        else:
+            self._keras_update(grads, variables)
+            self._agree(context)
+
+    def _agree(self, context: tf.distribute.ReplicaContext | None) -> None:
+        """Makes the update the same on all workers."""
+        if context and broadcast_update.may_differ(self._optimizer, context.strategy, clips=self._clip is None):
+            context.merge_call(broadcast_update.agree, args=(self._optimizer,))
+
+    def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        optimizer = self._optimizer
+        # `_iterations` counts steps, and the property `iterations` updates.
+        step = tf.convert_to_tensor(optimizer._iterations.value) + 1
+        update = tf.convert_to_tensor(optimizer.iterations) + 1
+
+        def each(function: Callable[..., None]) -> None:
+            strategy.extended.call_for_each_replica(function, args=(grads, variables))
+
+        if steps := optimizer.gradient_accumulation_steps:
+            tf.cond(step % steps == 0, lambda: self._end(strategy, grads, variables), lambda: each(self._add))
+        else:
+            each(self._step)
+        if optimizer.use_ema:
+            trained = optimizer._trainable_variables
+            strategy.extended.call_for_each_replica(getattr(optimizer, KERAS_MOVE_AVERAGES), args=(trained,))
+            if frequency := optimizer.ema_overwrite_frequency:
+                overwrite = getattr(optimizer, KERAS_OVERWRITE)
+                tf.cond(update % frequency == 0, lambda: overwrite(trained), lambda: None)
+
+    def _step(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        optimizer = self._optimizer
+        grads = optimizer._clip_gradients(grads)
+        optimizer._apply_weight_decay(variables)
+        optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
+        self._agree(tf.distribute.get_replica_context())
+
+    def _add(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        for accumulator, total in self._totals(grads, variables):
+            accumulator.assign(total)
+
+    def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Updates with what the steps have added up, which is encoded once."""
+        call = strategy.extended.call_for_each_replica
+        if not self.reduces:
+            call(self._update_of_sums, args=(grads, variables))
+            return
+        if not (self.reduction or sums_here(strategy)):
+            call(self._update, args=(grads, variables))
+            return
+        shares = call(self._shares, args=(grads, variables))
+        if not self.reduction:
+            totals = sums(strategy, shares, tf.cast(self._optimizer.iterations, tf.int64))
+            call(self._step, args=(totals, variables))
+            return
+        totals, finite = self.reduce(shares, variables)
+        tf.cond(finite, lambda: call(self._step, args=(totals, variables)), lambda: None)
+
+    def _update(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        shares = self._shares(grads, variables)
+        self._step(gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, shares), variables)
+
+    def _update_of_sums(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        self._step(self._shares(grads, variables), variables)
+
+    def _shares(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
+        """Returns what this replica adds to the mean over steps and replicas, and begins to add up anew.
+
+        Each adds the whole mean where gradients were reduced before.
+        """
+        parts = tf.distribute.get_strategy().num_replicas_in_sync if self.reduces else 1
+        steps = self._optimizer.gradient_accumulation_steps
+        totals = [total for _, total in self._totals(grads, variables)]
+        shares = self.clip_first([total / (steps * parts) for total in totals])
+        for each in getattr(self._optimizer, KERAS_ACCUMULATORS):
+            if each is not None:  # as Keras, also of a variable that has no gradient at this step
+                each.value.assign(tf.zeros_like(each.value))
+        return list(shares)
+
+    def _totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
+        # A replica's gradient is its share of a sum, while accumulators are statistics, which average over the replicas:
+        # so the mean of the accumulators is what one process would have.
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync if self.reduces else 1
+        for grad, variable in zip(gradient_lists.of_known_shape(grads, variables), variables, strict=True):
+            index = self._optimizer._get_variable_index(variable)
+            accumulator = getattr(self._optimizer, KERAS_ACCUMULATORS)[index].value
+            yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas

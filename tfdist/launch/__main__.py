@@ -1,0 +1,74 @@
+"""Starts, watches, restarts and ends the tasks of a cluster on this machine. No TensorFlow here.
+
+    python -m tfdist.launch --workers=2 --max_restarts=3 -- python script.py --its --flags
+
+Every task gets a TF_CONFIG of its own. Its output is shown behind its name and kept in `LOG_DIR/<task>.log`. The first
+task that fails is named with the reason, and ends all others, or has them start again. No process is left over, whatever is
+killed: each task leads a process group, and a guardian process kills the groups when the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from tfdist.errors import ConfigError
+from tfdist.launch import network_namespaces
+from tfdist.launch.launcher import Launcher
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `python -m tfdist.launch`; returns the exit code: of `Launcher.run`, or 2 for a faulty command line."""
+    from absl import flags
+
+    values = flags.FlagValues()
+    flags.DEFINE_integer("workers", 1, "Number of training tasks.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer(
+        "ps", 0, "Number of parameter servers; a chief comes on top.", lower_bound=0, flag_values=values
+    )
+    flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
+    flags.DEFINE_float(
+        "grace_seconds", 25.0, "Time to end after a signal before SIGKILL.", lower_bound=0, flag_values=values
+    )
+    flags.DEFINE_integer("max_restarts", 0, "Restarts that failures may cost.", lower_bound=0, flag_values=values)
+    flags.DEFINE_string(
+        "netns", os.environ.get(network_namespaces.VARIABLE, ""), network_namespaces.HELP, flag_values=values
+    )
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    arguments = list(argv[1:])
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    command = arguments[split + 1 :]
+    try:
+        rest = values([argv[0], *arguments[:split]])[1:]
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        if rest or not command:
+            raise ConfigError(
+                "Usage: python -m tfdist.launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--netns=A,B] "
+                "-- COMMAND. "
+                f"Received: {' '.join(arguments) or 'nothing'}"
+            )
+        if not values.grace_seconds < float("inf"):
+            raise ConfigError(f"--grace_seconds must be 0 or more, and finite. Received: {values.grace_seconds}.")
+        cluster, prefixes = network_namespaces.place(values.workers, values.ps, values.netns)
+        launcher = Launcher(
+            command,
+            cluster,
+            values.log_dir,
+            prefixes=prefixes,
+            grace_seconds=values.grace_seconds,
+            max_restarts=values.max_restarts,
+        )
+        return launcher.run()
+    except (ConfigError, flags.Error) as e:
+        print(e, file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"tfdist: cannot start the tasks: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

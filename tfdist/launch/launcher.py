@@ -1,0 +1,308 @@
+"""The supervisor: starts, watches, restarts and ends the tasks of a cluster on this machine. No TensorFlow here."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import selectors
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import IO
+
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.launch.guardian import Guardian
+from tfdist.launch.process import Failure, TaskProcess, last_words, signal_name
+from tfdist.launch.restart_policy import Restarts
+from tfdist.runtime import exit_status, progress
+
+# A traceback is held back for this long: its task may be about to end of it, and then it is shown with that.
+_HOLD_SECONDS = 3.0
+_TRACEBACK = b"Traceback (most recent call last):"
+_FAULTY = 2  # the exit code
+_AFTER_INTERRUPT = 2.0  # seconds that the others have, once one has ended of Ctrl-C
+
+
+class Launcher:
+    """Runs one command as every task of a cluster, again if a task fails and restarts are allowed.
+
+    A synchronous cluster starts again as a whole, as its other tasks cannot go on; so does one with parameter servers when
+    its chief or a server fails. A worker of the latter is started again alone. A task that has been told to go, and ends
+    with exit code 75, asks for the same; that is no failure, and spends no restart.
+
+    Args:
+        command: The command and its arguments, the same for all tasks.
+        cluster: The tasks and their addresses.
+        log_dir: Where each task's output is kept, as `<task>.log`. What is there of an earlier run moves to a folder `before`.
+        environ: The environment that tasks inherit. None means this process's.
+        grace_seconds: How long tasks have to end after SIGTERM before SIGKILL: TensorFlow may be waiting for a peer and
+            not heed a signal.
+        output: Where tasks' lines go. None means this process's standard output.
+        max_restarts: How many restarts failures may cost; 0 means that the first failure ends the job.
+        prefixes: For a task, words before its command, which run the command in their place, such as `nsenter`.
+
+    Attributes:
+        failure: The failure that ended the last `run`, or None.
+        lost_at: When the last failure was noticed, in seconds since the epoch, or None.
+        restarts: When to start again.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        cluster: ClusterSpec,
+        log_dir: str | os.PathLike[str],
+        environ: Mapping[str, str] | None = None,
+        grace_seconds: float = 25.0,
+        output: IO[bytes] | None = None,
+        max_restarts: int = 0,
+        prefixes: Mapping[TaskSpec, Sequence[str]] | None = None,
+    ):
+        self._command = list(command)
+        self._prefixes = prefixes or {}
+        self._cluster = cluster
+        self._log_dir = pathlib.Path(log_dir)
+        self._environ = dict(os.environ if environ is None else environ)
+        self._grace_seconds = grace_seconds
+        self._output = output or sys.stdout.buffer
+        self._tasks: list[TaskProcess] = []
+        self._running: list[TaskProcess] = []
+        self._later: list[tuple[float, TaskSpec]] = []  # when to start a worker again
+        self._signals: list[int] = []
+        self._kill_at = float("inf")
+        self._again = False
+        self._preempted = False
+        self._saved = 0
+        self._told_at = -1
+        self.restarts = Restarts(max_restarts)
+        self.failure: Failure | None = None
+        self.lost_at: float | None = None
+
+    def run(self) -> int:
+        """Starts all tasks and waits until all have ended.
+
+        Returns:
+            0 if all succeeded; 75 if tasks were told to go and want to be started again; else the first failure's exit
+            code, or 128 + the number of the signal that ended it or the launcher. With parameter servers the job ends
+            when the chief does: servers never end by themselves.
+        """
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._put_away_logs()
+        # What is ignored stays so, as under nohup.
+        heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        caught = {n: signal.signal(n, self._on_signal) for n in heeded}
+        try:
+            with Guardian() as self._guardian, tempfile.TemporaryDirectory(prefix="tfdist-") as self._progress:
+                self._live()
+                while self._again and not self._signals:
+                    self._wait()
+                    self._live()
+        finally:
+            for number, handler in caught.items():
+                signal.signal(number, handler)
+        if self._preempted:
+            return exit_status.PREEMPTED
+        if self._signals:
+            return 128 + self._signals[0]
+        if self.failure is None:
+            return 0
+        return self.failure.exit_code if self.failure.exit_code > 0 else 128 - self.failure.exit_code
+
+    def _put_away_logs(self) -> None:
+        before = self._log_dir / "before"
+        for log in self._log_dir.glob("*.log"):
+            before.mkdir(exist_ok=True)
+            log.replace(before / log.name)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _live(self) -> None:
+        """Starts all tasks, and returns when all have ended."""
+        if self._signals:
+            return
+        progress.clear(self._progress, self.restarts.total)
+        self._again = self._preempted = False
+        self._kill_at = float("inf")
+        try:
+            with selectors.DefaultSelector() as self._selector:
+                for spec in self._cluster.tasks():
+                    self._start(spec)
+                self._watch()
+        finally:
+            for task in self._tasks:
+                task.close()
+            self._tasks = []
+
+    def _start(self, spec: TaskSpec) -> None:
+        environ = {**self._environ, "TF_CONFIG": self._cluster.to_tf_config(spec), "PYTHONUNBUFFERED": "1"}
+        environ[progress.FOLDER] = self._progress
+        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's C++ log: errors only
+        log_path = self._log_dir / f"{spec.name}.log"
+        task = TaskProcess(
+            spec, [*self._prefixes.get(spec, ()), *self._command], environ, log_path, append=self.restarts.total > 0
+        )
+        self._tasks.append(task)
+        self._running.append(task)
+        self._selector.register(task.pipe, selectors.EVENT_READ, task)
+        self._guardian.watch(task.process.pid)
+
+    def _watch(self) -> None:
+        handled = 0
+        while self._running:
+            for at, spec in [each for each in self._later if time.monotonic() >= each[0]]:
+                self._later.remove((at, spec))
+                self._start(spec)
+            for key, _ in self._selector.select(timeout=0.05):
+                self._pump(key.data)
+            for task in self._running:
+                if task.held and time.monotonic() - task.held_since > _HOLD_SECONDS:
+                    self._release(task)
+            # Of several at once, the one that was killed or complained first is the cause.
+            for task in sorted(filter(self._is_over, self._running), key=TaskProcess.blame):
+                self._running.remove(task)
+                # What it started and left behind would hold its pipe open, too.
+                task.signal(signal.SIGKILL)
+                task.over = True
+                self._drain(task)
+                self._guardian.forget(task.process.pid)
+                self._ended(task)
+            if len(self._signals) > handled:
+                grace = 0.0 if handled else self._grace_seconds
+                if self._running:
+                    name = signal_name(self._signals[handled])
+                    last = f"; those left after {grace:g} s are killed, or upon another signal" if grace else " now"
+                    self._say(f"{name}: ending all tasks{last}")
+                self._end(self._signals[0], grace)
+                handled = len(self._signals)
+            if time.monotonic() > self._kill_at:
+                for task in self._running:
+                    task.signal(signal.SIGKILL)
+
+    def _is_over(self, task: TaskProcess) -> bool:
+        # A shell dies of a signal at once; what it runs has the whole grace.
+        stopping = self._kill_at < float("inf") and time.monotonic() < self._kill_at
+        return task.process.poll() is not None and not (stopping and task.signal(0))
+
+    def _wait(self) -> None:
+        """Waits before a restart; a signal ends the wait."""
+        until = time.monotonic() + self.restarts.delay
+        while time.monotonic() < until and not self._signals:
+            time.sleep(0.05)
+
+    def _pump(self, task: TaskProcess) -> None:
+        for line in task.read():
+            if task.held or line.startswith(_TRACEBACK):
+                task.held_since = task.held_since if task.held else time.monotonic()
+                task.held.append(line)
+            else:
+                self._print(task, line)
+        if task.log_fault:
+            self._say(
+                f"cannot write {task.log_path}: {task.log_fault.strerror}; what {task.spec} says is shown here alone"
+            )
+            task.log_fault = None
+        if not task.open and task.pipe in self._selector.get_map():
+            self._selector.unregister(task.pipe)
+
+    def _drain(self, task: TaskProcess) -> None:
+        deadline = time.monotonic() + 1
+        while task.open and time.monotonic() < deadline:
+            self._pump(task)
+
+    def _release(self, task: TaskProcess) -> None:
+        for line in task.held:
+            self._print(task, line)
+        task.held = []
+
+    def _print(self, task: TaskProcess, line: bytes) -> None:
+        self._write(f"[{task.spec}] ".encode() + line)
+
+    def _say(self, sentence: str) -> None:
+        self._write(f"tfdist: {sentence}".encode())
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._output.write(line + b"\n")
+            self._output.flush()
+        except (OSError, ValueError):
+            # Nobody reads any more (`| head`), or the disk is full; the logs still have everything.
+            self._output = open(os.devnull, "wb")  # noqa: SIM115 (for the rest of the run)
+
+    def _ended(self, task: TaskProcess) -> None:
+        code = task.process.returncode
+        if self._kill_at < float("inf"):
+            # The traceback of a task that fails because another one failed first stays in its log.
+            told = bool(self._signals) and not self.failure and not self._is_server(task)
+            self._preempted |= told and code == exit_status.PREEMPTED
+            if self._signals and self._signals[0] == signal.SIGINT:  # nothing to save, and others may wait for this one
+                self._kill_at = min(self._kill_at, time.monotonic() + _AFTER_INTERRUPT)
+            return
+        if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task)):
+            self._failed(task, Failure(task.spec, code, last_words(task.held or task.tail)))
+            return
+        self._release(task)
+        if code == exit_status.PREEMPTED:
+            done, self._saved = self._steps(task)
+            # Without progress since it was told last, it is no preemption that it suffers from.
+            free = (done or 0) > self._told_at
+            self._told_at, self._preempted = done or 0, True
+            self._again = self.restarts.limit > 0 and (free or not self.restarts.failed(done))
+            then = f"; starting again from step {self._saved}" if self._again else ""
+            self._say(f"{task.spec} was told to end (SIGTERM) at step {done or 0}{then}")
+            self._kill_at = time.monotonic() + self._grace_seconds  # the others are saving, too
+            self.restarts.total += self._again and free
+        elif task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
+            self._end(signal.SIGTERM, self._grace_seconds)
+
+    def _failed(self, task: TaskProcess, failure: Failure) -> None:
+        self.lost_at = time.time()
+        alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
+        done, self._saved = self._steps(task)
+        lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.how})"
+        if failure.exit_code == _FAULTY:
+            why = "a faulty command line or configuration stays so"
+        elif not (why := self.restarts.failed(done)):
+            count = f"restart {self.restarts.spent}/{self.restarts.limit} from step"
+            self._release(task)
+            if alone:
+                self._say(f"{lost}; {count} {done or 0}, of {task.spec} alone")
+                progress.tell_restarts(self._progress, self.restarts.total)
+                self._later.append((time.monotonic() + self.restarts.delay, task.spec))
+            else:
+                self._say(f"{lost}; {count} {self._saved}. Full output: {task.log_path}")
+                self._again = True
+                self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
+            return
+        gone = failure.exit_code < 0 or failure.exit_code == exit_status.PREEMPTED
+        if alone and gone and (self._later or any(other.spec.type == "worker" for other in self._running)):
+            # Parameter servers keep what it has learnt.
+            self._release(task)
+            self._say(f"{failure}; the other workers go on")
+            return
+        self.failure = failure
+        self._release(task)
+        why = f"; {why}" if self.restarts.limit else ""
+        self._say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}")
+        self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # it has nothing to save
+
+    def _steps(self, task: TaskProcess) -> tuple[int | None, int]:
+        """Returns the step at which a task is, None before its training, and that of the last backup."""
+        known = {spec: progress.steps(self._progress, spec.name) for spec in self._cluster.tasks()}
+        found = [steps for steps in known.values() if steps]
+        mine = known[task.spec] or max(found, default=None)
+        return mine and mine.done, max((steps.saved for steps in found), default=self._saved)
+
+    def _is_server(self, task: TaskProcess) -> bool:
+        """Whether a task serves a chief, which saves for all."""
+        return bool(self._cluster.jobs.get("ps")) and task.spec != self._cluster.chief
+
+    def _end(self, number: int, grace: float) -> None:
+        """Asks the tasks still running to end; kills them after the grace."""
+        self._later = []
+        self._kill_at = min(self._kill_at, time.monotonic() + grace)
+        for task in self._running:
+            task.signal(number)

@@ -1,0 +1,77 @@
+"""Whether compression has been worth it: what a run says at its end, and the bytes that are planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import keras
+
+from tfdist.compat import optimizer_search
+from tfdist.compression.base import NONE, Compressor
+from tfdist.gradients.optimizer import reduction_of
+
+NONE_GAINED = (
+    "tfdist: compression did not make steps faster here: the sum of the gradients takes {compressed:.1f} ms with it, and "
+    "{plain:.1f} ms without"
+)
+
+
+def exchange_ms(model: keras.Model) -> dict[str, float] | None:
+    """Returns how many milliseconds the sum of all gradients takes, `compressed` and `plain`; None without a compressor.
+
+    Measured now, by summing numbers as many as the gradients have: a collective.
+    """
+    reductions = [each for optimizer in optimizer_search.optimizers(model) if (each := reduction_of(optimizer))]
+    if not reductions:
+        return None
+    compressed, plain = zip(*(reduction.seconds() for reduction in reductions), strict=True)
+    return {"compressed": round(sum(compressed) * 1000, 3), "plain": round(sum(plain) * 1000, 3)}
+
+
+def faults(model: keras.Model) -> Iterator[str]:
+    """Yields sentences about compressors that have not begun yet, and about updates that were left out."""
+    for optimizer in optimizer_search.optimizers(model):
+        if not (reduction := reduction_of(optimizer)):
+            continue
+        compressor, updates, left_out = (
+            reduction.compressor,
+            int(optimizer.iterations.numpy()),
+            int(reduction.left_out.numpy()),
+        )
+        if updates <= compressor.begins > 0:
+            yield (
+                f"tfdist: nothing was compressed: {compressor.name} begins after {compressor.begins} updates, and this "
+                f"training has made {updates}; lower start_powerSGD_iter or warmup_steps"
+            )
+        if left_out and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which means to
+            yield (
+                f"tfdist: {left_out} updates were left out, because a gradient was not finite, or too large for "
+                f"{compressor.name}; fp16 ends at 65504"
+            )
+
+
+def planned(model: keras.Model, compression: Compressor | None, replicas: int) -> int | None:
+    """Returns the bytes that each rank sends for the gradients of a step; None where only a step shows them.
+
+    Where gradients are accumulated, an update's bytes are divided among its steps.
+
+    Args:
+        model: The model; an embedding's gradient has as many rows as a batch has words.
+        compression: What compresses, or None.
+        replicas: The number of ranks.
+    """
+    variables = model.trainable_variables
+    if any(variable.dtype != "float32" for variable in variables) or any(map(_is_sparse, _layers(model))):
+        return None
+    shapes = {variable.path: tuple(variable.shape) for variable in variables}
+    optimizer = getattr(model, "optimizer", None)
+    steps = getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1
+    return round((compression or NONE).plan(shapes, replicas) / steps)
+
+
+def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    return model._flatten_layers()
+
+
+def _is_sparse(layer: keras.layers.Layer) -> bool:
+    return isinstance(layer, keras.layers.Embedding)

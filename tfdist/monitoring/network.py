@@ -1,0 +1,92 @@
+"""What training steps send over the network, as the interfaces have counted it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdist.cluster import ClusterSpec, TaskSpec
+
+_COUNTERS = pathlib.Path("/proc/net/dev")
+_LOOPBACK = "lo"
+_SENT = 8  # the column
+
+
+class WireBytes(keras.callbacks.Callback):
+    """Measures what a rank sends for a training step, by the counters of this host's network interfaces (Linux).
+
+    They count all programs of the host, so a busy network shows here. Of several ranks on this host each is given the
+    same part.
+
+    Args:
+        cluster: The cluster.
+        task: This process's task.
+        read: Returns the bytes sent by each interface.
+        begins: Updates before compression begins, whose steps are counted apart.
+    """
+
+    only_observes = True  # so that ranks need not agree after each step
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        task: TaskSpec,
+        read: Callable[[], dict[str, int]] | None = None,
+        begins: int = 0,
+    ):
+        super().__init__()
+        self._read = read or sent_by_interface
+        hosts = [cluster.address(other).rsplit(":", 1)[0] for other in cluster.training_tasks()]
+        mine = cluster.address(task).rsplit(":", 1)[0]
+        self._here = hosts.count(mine)
+        self._local = self._here == len(hosts)
+        # Some of the peers' bytes pass the loopback, and some do not: no telling whose they are.
+        self._tells = len(hosts) > 1 and self._here in (1, len(hosts))
+        self._last: tuple[int, int] | None = None
+        self._begins = begins
+        self._has_begun = begins == 0
+        # Of steps before compression, and with it.
+        self._bytes, self._steps = [0, 0], [0, 0]
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._last = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        counted = self._read()
+        now = sum(sent for name, sent in counted.items() if (name == _LOOPBACK) == self._local)
+        before = self._has_begun
+        if not before:
+            updates = int(self.model.optimizer.iterations.numpy())
+            self._has_begun = updates >= self._begins
+            if updates > self._begins:  # an execution of several steps has some of both kinds
+                self._last = None
+        if self._last is not None:
+            self._bytes[before] += now - self._last[1]
+            self._steps[before] += batch - self._last[0]
+        self._last = batch, now
+
+    @property
+    def per_step(self) -> int | None:
+        """Bytes sent by a rank for a step, compressed if there is a compressor; None where that cannot be told."""
+        return self._mean(1)
+
+    @property
+    def per_step_before(self) -> int | None:
+        """Those of the steps before compression has begun."""
+        return self._mean(0)
+
+    def _mean(self, phase: int) -> int | None:
+        sent, steps = self._bytes[phase], self._steps[phase]
+        return round(sent / steps / self._here) if self._tells and steps and sent else None
+
+
+def sent_by_interface() -> dict[str, int]:
+    """Returns the bytes that each network interface has sent; nothing where the system does not tell."""
+    if not os.access(_COUNTERS, os.R_OK):
+        return {}
+    lines = (line.partition(":") for line in _COUNTERS.read_text().splitlines()[2:])
+    return {name.strip(): int(counts.split()[_SENT]) for name, _, counts in lines}

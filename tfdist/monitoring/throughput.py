@@ -1,0 +1,73 @@
+"""Throughput of a training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+
+class Throughput(keras.callbacks.Callback):
+    """Measures training steps.
+
+    Args:
+        global_batch_size: Examples per step over all replicas.
+        clock: Returns seconds. Injected so that tests need not wait.
+
+    Attributes:
+        steps: Steps seen.
+        step_seconds: Seconds of each step but those of the first execution, which compiles. A step's time includes the
+            callbacks' and the wait for data; steps of one execution share its time evenly.
+    """
+
+    only_observes = True  # so that ranks need not agree after each step
+
+    def __init__(self, global_batch_size: int, clock: Callable[[], float] = time.perf_counter):
+        super().__init__()
+        self._global_batch_size = global_batch_size
+        self._clock = clock
+        self.steps = 0
+        self.step_seconds: list[float] = []
+        self._last: float | None = None
+        self._epoch_steps = 0
+        self._compiled = False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._last = self._clock() if self._compiled else None
+        self._epoch_steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns what a backup keeps; times are this run's own."""
+        return {"steps": self.steps, "epoch_steps": self._epoch_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Puts back what `state_dict` returned."""
+        self.steps, self._epoch_steps = state["steps"], state["epoch_steps"]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        now = self._clock()
+        # Keras gives the number of an execution's last step, also where the epoch ends before it.
+        ended = min(batch + 1, (self.params or {}).get("steps") or batch + 1)
+        steps = ended - self._epoch_steps
+        if self._last is not None and steps:
+            self.step_seconds += [(now - self._last) / steps] * steps
+        self.steps += steps
+        self._epoch_steps = ended
+        self._last = now
+        self._compiled = True
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """Examples per second over all replicas, while training; None before the second step."""
+        return self._global_batch_size * len(self.step_seconds) / sum(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def step_ms(self) -> dict[str, float | None]:
+        """The median and the 95th percentile of the step times, in milliseconds."""
+        if not self.step_seconds:
+            return {"median": None, "p95": None}
+        median, p95 = np.percentile(self.step_seconds, [50, 95]) * 1000
+        return {"median": round(float(median), 3), "p95": round(float(p95), 3)}

@@ -1,0 +1,1 @@
+"""Asynchronous training: variables on servers, steps on workers, Keras' loops on the chief."""

@@ -1,0 +1,260 @@
+"""Runs functions on any worker of a parameter-server cluster, on TensorFlow's `ClusterCoordinator`.
+
+`schedule` runs a function at least once: a worker that dies may have run it, in part or whole, and another one runs it
+again. Here each function's result counts once: the first one that has arrived on the chief.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.eager import context as eager_context
+
+from tfdist.cluster import TaskSpec, preflight
+from tfdist.compat.keras_internals import TF_CLUSTER
+from tfdist.errors import ClusterError
+from tfdist.parameter_server.strategy import ParameterServerStrategy
+
+# Functions that may be on their way, for each worker: enough that it never waits for the chief.
+IN_FLIGHT = 3
+# And those that may wait for their turn besides, where one is late.
+WAITING = 12
+# Seconds without a result after which the chief looks whether all tasks are there, and again so often.
+_LOOK_AFTER = 5.0
+# Seconds after which a step is so long that the chief says so, and again so often.
+_LONG = 30.0
+_REPORT_EVERY = 10.0
+# Seconds for which no worker at all may be there.
+_WORKERLESS = preflight.START_TIMEOUT
+
+
+class Scheduler:
+    """Schedules functions, and knows which tasks are lost.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        workers: The number of workers.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy):
+        self._cluster = getattr(tf.distribute.coordinator.ClusterCoordinator(strategy), TF_CLUSTER)
+        self._spec = strategy.cluster
+        self.workers = len(self._spec.jobs["worker"])
+        self._lock = threading.Lock()
+        self._lost: set[int] = set()
+        self._since: dict[int, float] = {}  # when each worker has begun what it does
+        self._said = 0.0
+
+    def start(self, function: Callable[[int], Any], results: queue.SimpleQueue[Any], key: Any) -> None:
+        """Runs `function(number of the worker)` in a thread of the chief, whose TensorFlow operations run on that worker.
+
+        Puts `(key, result, error, how often it ran)` into `results`, once.
+        """
+        tries = 0
+
+        def run() -> None:
+            nonlocal tries
+            worker = int(tf.DeviceSpec.from_string(eager_context.context().device_name).task)
+            tries += 1
+            self._since[worker] = time.monotonic()
+            result, error = None, None
+            try:
+                result = function(worker)
+            except Exception as e:
+                if _is_of_the_cluster(e):
+                    if cluster_coordinator._is_worker_failure(e):
+                        self._lose(worker)
+                    raise  # TensorFlow sees to it
+                error = _without_echoes(e)
+            finally:
+                del self._since[worker]
+            self._regain(worker)
+            results.put((key, result, error, tries))
+
+        with self.explained():
+            self._cluster.schedule(run, None, None)
+
+    def take(self, results: queue.SimpleQueue[Any]) -> tuple[Any, Any, Exception | None, int]:
+        """Waits for what comes next into `results`.
+
+        Raises:
+            ClusterError: A parameter server is lost, or all workers are, for 300 s.
+        """
+        begun = time.monotonic()
+        while True:
+            try:
+                return results.get(timeout=_LOOK_AFTER)
+            except queue.Empty:
+                self._look(time.monotonic() - begun)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turns TensorFlow's error about a lost parameter server into a sentence that names it."""
+        try:
+            yield
+        except tf.errors.OpError as e:
+            if not isinstance(e, (tf.errors.UnavailableError, tf.errors.AbortedError)) and not _is_of_the_cluster(e):
+                raise
+            servers = [task for task in self._spec.tasks() if task.type == "ps"]
+            absent = preflight.missing(self._spec, servers)
+            told = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
+            if (
+                not absent and told and cluster_coordinator._is_ps_failure(e)
+            ):  # it is there again, without its variables
+                absent = {TaskSpec("ps", int(told[1])): "started again"}
+            if not absent:
+                raise
+            raise self._server_lost(absent) from e
+
+    def _look(self, waited: float) -> None:
+        with self.explained():
+            self._cluster.done()
+        absent = preflight.missing(self._spec, [task for task in self._spec.tasks() if task.type != "chief"])
+        if servers := {task: reason for task, reason in absent.items() if task.type == "ps"}:
+            raise self._server_lost(servers)
+        busy = {
+            worker: time.monotonic() - since
+            for worker, since in list(self._since.items())
+            if TaskSpec("worker", worker) not in absent
+        }
+        if max(busy.values(), default=0) > _LONG and time.monotonic() > self._said + _LONG:
+            self._said = time.monotonic()
+            steps = ", ".join(f"worker:{w} has been at a step for {seconds:.0f} s" for w, seconds in busy.items())
+            print(f"tfdist: waiting: {steps}", flush=True)
+        if busy or not absent:
+            return
+        # With one worker away TensorFlow does not take another one back either.
+        if waited > _WORKERLESS:
+            raise ClusterError(f"No worker has worked for {waited:.0f} s: {preflight.describe(self._spec, absent)}.")
+        if time.monotonic() > self._said + _REPORT_EVERY:
+            self._said = time.monotonic()
+            print(f"tfdist: waiting for {preflight.describe(self._spec, absent)}", flush=True)
+
+    def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:
+        names = ", ".join(map(str, servers))
+        return ClusterError(
+            f"{names} is lost, and with it the variables it held: {preflight.describe(self._spec, servers)}. Start the "
+            "training again, from what it has saved last."
+        )
+
+    def _lose(self, worker: int) -> None:
+        with self._lock:
+            known = worker in self._lost
+            self._lost.add(worker)
+        if not known:
+            print(f"tfdist: worker:{worker} is lost; the others go on, and do its step again", flush=True)
+
+    def _regain(self, worker: int) -> None:
+        if worker in self._lost:
+            with self._lock:
+                self._lost.discard(worker)
+            print(f"tfdist: worker:{worker} is back", flush=True)
+
+
+def _is_of_the_cluster(error: Exception) -> bool:
+    """Whether TensorFlow's coordinator handles an error: a task is lost, or was for a moment."""
+    return (
+        cluster_coordinator._is_worker_failure(error)
+        or cluster_coordinator._is_ps_failure(error)
+        or isinstance(error, (tf.errors.CancelledError, tf.errors.DeadlineExceededError))
+    )
+
+
+def _without_echoes(error: Exception) -> Exception:
+    """Returns an error of a step without what each task on its way has added: the same message again."""
+    if not isinstance(error, tf.errors.OpError):
+        return error
+    lines: list[str] = []
+    for line in error.message.splitlines():
+        said = re.sub(r"^\(\d+\)\s*|\s+", " ", line.strip())
+        echo = said.startswith(("Additional GRPC error information", ":UNKNOWN:Error received from peer"))
+        repeated = said and not said.startswith("File") and any(said.strip() == earlier.strip() for earlier in lines)
+        if not echo and not repeated:
+            lines.append(said if said.startswith(" ") else line)
+    return type(error)(error.node_def, error.op, "\n".join(lines)).with_traceback(error.__traceback__)
+
+
+class InFlight:
+    """The functions of one pass that are scheduled, and what becomes of their results.
+
+    Args:
+        scheduler: Runs them.
+        commit: Called in the main thread with each result.
+        ordered: Whether results are committed in the order of their scheduling, or as they come.
+
+    Attributes:
+        retries: How often functions ran again because their worker was lost.
+    """
+
+    def __init__(self, scheduler: Scheduler, commit: Callable[[Any], None], ordered: bool):
+        self._scheduler = scheduler
+        self._commit = commit
+        self._ordered = ordered
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting: dict[int, Any] = {}  # arrived before their turn
+        self._scheduled = self._arrived = self._committed = self._drained = 0
+        self.retries = 0
+
+    @property
+    def count(self) -> int:
+        """How many have no result yet."""
+        return self._scheduled - self._arrived
+
+    def add(self, function: Callable[[int], Any]) -> None:
+        """Schedules a function, once there is room."""
+        workers = self._scheduler.workers
+        while self.count >= IN_FLIGHT * workers or self._scheduled - self._committed >= (IN_FLIGHT + WAITING) * workers:
+            self._take()
+        self._scheduler.start(function, self._results, self._scheduled)
+        self._scheduled += 1
+        while not self._results.empty():
+            self._take()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing has been committed since all was drained."""
+        return self._committed == self._drained
+
+    def first(self) -> None:
+        """Waits until something has been committed since all was drained."""
+        while self.is_drained and self.count:
+            self._take()
+
+    def drain(self) -> None:
+        """Waits for all results."""
+        while self.count:
+            self._take()
+        self._drained = self._committed
+
+    def settle(self, seconds: float = 5.0) -> None:
+        """After an error: waits for results no longer than some seconds, and until another one."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(Exception):
+            while self.count:
+                self._arrive(*self._results.get(timeout=max(deadline - time.monotonic(), 0)))
+
+    def _take(self) -> None:
+        self._arrive(*self._scheduler.take(self._results))
+
+    def _arrive(self, key: int, result: Any, error: Exception | None, tries: int) -> None:
+        self._arrived += 1
+        self.retries += tries - 1
+        if error is not None:
+            raise error
+        self._waiting[key] = result
+        while self._waiting:
+            turn = self._committed if self._ordered else next(iter(self._waiting))
+            if turn not in self._waiting:
+                return
+            self._committed += 1
+            self._commit(self._waiting.pop(turn))

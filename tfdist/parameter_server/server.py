@@ -1,0 +1,75 @@
+"""What a worker or a parameter server does: serves TensorFlow's runtime until the chief has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import NoReturn
+
+import tensorflow as tf
+
+from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.errors import ClusterError
+from tfdist.parameter_server import termination
+from tfdist.runtime import exit_status
+from tfdist.runtime.preemption import GRACE_SECONDS, Preemption
+
+_ASK_EVERY, _ASK_EVERY_IF_TOLD = 1.0, 0.2  # seconds
+_MISSES = 3  # a chief that is busy may miss one
+
+
+def serve(
+    cluster: ClusterSpec,
+    task: TaskSpec,
+    start_timeout: float = preflight.START_TIMEOUT,
+    grace_seconds: float = GRACE_SECONDS,
+) -> NoReturn:
+    """Serves until the chief, once it was there, has gone; then leaves this process with the chief's exit code.
+
+    TensorFlow's servers never end by themselves. SIGINT ends this one, too. On SIGTERM it serves until the chief has saved
+    and gone, but for the grace at most. A parameter server, without which the others cannot go on, tells the chief. A chief that
+    was killed says nothing: the exit code is then 75 after SIGTERM, and else 1, so that schedulers start this task again, too.
+
+    Args:
+        cluster: The cluster, which has a chief.
+        task: This process's task.
+        start_timeout: Seconds to wait for the chief.
+        grace_seconds: How long the process may take to end after SIGTERM.
+
+    Raises:
+        ClusterError: The task's port is taken, or the chief has not been there in time.
+    """
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    options = tf.compat.v1.ConfigProto()
+    # A thread waits for each peer: with fewer they might wait for each other.
+    options.inter_op_parallelism_threads = max(os.cpu_count() or 1, len(cluster.tasks()) + 1)
+    addresses = tf.train.ClusterSpec({job: list(addresses) for job, addresses in cluster.jobs.items()})
+    try:
+        server = tf.distribute.Server(addresses, task.type, task.index, protocol="grpc", config=options)
+    except (tf.errors.OpError, RuntimeError) as e:
+        raise ClusterError(
+            f"{task} cannot serve at {cluster.address(task)}: {str(e).splitlines()[0]}. Is the port taken?"
+        ) from e
+    heard = Preemption(grace_seconds)
+    heard.listen()
+    print(f"tfdist: {task} serves at {cluster.address(task)}", flush=True)
+    preflight.wait_for(cluster, [cluster.chief], start_timeout)
+    preflight.wait_for(cluster, [cluster.chief], start_timeout, serving=True)  # it waits for the others itself
+    heard.training = True
+    misses, told = 0, False
+    while misses < _MISSES:
+        if heard.noticed and not told:
+            told = True
+            if task.type == "ps":
+                termination.give(cluster, task)
+        time.sleep(_ASK_EVERY_IF_TOLD if told else _ASK_EVERY)
+        misses = misses + 1 if preflight.unreachable(cluster.address(cluster.chief)) else 0
+    code = termination.end(cluster, task)
+    if code is None:
+        code = exit_status.PREEMPTED if heard.noticed else 1
+        print(f"tfdist: {task} ends with exit code {code}, as the chief has gone without a word", flush=True)
+    else:
+        print(f"tfdist: {task} ends with exit code {code}, as the chief has", flush=True)
+    del server
+    os._exit(code)  # TensorFlow's server cannot be stopped

@@ -1,0 +1,160 @@
+"""The strategy whose variables live on parameter servers, while workers compute one step each, asynchronously.
+
+Three kinds of Keras' variables do not go to the servers but stay on the chief, which alone changes them, so that they
+count exactly: metrics, the optimizer's scalars (iterations, learning rate) and the states of seed generators. Workers
+get what they need of them with each step (see `parameter_server/worker_step.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.compat import keras_internals, optimizer_search
+from tfdist.compat.keras_internals import KERAS_OPTIMIZER_SCALARS, KERAS_PREDICT_STEP
+from tfdist.config import StrategyConfig
+from tfdist.errors import ClusterError, ConfigError
+from tfdist.parameter_server import server, termination
+from tfdist.strategies import base
+
+CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+USE_TRAINER = "parameter_server trains models of a Trainer alone: make the model in the scope of tfdist.Trainer('parameter_server')."
+
+
+class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerStrategy):
+    """Trains on the workers of a cluster, asynchronously; the variables are on its parameter servers.
+
+    Made in the chief's process, once all other tasks can be reached.
+
+    Args:
+        cluster: The cluster.
+        placement: On which server a variable goes: `"round_robin"`, the next one; `"by_bytes"`, the one with the fewest
+            bytes so far. Optimizer slots go where their variable is.
+
+    Attributes:
+        cluster: The cluster.
+        loads: Bytes on each server.
+        distributor: What turns Keras' dataset into what its loops iterate over; None outside of the Trainer.
+    """
+
+    _shared_variables = True
+
+    def __init__(self, cluster: ClusterSpec, placement: str = "round_robin"):
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({job: list(addresses) for job, addresses in cluster.jobs.items()}),
+            task_type="chief",
+            task_id=0,
+            rpc_layer="grpc",
+        )
+        self.cluster = cluster
+        self.distributor: Callable[[Any], Any] | None = None
+        self._by_bytes = placement == "by_bytes"
+        super().__init__(resolver)
+        if self.num_replicas_in_sync > 1:
+            raise ConfigError(
+                f"Each worker has {self.num_replicas_in_sync} GPUs, and parameter_server uses one: start a worker for "
+                "each GPU, with CUDA_VISIBLE_DEVICES."
+            )
+        # TensorFlow colocates a variable with another one.
+        self._chief = _anchor(CHIEF)
+        self._servers = [
+            _anchor(f"/job:ps/replica:0/task:{index}/device:CPU:0") for index in range(len(cluster.jobs["ps"]))
+        ]
+        self.loads = [0] * len(self._servers)
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        if is_chiefs(kwargs.get("name"), kwargs.get("synchronization"), kwargs.get("aggregation")):
+            kwargs["colocate_with"] = self._chief
+            return next_creator(**kwargs)
+        if self._by_bytes and kwargs.get("colocate_with") is None:
+            kwargs["colocate_with"] = self._servers[self.loads.index(min(self.loads))]
+        variable = next_creator(**kwargs)
+        self.loads[server_of(variable)] += (variable.shape.num_elements() or 0) * variable.dtype.size
+        return variable
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` as TensorFlow's own `run`, which is for functions that a coordinator schedules."""
+        if sys._getframe(1).f_code.co_name in (keras_internals.KERAS_STEP, KERAS_PREDICT_STEP):
+            raise ConfigError(USE_TRAINER)
+        return super().run(fn, args, kwargs, options)
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+        """Returns what Keras' loops iterate over; the chief reads `dataset` itself."""
+        if self.distributor is None:
+            raise ConfigError(USE_TRAINER)
+        return self.distributor(dataset)
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
+        """Refused: the Trainer takes the function itself."""
+        raise ConfigError(USE_TRAINER)
+
+
+def is_chiefs(name: Any, synchronization: Any, aggregation: Any) -> bool:
+    """Whether a variable stays on the chief: a metric's, a scalar of an optimizer, or a seed generator's state."""
+    scalar = name in KERAS_OPTIMIZER_SCALARS and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return (
+        scalar or name == keras_internals.KERAS_SEED_VARIABLE or synchronization == tf.VariableSynchronization.ON_READ
+    )
+
+
+def server_of(variable: tf.Variable) -> int:
+    """Returns the number of the server that a variable is on."""
+    return int(tf.DeviceSpec.from_string(variable.device).task)
+
+
+def bytes_per_server(model: keras.Model) -> dict[str, int]:
+    """Returns the bytes of a model's and its optimizers' variables on each server: `{"ps:0": 1024, ...}`."""
+    strategy = model.distribute_strategy
+    loads = {f"ps:{index}": 0 for index in range(len(strategy.cluster.jobs["ps"]))}
+    held = [
+        *model.variables,
+        *(variable for optimizer in optimizer_search.optimizers(model) for variable in optimizer.variables),
+    ]
+    for value in {id(variable): variable.value for variable in held}.values():
+        if (spec := tf.DeviceSpec.from_string(value.device)).job == "ps":
+            loads[f"ps:{spec.task}"] += value.shape.num_elements() * value.dtype.size
+    return loads
+
+
+def _anchor(device: str) -> tf.Variable:
+    with tf.device(device):
+        return tf.Variable(0, trainable=False, name="anchor")
+
+
+def parameter_server(
+    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float, grace_seconds: float
+) -> tf.distribute.Strategy:
+    if cluster is None:
+        raise ConfigError(
+            "parameter_server needs a cluster: start its tasks with a scheduler, with --hosts, with TF_CONFIG in each one's "
+            "environment, or with python -m tfdist.launch --workers=2 --ps=1 -- python script.py"
+        )
+    spec, task = cluster
+    if faults := list(spec.parameter_server_faults()):
+        ranks = " Of a scheduler's ranks, say how many serve: --config.cluster.ps=1, or tfdist.find_cluster(ps=1)."
+        raise ConfigError(fault + ranks * (list(spec.jobs) == ["worker"]) for fault in faults)
+    if task.type == "evaluator":
+        raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
+    preflight.pass_by_proxies(spec)
+    if task.type != "chief":
+        with preflight.at_own_address(spec, task):
+            pass
+        server.serve(spec, task, start_timeout, grace_seconds)
+    with preflight.at_own_address(spec, task):
+        # TensorFlow would wait in silence.
+        preflight.wait_for(spec, [other for other in spec.tasks() if other != task], start_timeout)
+    try:
+        with preflight.watched(spec, task, start_timeout):
+            made = ParameterServerStrategy(spec, config.placement)
+    except tf.errors.UnknownError as e:
+        raise ClusterError(
+            f"{task} cannot serve at {spec.address(task)}: {e.message.splitlines()[0]}. Is the port taken?"
+        ) from e
+    atexit.register(termination.tell_end, spec)
+    return made

@@ -1,0 +1,235 @@
+"""Data that workers make themselves, from a function `(tf.distribute.InputContext) -> tf.data.Dataset`."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+
+from tfdist.errors import ConfigError
+from tfdist.parameter_server.scheduler import InFlight, Scheduler
+from tfdist.parameter_server.worker_step import Traced, WorkerStep
+
+_PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+_OUTSIDE = (
+    "The dataset function runs on the workers, and uses {} of the chief's, which they do not have: create it inside of the "
+    "function, or give Trainer.fit the data themselves, which the chief then reads and sends."
+)
+
+_LARGEST = 2_000_000_000  # bytes; a graph has one message of protobuf
+_TOO_LARGE = (
+    "The dataset function makes tensors of 2 GB and more out of arrays, which do not fit into a TensorFlow graph: let it read files, "
+    "such as TFRecords, which the workers can open, or use tfdist.data.epochs, for arrays of less than 2 GB each."
+)
+
+
+def _bytes(constant: tf.Operation) -> int:
+    tensor = constant.outputs[0]
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
+
+
+class WorkerData:
+    """The pipelines of a dataset function; each worker makes its own.
+
+    Args:
+        function: The dataset function. It is traced on the chief, and runs on workers.
+        pipelines: Their number.
+
+    Attributes:
+        element_spec: The form of a batch.
+
+    Raises:
+        ConfigError: The function returns no dataset, calls Python, or uses what is on the chief.
+    """
+
+    def __init__(self, function: Callable[[tf.distribute.InputContext], tf.data.Dataset], pipelines: int):
+        self._function = function
+        self.pipelines = pipelines
+        self._traced: dict[int, Callable[[], tf.data.Dataset]] = {}
+        self.element_spec = self.dataset(0).element_spec
+
+    def dataset(self, pipeline: int) -> tf.data.Dataset:
+        """Makes the dataset of a pipeline, on the device that is in force."""
+        if pipeline not in self._traced:
+            self._traced[pipeline] = self._trace(pipeline)
+        return self._traced[pipeline]()
+
+    def zeros(self) -> Any:
+        """Returns a batch of one example of zeros, for a model to learn shapes from."""
+
+        def zero(spec: tf.TensorSpec) -> tf.Tensor:
+            return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
+
+        return tf.nest.map_structure(zero, self.element_spec, expand_composites=True)
+
+    def batches(self, pipeline: int = 0) -> int | None:
+        """Returns the number of batches of a pipeline, or None where it is not known or they never end."""
+        number = int(self.dataset(pipeline).cardinality())
+        return number if number >= 0 else None
+
+    def total(self) -> int | None:
+        """Returns the number of batches of all pipelines, or None where it is not known or they never end."""
+        if self.batches(0) is None:
+            return None
+        each = [self.batches(pipeline) for pipeline in range(self.pipelines)]
+        return None if None in each else sum(filter(None, each))
+
+    def is_endless(self) -> bool:
+        """Whether the pipelines never end."""
+        return bool(self.dataset(0).cardinality() == tf.data.INFINITE_CARDINALITY)
+
+    def _trace(self, pipeline: int) -> Callable[[], tf.data.Dataset]:
+        context = tf.distribute.InputContext(self.pipelines, pipeline, num_replicas_in_sync=1)
+
+        def make() -> tf.data.Dataset:
+            # So that a map's `if` is converted, as it is outside of functions.
+            with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):
+                return self._function(context)
+
+        try:
+            traced = tf.function(make, autograph=False).get_concrete_function()
+        except (TypeError, ValueError) as e:
+            if "out of scope" in str(e) or "outside" in str(e):
+                raise ConfigError(_OUTSIDE.format("an object of TensorFlow's")) from e
+            if "2GB" in str(e):
+                raise ConfigError(_TOO_LARGE) from e
+            raise
+        if not isinstance(traced.structured_outputs, (tf.data.Dataset, tf.data.DatasetSpec)):
+            raise ConfigError(
+                f"A dataset function must return a tf.data.Dataset. Received: {type(traced.structured_outputs).__name__}."
+            )
+        for tensor in traced.captured_inputs:
+            if tensor.dtype in (tf.resource, tf.variant):
+                if tensor.dtype == tf.variant:
+                    raise ConfigError(_OUTSIDE.format("a dataset"))
+                raise ConfigError(
+                    _OUTSIDE.format("a variable, table or iterator")
+                    + " A lookup table is the chief's wherever it is created: let a layer of the model look up."
+                )
+        if sum(_bytes(op) for op in traced.graph.get_operations() if op.type == "Const") > _LARGEST:
+            raise ConfigError(_TOO_LARGE)
+        graph = traced.graph.as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        if any(node.op in _PYTHON for node in nodes):
+            raise ConfigError(
+                "The dataset function calls Python (from_generator, py_function or numpy_function), which is in the "
+                "chief's process, and runs on the workers: write it in TensorFlow's operations, or give Trainer.fit the "
+                "generator itself, which the chief then reads."
+            )
+        return traced
+
+
+class Pipelines:
+    """The workers' pipelines of a dataset function, as Keras' loops see them."""
+
+    def __init__(self, data: WorkerData):
+        self._data = data
+
+        self.element_spec = data.element_spec
+
+    def __iter__(self) -> PipelinesIterator:
+        return PipelinesIterator(self._data)
+
+    def starting_at(self, number: int, steps: int, ready: Callable[[], None]) -> PipelinesIterator:
+        """Returns a pass that leaves out as many batches of each pipeline as a worker has taken on average by `steps`."""
+        return PipelinesIterator(self._data, -(-steps // self._data.pipelines))
+
+
+class PipelinesIterator:
+    """One pass over the pipelines.
+
+    In training each worker has an iterator of its own, and a new one after it was lost. In evaluation and prediction any
+    worker runs any pipeline whole, and again if the worker before was lost, so that each batch counts once.
+
+    Args:
+        data: The pipelines.
+        skipped: Batches of each to leave out.
+
+    Attributes:
+        results: What an evaluation has left of its results; None before it has begun.
+        element_spec: The form of the iterators, from which steps take their batches.
+    """
+
+    def __init__(self, data: WorkerData, skipped: int = 0):
+        self._skipped = skipped
+        self.results: collections.deque[list[np.ndarray]] | None = None
+        self._data = data
+        self.element_spec = tf.data.IteratorSpec(data.element_spec)
+        self._iterators: dict[int, Any] = {}
+        self._is_checked = False
+
+    def __next__(self) -> Any:
+        return self._data.zeros()  # for shapes that are not known; steps take theirs on the workers
+
+    def check(self, steps: int | None) -> None:
+        """Judges whether there are data for an epoch.
+
+        Raises:
+            ConfigError: `steps` is None, or more than a pipeline has batches.
+        """
+        if self._is_checked:
+            return
+        if steps is None:
+            raise ConfigError("fit needs steps_per_epoch where workers make the data with a dataset function.")
+        if (batches := self._data.batches()) is not None and batches < steps:
+            raise ConfigError(
+                f"The epoch has {steps} steps, but the dataset that the dataset function returns has {batches} batches, and "
+                "one worker may have to take all steps: let it return dataset.repeat(), and give fit steps_per_epoch."
+            )
+        self._is_checked = True
+
+    def next(self, run: Callable[[Any], Any], worker: int) -> Any:
+        """Runs `run(iterator)` on the worker's own iterator, whose device is in force."""
+        iterator = self._iterators.pop(worker, None)
+        if iterator is None:
+            iterator = iter(self._data.dataset(worker).skip(self._skipped))
+        try:
+            result = run(iterator)
+        except tf.errors.OutOfRangeError as e:
+            raise ConfigError(
+                f"The dataset of worker:{worker} has ended, and it is not known before which worker takes how many "
+                "steps: let the dataset function return dataset.repeat()."
+            ) from e
+        self._iterators[worker] = iterator  # but not if it has failed
+        return result
+
+    def run_all(
+        self, step: WorkerStep, traced: Traced, scheduler: Scheduler, steps: int | None
+    ) -> Iterator[list[np.ndarray]]:
+        """Runs `step` on every batch, or on the first `steps` of all pipelines dealt in turn; yields the results in order.
+
+        Raises:
+            ConfigError: The data are endless, and `steps` is None.
+        """
+        if steps is None and self._data.is_endless():
+            raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")
+        pipelines = self._data.pipelines
+        step.begin()
+        given = step.given(0, 0, 0).numpy()
+
+        def run(pipeline: int, worker: int) -> list[list[np.ndarray]]:
+            results = []
+            iterator = iter(self._data.dataset(pipeline))
+            for number in itertools.count(pipeline, pipelines):
+                if steps is not None and number >= steps:
+                    break
+                try:
+                    mine = tf.constant([0, 0, given[2] + number, *given[3:]], tf.float64)
+                    results.append(step.call(traced, iterator, mine))
+                except tf.errors.OutOfRangeError:
+                    break
+            return results
+
+        done: list[list[list[np.ndarray]]] = []
+        flight = InFlight(scheduler, done.append, ordered=True)
+        for pipeline in range(pipelines):
+            flight.add(functools.partial(run, pipeline))
+        flight.drain()
+        for row in itertools.zip_longest(*done):
+            yield from (result for result in row if result is not None)

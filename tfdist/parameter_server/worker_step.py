@@ -1,0 +1,340 @@
+"""A model's step as a function that any worker can run, and run again, without counting twice.
+
+The step runs in `keras.StatelessScope`: what it assigns to Keras' variables is kept, not done. Then
+
+- what it adds to metrics and to `iterations` goes into a ledger, for the chief to add once; logs that it computes from its metrics'
+  results the chief computes from the sums;
+- seed generators start from a seed of the step's own, so that each step has masks of its own, the same if it is repeated;
+  so does the global generator, from which `keras.random.*` draws without a seed;
+- with several workers `tf.random.*` ignores TensorFlow's seed, from which all of them would draw the same numbers;
+- all else that it assigned (BatchNorm's moving statistics) is assigned on the servers: of two workers at once, the later
+  one holds.
+
+Gradients are applied within the step, by the optimizer's own arithmetic, on the server that has the variable.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import optimizer_search
+from tfdist.compat.keras_internals import (
+    KERAS_ITERATIONS,
+    KERAS_OPTIMIZER_SCALARS,
+    KERAS_SEED_VARIABLE,
+    KERAS_UPDATE_STEP,
+    KERAS_VALUE,
+    KERAS_WEIGHT_DECAY,
+)
+from tfdist.errors import ConfigError
+from tfdist.gradients.update import sum_rows_first
+from tfdist.parameter_server.results_table import Ledger
+from tfdist.replicas import batch_splitting, random_seeds
+from tfdist.step import graph_copies, losses
+
+# Added to a seed once per step; odd, so that steps do not meet for 2**64 of them.
+_SEED_STRIDE = 0x5851F42D4C957F2D
+
+
+def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes the arithmetic of updates run on the server of each variable, so that only the gradient travels. In place.
+
+    `assign_add` and `assign_sub` are atomic there; an `assign` of a value computed from the old one (SGD's momentum) is
+    not, and of two at once the later one holds.
+    """
+    if KERAS_UPDATE_STEP in vars(optimizer):
+        return
+    sum_rows_first(optimizer)
+    update_step, weight_decay = getattr(optimizer, KERAS_UPDATE_STEP), getattr(optimizer, KERAS_WEIGHT_DECAY)
+
+    def on_server(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
+        with tf.device(variable.device):
+            update_step(gradient, variable, learning_rate)
+
+    def decay(variables: Any) -> None:
+        for variable in variables:
+            with tf.device(getattr(variable, "value", variable).device):
+                weight_decay([variable])
+
+    setattr(optimizer, KERAS_UPDATE_STEP, on_server)
+    setattr(optimizer, KERAS_WEIGHT_DECAY, decay)
+
+
+class Traced:
+    """A step traced for data of one form.
+
+    Attributes:
+        function: The concrete function of (data, given).
+        ledger: Where it writes what it counts; None where it returns that.
+        own: The logs that are no metrics: their structure.
+        names: All logs.
+        held: What each of the metrics' variables holds at the step's end, in its graph, by its id.
+        computed: The logs that are computed from `held`.
+        count: Adds what steps have counted; returns what metrics and `computed` are then.
+    """
+
+    def __init__(self, ledger: Ledger | None = None, own: Any = None, names: Sequence[str] = ()):
+        self.names = names
+        self.function: Any = None
+        self.ledger = ledger
+        self.own = own
+        self.held: dict[int, tf.Tensor] = {}
+        self.computed: dict[str, Any] = {}
+        self.count: Any = None
+
+    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
+        """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
+        structure = self.function.structured_outputs
+        return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
+
+
+class WorkerStep:
+    """A step as a function of the data and of what the chief gives with it.
+
+    Args:
+        model: The model, with all its variables.
+        step: Its `train_step`, `test_step` or `predict_step`.
+        rows: How many steps may be on their way or unread.
+    """
+
+    def __init__(self, model: keras.Model, step: Callable[[Any], Any], rows: int = 0):
+        self._model = model
+        self._step = step
+        self._predicts = step == model.predict_step
+        self._rows = rows
+        optimizers = optimizer_search.optimizers(model)
+        self._metrics = _unique(v for metric in model.metrics for v in metric.variables)
+        self._iterations = [getattr(optimizer, KERAS_ITERATIONS) for optimizer in optimizers]
+        others = [v for o in optimizers for v in o.variables if all(v is not i for i in self._iterations)]
+        self._scalars = [v for v in others if v.name in KERAS_OPTIMIZER_SCALARS]
+        self._seeds = [v for v in model.variables if v.name == KERAS_SEED_VARIABLE]
+        known = {id(v) for v in (*self._metrics, *self._iterations, *self._scalars, *self._seeds)}
+        self._servers = [v for v in _unique((*model.variables, *others)) if id(v) not in known]
+        self._functions = {
+            returns: tf.function(functools.partial(self._run, returns), reduce_retracing=True, autograph=False)
+            for returns in (False, True)
+        }
+        self._traced: dict[int, Traced] = {}
+        self._tracing = Traced()
+        self._last: tuple[Any, bool, Traced] = (None, False, self._tracing)  # most steps are as the one before
+        self._tickets = itertools.count(1)
+        self._seed_values: list[int] = []
+        self._started: list[int] = []
+        self._per_step = [1] * len(self._iterations)  # how often each optimizer updates in a step, as far as is known
+
+    def begin(self) -> None:
+        """Takes the seeds, and what the optimizers have counted, as they are now, when no step is on its way."""
+        self._seed_values = [int(number) for seed in self._seeds for number in seed.numpy()]
+        self._started = [int(iterations.numpy()) for iterations in self._iterations]
+
+    def ticket(self) -> int:
+        """Returns a new ticket."""
+        return next(self._tickets)
+
+    def given(self, ticket: int, row: int, number: int) -> tf.Tensor:
+        """Returns what a step gets from the chief besides data, in one vector.
+
+        Args:
+            ticket: Its own in the ledger.
+            row: Its row there.
+            number: Its number since `begin`, from 0. The optimizers' schedules, and the seeds, go by it.
+        """
+        scalars = [float(v.numpy()) for v in self._scalars]
+        counts = [start + number * each for start, each in zip(self._started, self._per_step, strict=True)]
+        return tf.constant(
+            [ticket, row, sum(self._started) + number, *counts, *scalars, *self._seed_values], tf.float64
+        )
+
+    def trace(self, data: Any, returns: bool = False) -> Traced:
+        """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
+
+        Args:
+            data: The form of the data. Keras weighs some logs by a batch size that it knows, so it must not know here
+                what it does not elsewhere.
+            returns: Whether the function returns what it counts instead of writing it to a ledger.
+
+        Raises:
+            ConfigError: The step uses a variable that is on no server, or assigns one that is not the model's.
+        """
+        if data is self._last[0] and returns == self._last[1]:
+            return self._last[2]
+        length = 3 + len(self._iterations) + len(self._scalars) + 2 * len(self._seeds)
+        given = tf.TensorSpec([length], tf.float64)
+        form = without_optionals(data)
+        try:
+            function = _outside_of_strategies(lambda: self._functions[returns].get_concrete_function(form, given))
+        except Exception as e:
+            if "out of scope" not in str(e):
+                raise
+            raise ConfigError(
+                f"The {self._step.__name__} assigns a keras.Variable (an optimizer's, BatchNorm's or a metric's, for example) "
+                "within tf.cond, tf.while_loop or a tf.function of its own, out of which parameter_server cannot take it: "
+                "assign it outside, and leave out @tf.function."
+            ) from e
+        if id(function) not in self._traced:
+            self._check(function)
+            self._tracing.function = function
+            self._traced[id(function)] = self._tracing
+        self._last = data, returns, self._traced[id(function)]
+        return self._last[2]
+
+    def call(self, traced: Traced, data: Any, given: tf.Tensor) -> list[np.ndarray]:
+        """Runs a step on the device in force; returns what it returned, flat, on the chief."""
+        outputs = traced.function(data, given)
+        return [tensor.numpy() for tensor in tf.nest.flatten(outputs, expand_composites=True)]
+
+    def commit(self, traced: Traced, rows: np.ndarray) -> dict[str, float]:
+        """Adds what steps have counted to the metrics and `iterations`; returns the logs that come from metrics.
+
+        Args:
+            traced: The steps.
+            rows: `[steps, numbers]` float64, in the order in which to add them.
+        """
+        end = sum(int(np.prod(v.shape)) for v in self._metrics)
+        self._per_step = [int(number) for number in rows[-1][end : end + len(self._iterations)]]
+        if traced.count is None:
+            form = [tf.TensorSpec([None, None], tf.float64)]
+            traced.count = tf.function(functools.partial(self._add, traced), form, autograph=False)
+        return {name: plain(value) for name, value in traced.count(tf.constant(rows)).items()}
+
+    def own_logs(self, traced: Traced, row: np.ndarray) -> dict[str, Any]:
+        """Returns the logs of a step that are no metrics."""
+        flat, end = [], len(row)
+        for value in reversed(tf.nest.flatten(traced.own)):
+            start = end - value.shape.num_elements()
+            flat.append(plain(row[start:end].reshape(value.shape)))
+            end = start
+        return tf.nest.pack_sequence_as(traced.own, flat[::-1])
+
+    def _run(self, returns: bool, data: Any, given: tf.Tensor) -> Any:
+        if isinstance(data, tf.data.Iterator):
+            data = data.get_next()
+        number = given[2]
+        sizes = [len(self._iterations), len(self._scalars), 2 * len(self._seeds)]
+        counts, scalars, seeds = tf.split(given[3:], sizes)
+        counted = [(v, tf.zeros(v.shape, v.dtype)) for v in self._metrics]
+        counted += [(v, tf.cast(counts[place], v.dtype)) for place, v in enumerate(self._iterations)]
+        mapped = [(v, tf.cast(scalars[place], v.dtype)) for place, v in enumerate(self._scalars)]
+        stride = tf.stack([tf.cast(number, tf.int64) * _SEED_STRIDE, tf.constant(0, tf.int64)])
+        for place, v in enumerate(self._seeds):
+            mapped.append((v, tf.cast(tf.cast(seeds[2 * place : 2 * place + 2], tf.int64) + stride, v.dtype)))
+        if len(self._model.distribute_strategy.cluster.jobs["worker"]) > 1:
+            random_seeds.draw_by_worker()
+        generator = random_seeds.StepGenerator(number)
+        with generator.installed(), _Scope([*counted, *mapped], collect_losses=True) as scope:
+            examples = batch_splitting.examples(data)
+            examples = None if examples is None else tf.convert_to_tensor(examples)
+            with losses.of_share(self._model, examples, lambda: None):  # outputs' logs are means over examples
+                result = self._step(data)
+            results = {} if self._predicts else self._model.get_metrics_result()
+        self._assign(scope)
+        if self._predicts:
+            self._tracing = Traced()
+            return result
+        # A log named as a metric is that metric's, unless the step has not updated it.
+        start = dict((id(v), value) for v, value in counted)
+        idle = {
+            metric.name
+            for metric in self._model.metrics
+            if all(scope.state_mapping.get(id(v)) is start.get(id(v)) for v in metric.variables)
+        }
+        own = {name: value for name, value in result.items() if name not in results or name in idle}
+        held = {id(value := scope.get_current_value(v)): value for v in self._metrics}
+        computed = {
+            name: own.pop(name)
+            for name in list(own)
+            if graph_copies.depends_only_on(lambda t: id(t) in held, own[name])
+        }
+        numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(own)
+        packed = tf.concat([tf.reshape(tf.cast(value, tf.float64), [-1]) for value in numbers], 0)
+        self._tracing = Traced(None if returns else Ledger(self._rows, int(packed.shape[0])), own, list(result))
+        self._tracing.held, self._tracing.computed = held, computed
+        if returns:
+            return packed
+        self._tracing.ledger.write(given[0], given[1], packed)  # type: ignore[union-attr]
+        return ()
+
+    def _numbers(self, own: Any) -> list[tf.Tensor]:
+        values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(own)]
+        for value in values:
+            if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
+                raise ConfigError(
+                    f"A {self._step.__name__} must return numbers of known shape. {type(self._model).__name__} returns "
+                    f"{value.dtype.name} of shape {value.shape}."
+                )
+        return values
+
+    def _assign(self, scope: keras.StatelessScope) -> None:
+        """Does what the step assigned to the servers' variables."""
+        for variable in self._servers:
+            if id(variable) in scope.state_mapping:
+                variable.value.assign(scope.state_mapping[id(variable)])
+        known = {id(v) for v in (*self._servers, *self._metrics, *self._iterations, *self._scalars, *self._seeds)}
+        if set(scope.state_mapping) - known:
+            raise ConfigError(
+                f"{self._step.__name__} assigns a keras.Variable that belonged to none of the model's layers, metrics and "
+                "optimizers when it began: make it an attribute of the model or of a layer, and build it before fit."
+            )
+
+    def _add(self, traced: Traced, rows: tf.Tensor) -> Any:
+        def one(row: tf.Tensor) -> tf.Tensor:
+            offset = 0
+            for variable in (*self._metrics, *self._iterations):
+                size = int(np.prod(variable.shape))
+                added = tf.reshape(rows[row, offset : offset + size], variable.shape)
+                variable.value.assign_add(tf.cast(added, variable.dtype))
+                offset += size
+            return row + 1
+
+        # One after the other, as one process would.
+        tf.while_loop(lambda row: row < tf.shape(rows)[0], one, [0], parallel_iterations=1)
+        results = type(self._model).get_metrics_result(self._model)
+        now = dict(zip(traced.held, (variable.value.read_value() for variable in self._metrics), strict=True))
+        return {**results, **graph_copies.copied(lambda tensor: now.get(id(tensor)), traced.computed)}
+
+    def _check(self, function: tf.types.experimental.ConcreteFunction) -> None:
+        names = {id(v.handle): v.name for v in function.graph.variables}
+        for tensor in function.graph.external_captures:  # without the tables, of which each worker has its own
+            if tensor.dtype == tf.resource and "/job:ps" not in (tensor.device or ""):
+                raise ConfigError(
+                    f"The step uses {names.get(id(tensor), 'a resource')!r}, which is not on a parameter server: create "
+                    "every layer, metric and optimizer in `with trainer.scope():`."
+                )
+
+
+class _Scope(keras.StatelessScope):
+    """A scope in which variables that are not mapped are themselves, as a tape must see them."""
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        value = super().get_current_value(variable)
+        return getattr(variable, KERAS_VALUE) if value is None else value
+
+
+def _unique(variables: Any) -> list[Any]:
+    return list({id(v): v for v in variables}.values())
+
+
+def _outside_of_strategies(function: Callable[[], Any]) -> Any:
+    """Returns what `function` does where no strategy's scope is entered: a step is one device's."""
+    return random_seeds.in_clean_thread(function) if tf.distribute.has_strategy() else function()
+
+
+def without_optionals(data: Any) -> Any:
+    """Returns Keras' data with None for what it marks as absent."""
+    absent = (tf.experimental.Optional, tf.OptionalSpec)
+    return tf.nest.map_structure(lambda v: None if isinstance(v, absent) else v, data)
+
+
+def plain(value: Any) -> Any:
+    """Returns a number of the logs as Python's, an array of several, or a dict of them."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    value = value.numpy() if isinstance(value, tf.Tensor) else value
+    return float(value) if np.ndim(value) == 0 else value

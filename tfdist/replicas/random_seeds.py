@@ -1,0 +1,190 @@
+"""Random numbers that differ between replicas, and are the same in each run with the same seed.
+
+- `tf.random.*` and `tf.nn.dropout` take their seed from the graph that is traced. `shifted_seed` moves it.
+- `keras.random.*` without a seed draws from a generator of the thread, and each replica is traced in a new thread.
+  `GlobalGenerator` takes its place.
+- A seed generator has a state on each replica. `assign_seed` keeps the states apart.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from tensorflow.python.eager import context as eager_context
+
+from tfdist.compat.keras_internals import KERAS_GLOBAL_GENERATOR, TF_GLOBAL_SEED, TF_GRAPH_SEED, TF_OUTER_GRAPH
+
+# Added to a seed once per replica. Odd and large, so that the seeds of two layers, which Keras draws below 1e9, do not
+# meet by being counted up.
+SEED_STRIDE = 0x5851F42D
+_DEPTH_STRIDE = 0x2545F491  # added once per enclosing graph: TensorFlow numbers the operations of each graph from 0
+
+
+@contextlib.contextmanager
+def shifted_seed(replica: int) -> Iterator[Callable[[int], None]]:
+    """Moves TensorFlow's seed to that of `replica` while a step is traced, or runs eagerly.
+
+    Does nothing where no seed is set: TensorFlow draws from the system's entropy there.
+
+    Args:
+        replica: The number of this process's first replica among all.
+
+    Yields:
+        A function that moves the traced graph's seed to that of another replica. It must run in the graph of the step.
+    """
+    eager = tf.executing_eagerly()
+    owner: Any = eager_context.context() if eager else tf.compat.v1.get_default_graph()
+    name = TF_GLOBAL_SEED if eager else TF_GRAPH_SEED
+    seed = getattr(owner, name)
+    depth = 0 if eager else _depth(owner)
+
+    def move(to: int) -> None:
+        if seed is not None:
+            setattr(owner, name, (seed + to * SEED_STRIDE + depth * _DEPTH_STRIDE) % (2**31 - 1))
+
+    move(replica)
+    try:
+        yield move
+    finally:
+        setattr(owner, name, seed)
+
+
+def _depth(graph: Any) -> int:
+    """Returns how many graphs enclose `graph`, as those of a loop over several steps do."""
+    depth = 0
+    while (graph := getattr(graph, TF_OUTER_GRAPH, None)) is not None and hasattr(graph, TF_OUTER_GRAPH):
+        depth += 1
+    return depth
+
+
+class GlobalGenerator:
+    """Takes the place of the global generator from which `keras.random.*` draws without a seed.
+
+    For the replicas it makes its `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would make one in
+    each replica's thread, where no variable can be created. Outside of the replicas it draws from another one, which is this
+    process's own: one worker may draw alone, and must not wait for the others then, who would take what it sends for something else.
+
+    Args:
+        strategy: The strategy in whose scope the generator is made.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self._strategy = strategy
+        self._made: keras.random.SeedGenerator | None = None
+        self._own: keras.random.SeedGenerator | None = None
+
+    @classmethod
+    def of_thread(cls, strategy: tf.distribute.Strategy) -> GlobalGenerator:
+        """Returns this thread's, made anew after `set_random_seed` or `clear_session`, or for another strategy."""
+        found = global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
+        if not isinstance(found, cls) or found._strategy is not strategy:
+            found = cls(strategy)
+            found.install()
+        return found
+
+    def install(self) -> None:
+        """Makes this the generator of the current thread."""
+        global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, self)
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        """Returns the next seed, another one on each replica."""
+        if tf.distribute.get_strategy() is not self._strategy or tf.distribute.in_cross_replica_context():
+            if self._own is None:
+                self._own = in_clean_thread(keras.random.SeedGenerator)
+            return self._own.next(ordered)
+        return self.generator(makes=True).next(ordered)
+
+    def generator(self, makes: bool) -> Any:
+        """Returns the seed generator that it draws from, or None if there is none yet, and `makes` is False."""
+        if self._made is None and makes:
+            self._made = in_clean_thread(self._make)
+        return self._made
+
+    def _make(self) -> keras.random.SeedGenerator:
+        with self._strategy.scope():
+            return keras.random.SeedGenerator()
+
+
+def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Variable | None:
+    """Returns the state that `keras.random.*` draws from in this thread if it is given no seed, or None if there is none.
+
+    Args:
+        strategy: The strategy of the steps that draw.
+        makes: Whether to make it if there is none.
+    """
+    found = global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
+    if strategy.num_replicas_in_sync > 1:
+        if makes or isinstance(found, GlobalGenerator):
+            found = GlobalGenerator.of_thread(strategy).generator(makes)
+    elif found is None and makes:
+        found = keras.random.SeedGenerator()
+        global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, found)
+    return found.state.value if isinstance(found, keras.random.SeedGenerator) else None
+
+
+class StepGenerator:
+    """Takes the place of the global generator in a step that any worker of parameter servers may run, or run again.
+
+    Args:
+        number: The step's number, `[]`.
+    """
+
+    def __init__(self, number: tf.Tensor):
+        self._number = tf.cast(number, tf.int64)
+        self._seed: int | None = None
+        self._draws = 0
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        """Returns a seed of this step and this draw."""
+        if self._seed is None:
+            self._seed = random.randint(1, int(1e9))  # as Keras does
+        self._draws += 1
+        return tf.stack([self._seed + self._number * SEED_STRIDE, tf.constant(self._draws, tf.int64)])
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Makes this the generator of the current thread for a while."""
+        before = global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
+        global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, self)
+        try:
+            yield
+        finally:
+            global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, before)
+
+
+def draw_by_worker() -> None:
+    """Lets each worker that runs the graph in tracing draw from its system's entropy, whatever seed is set."""
+    graph = tf.compat.v1.get_default_graph()
+    setattr(graph, TF_GRAPH_SEED, None)
+
+
+def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], value: Any) -> None:
+    """Assigns a seed generator's state from outside of the replicas, and keeps the replicas' seeds apart.
+
+    Outside of a replica a state reads as that of this process's first replica. Such a state gives all replicas back what
+    they had; any other seed becomes replica 0's, from which the others' are counted up.
+
+    Args:
+        components: This process's components of the state.
+        replicas: Their replicas' numbers among all.
+        value: `[seed, counter]`.
+    """
+    value = tf.cast(value, components[0].dtype)
+    stride = tf.constant(SEED_STRIDE, value.dtype)
+    is_own = tf.cast(value[0] == components[0].read_value()[0], value.dtype)
+    first = value[0] - is_own * replicas[0] * stride
+    for replica, component in zip(replicas, components, strict=True):
+        component.assign(tf.stack([first + replica * stride, value[1]]))
+
+
+def in_clean_thread(function: Callable[[], Any]) -> Any:
+    """Returns what `function` does in a new thread, in which no graph is traced and no scope is entered."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()

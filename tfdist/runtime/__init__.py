@@ -1,0 +1,1 @@
+"""The process of one task: its memory, its signals, its exit code, what it tells its supervisor. No TensorFlow here."""

@@ -1,0 +1,17 @@
+"""With which exit code this process is going to end. No TensorFlow here."""
+
+from __future__ import annotations
+
+import sys
+
+# The exit code of a task that has been told to go, has saved what it had, and wants to be started again: EX_TEMPFAIL.
+PREEMPTED = 75
+
+
+# With which this process is going to end, as far as that is known; for those who serve it.
+exit_code = 0
+
+
+def ends_with() -> int:
+    """Returns the exit code with which this process, whose end has begun, ends: `exit_code`, or 1 after an exception."""
+    return exit_code or int(getattr(sys, "last_value", None) is not None)

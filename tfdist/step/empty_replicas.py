@@ -1,0 +1,101 @@
+"""A replica without examples runs its step on one that does not count (see `replicas.batch_splitting`); here nothing of that is kept.
+
+Its loss and gradient count nothing, as its share of the batch is 0 (see `step.losses` and `optimizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.replicas import batch_splitting
+
+
+def metrics_of(model: keras.Model) -> list[tf.Variable]:
+    """Returns the variables in which a model's metrics add up what they have seen."""
+    return [variable.value for metric in model.metrics for variable in metric.variables]
+
+
+def statistics_of(model: keras.Model) -> list[tf.Variable]:
+    """Returns the variables of a model of which each replica keeps its own (see `MovingStatistics`)."""
+    known = model.distribute_strategy.statistics
+    return [variable.value for variable in model.non_trainable_variables if variable.value in known]
+
+
+def watch(model: keras.Model, examples: tf.Tensor, totals: tf.Tensor) -> Callable[[], list[tf.Tensor]]:
+    """Looks at a replica before a step.
+
+    Args:
+        model: The model.
+        examples: How many examples this replica has.
+        totals: As of `batch_splitting.totals`.
+
+    Returns:
+        A function to call after the step. If this replica had no examples, it sets metrics and statistics back. It returns
+        by how much the examples have moved each statistic, flat; empty if every replica had some.
+    """
+    metrics, statistics = metrics_of(model), statistics_of(model)
+    some = totals[1] < model.distribute_strategy.extended._num_replicas_in_sync
+
+    def flat(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+        return [tf.reshape(variable.read_value(), [-1]) for variable in variables]
+
+    def none(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+        return [tf.zeros([0], variable.dtype) for variable in variables]
+
+    both = [*metrics, *statistics]
+    before = _cond(some, lambda: flat(both), lambda: none(both))
+
+    def set_back() -> list[tf.Tensor]:
+        for variable, value in zip(both, before, strict=True):
+            variable.assign(tf.reshape(value, variable.shape))
+        return []
+
+    def moved() -> list[tf.Tensor]:
+        return [now - old for now, old in zip(flat(statistics), before[len(metrics) :], strict=True)]
+
+    def after() -> list[tf.Tensor]:
+        _cond(tf.equal(examples, 0), set_back, list)
+        return _cond(some, moved, lambda: none(statistics))
+
+    return after
+
+
+def move_statistics(model: keras.Model, dealt: batch_splitting.Dealt, totals: tf.Tensor, moves: list[Any]) -> None:
+    """Moves the statistics of replicas without examples as far as the others' have moved in the mean. Outside of replicas.
+
+    Args:
+        model: Whose step has just been run.
+        dealt: What the replicas were dealt for it.
+        totals: As of `batch_splitting.totals`.
+        moves: What the replicas' functions of `watch` returned.
+    """
+    strategy, variables = model.distribute_strategy, statistics_of(model)
+
+    def write(counts: tf.Tensor, means: list[tf.Tensor]) -> None:
+        for variable, mean in zip(variables, means, strict=True):
+            variable.assign_add(tf.where(counts[0, 0] > 0, tf.zeros_like(mean), mean))
+
+    def move() -> list[tf.Tensor]:
+        sums = [strategy.reduce("SUM", each, axis=None) for each in moves]
+        means = [
+            tf.reshape(total / tf.cast(totals[1], total.dtype), v.shape)
+            for total, v in zip(sums, variables, strict=True)
+        ]
+        strategy.run(write, args=(dealt.counts, means))
+        return []
+
+    if variables:
+        _cond(totals[1] < strategy.num_replicas_in_sync, move, list)
+
+
+def _cond(
+    condition: tf.Tensor, yes: Callable[[], list[tf.Tensor]], no: Callable[[], list[tf.Tensor]]
+) -> list[tf.Tensor]:
+    def numbered(branch: Callable[[], list[tf.Tensor]]) -> Callable[[], list[tf.Tensor]]:
+        return lambda: [tf.constant(0), *branch()]  # a branch that returns nothing would not be run
+
+    return list(tf.cond(condition, numbered(yes), numbered(no))[1:])

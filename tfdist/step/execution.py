@@ -1,0 +1,231 @@
+"""The function that Keras' `fit` and `evaluate` call for each execution of one or several steps.
+
+Keras makes it in `Model._make_function`, which the Trainer overrides on its models. Stock Keras 3, with several replicas,
+cannot run several steps in one execution, compiles the collectives along with the replica's computation, and reduces
+each number of the logs by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import optimizer_search, unsupported
+from tfdist.compat.keras_internals import KERAS_LOGS, KERAS_MAKE_FUNCTION
+from tfdist.compression.base import Compressor
+from tfdist.errors import ConfigError
+from tfdist.gradients import optimizer as optimizer_lib
+from tfdist.gradients.update import sum_rows_first
+from tfdist.replicas import batch_splitting
+from tfdist.step import empty_replicas, model_building, synchronized_norm
+from tfdist.step.replica_step import STARVED, ReplicaStep
+
+_NOTES = "float32"  # the type of numbers with which notes travel
+
+
+def adopt(model: keras.Model, compression: Compressor | None = None) -> None:
+    """Makes Keras build `model`'s training and test functions here, and its optimizer reduce first. In place."""
+    if KERAS_MAKE_FUNCTION not in vars(model):
+        model.train_function = model.test_function = None
+    setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
+    if KERAS_LOGS not in vars(model):
+        setattr(model, KERAS_LOGS, functools.partial(_results_or_logs, model))
+    synchronized_norm.share_moments(model)
+    model_building.adopt(model)
+    for optimizer in optimizer_search.optimizers(model):
+        if model.distribute_strategy.num_replicas_in_sync > 1:
+            optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
+        else:
+            sum_rows_first(optimizer)
+
+
+def _results_or_logs(model: keras.Model, logs: Any) -> Any:
+    """As Keras' own, which returns the logs of the last step where they are others than the metrics' results."""
+    found: Any = getattr(type(model), KERAS_LOGS)(model, logs)
+    for function in (model.train_function, model.test_function):
+        if isinstance(function, Execution) and found is not None and found is function.logs:
+            return {**logs, **function.computed_logs()}
+    return found
+
+
+class Execution:
+    """Runs `steps_per_execution` steps for each call.
+
+    Args:
+        model: The model.
+        compression: What sums its gradients, or None.
+        step: Its `train_step` or `test_step`.
+
+    Attributes:
+        left: How many steps there are left to run, where that is known; the next call runs no more. Keras itself runs on
+            to the next multiple of `steps_per_execution`.
+        heard: What the workers have noted.
+        logs: What the last call has returned.
+    """
+
+    def __init__(self, model: keras.Model, compression: Compressor | None, step: Callable[[Any], Any]):
+        unsupported.check_model(model)  # it may have been compiled anew, and fitted without the Trainer
+        adopt(model, compression)
+        self.left: int | None = None
+        self.heard: tf.Tensor | None = None
+        self.logs: Mapping[str, Any] | None = None
+        self._strategy = model.distribute_strategy
+        self._steps = int(model.steps_per_execution)
+        self._replica = ReplicaStep(model, step)
+        self._end = iter(tf.data.Dataset.range(0))  # raises OutOfRangeError, also within a tf.function
+        self._one, self._some = self._run_one, self._run_some
+        self._single = self._run_single
+        if not model.run_eagerly:
+            self._one = tf.function(self._run_one, reduce_retracing=True, autograph=False)
+            self._single = tf.function(self._run_single, reduce_retracing=True, autograph=False)
+            self._some = tf.function(self._run_some, reduce_retracing=True, autograph=False)
+
+    def __call__(self, iterator: Any) -> Mapping[str, Any]:
+        """Returns the logs of the last step, averaged over the replicas.
+
+        Raises:
+            ConfigError: XLA cannot compile the model, or a replica has no example for its BatchNormalization.
+        """
+        try:
+            self.logs = self._execute(iterator)
+            return self.logs
+        except tf.errors.InvalidArgumentError as e:
+            if STARVED in e.message:
+                raise ConfigError(STARVED) from e
+            if "unsupported operations" not in e.message:
+                raise
+            operation = re.search(r"on XLA\w*: (.*?)[ {(]", e.message)
+            raise ConfigError(
+                f"jit_compile=True: XLA cannot compile {operation[1] if operation else 'an operation'} of this model; "
+                "compile the model with jit_compile=False."
+            ) from e
+
+    def computed_logs(self) -> dict[str, Any]:
+        """Returns what the step's logs are that it computes from metrics, with the metrics of all replicas. A collective."""
+        return self._replica.computed.now() if self._replica.computed else {}
+
+    def _execute(self, iterator: Any) -> Mapping[str, Any]:
+        if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            for _, data in zip(range(self._steps), iterator, strict=False):  # of train_on_batch
+                logs, self.heard = self._reduced(self._one(data))
+        elif self._steps == 1:
+            logs, self.heard = self._single(iterator)
+        else:
+            steps, self.left = self._steps if self.left is None else min(self._steps, self.left), None
+            logs, self.heard = self._some(iterator, tf.constant(steps))
+        return logs
+
+    def _run_one(self, data: Any, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
+        """One step; returns the packed logs, averaged over this process's replicas."""
+        if isinstance(data, batch_splitting.Dealt) and totals is None:
+            totals = batch_splitting.totals(data, self._strategy)
+        with self._strategy.applying_known_optimizers():
+            packed, moves = self._strategy.run(self._replica, args=(data, totals))
+        if totals is not None:
+            empty_replicas.move_statistics(self._replica.model, data, totals, moves)
+        local = self._strategy.experimental_local_results
+        return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
+
+    def _run_next(self, iterator: Any) -> dict[str, tf.Tensor]:
+        """As `_run_one`; raises OutOfRangeError at the end of the data."""
+        data = iterator.get_next()
+        if not isinstance(data, batch_splitting.Dealt):
+            return self._run_one(data)
+        totals = batch_splitting.totals(data, self._strategy)
+        with tf.control_dependencies([tf.cond(totals[0] > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
+            return self._run_one(data, tf.identity(totals))
+
+    def _run_single(self, iterator: Any) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+        return self._reduced(self._run_next(iterator))
+
+    def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+        def body(done: tf.Tensor, _: Any, logs: Any) -> Any:
+            data = iterator.get_next_as_optional()
+            more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
+            return done + 1, more, logs
+
+        def run(data: Any, logs: Any) -> Any:
+            if not isinstance(data, batch_splitting.Dealt):
+                return True, self._run_one(data)
+            totals = batch_splitting.totals(data, self._strategy)
+            return totals[0] > 0, tf.cond(totals[0] > 0, lambda: self._run_one(data, totals), lambda: logs)
+
+        *_, logs = tf.while_loop(
+            lambda done, more, _: tf.logical_and(more, done < steps),
+            body,
+            (1, True, self._run_next(iterator)),
+            parallel_iterations=1,
+        )
+        return self._reduced(logs)
+
+    def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+        """Returns the logs, averaged over the workers, and what they have noted."""
+        heard = None
+        if isinstance(self._strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            if (notes := self._strategy.notes) is not None:
+                packed = {**packed, _NOTES: tf.concat([packed.get(_NOTES, []), notes], 0)}
+            each = self._strategy.run(lambda: packed)
+            packed = {dtype: self._strategy.reduce("MEAN", value, axis=None) for dtype, value in each.items()}
+            heard = None if notes is None else packed[_NOTES][-notes.shape[0] :]
+        return self._replica.unpack(packed), heard
+
+
+class StepLimit(keras.callbacks.Callback):
+    """Tells `Execution` how many steps are left, and refuses data that hold no batch, for which Keras returns nothing.
+
+    Args:
+        train_steps: The steps of an epoch, or None if unknown.
+        test_steps: The steps of an evaluation, or None if unknown.
+
+    Raises:
+        ConfigError: From its hooks, for data that hold no batch.
+    """
+
+    def __init__(self, train_steps: int | None = None, test_steps: int | None = None):
+        super().__init__()
+        self._train_steps = train_steps
+        self._test_steps = test_steps
+        self._trained = self._tested = self._predicted = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        steps = self._train_steps
+        if steps is None and not isinstance(self.model.train_function, Execution):
+            steps = (self.params or {}).get("steps")  # so that the logs of an epoch's last step are complete
+        self._tell(self.model.train_function, steps, batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._trained = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # A training that goes on after an epoch's last step has that epoch's logs.
+        if not self._trained and all(name.startswith("val_") for name in logs or ()):
+            raise ConfigError("The training data hold no batch.")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._tested = False
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._tell(self.model.test_function, self._test_steps, batch)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._tested = True
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if not self._tested:
+            raise ConfigError("The data to evaluate, or for validation, hold no batch.")
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._predicted = True
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        if not self._predicted:
+            raise ConfigError("The data to predict hold no batch.")
+
+    def _tell(self, function: Any, steps: int | None, begun: int) -> None:
+        if hasattr(function, "left"):  # it is not of the user's own making
+            function.left = steps and steps - begun

@@ -1,0 +1,174 @@
+"""Builds a model before its first step: what Keras does by calling it on a batch, here by the form of the data, or by its own step.
+
+Stock Keras draws a batch under a strategy, so that shuffled data come in another order than on one device; and it calls the
+model, which builds neither one without a `call` (a GAN, a VAE) nor any but the compiled optimizer. On one device it leaves both to
+the first run of the step. Here the step is traced once, and what it uses is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import optimizer_search
+from tfdist.compat.keras_internals import (
+    KERAS_ADAPTER,
+    KERAS_BUILD,
+    KERAS_BUILD_BY_CALL,
+    KERAS_COMPILED,
+    KERAS_DATA,
+    KERAS_SELF_FEEDING,
+)
+
+_STEPS = {
+    "fit": "train_step",
+    "train_on_batch": "train_step",
+    "evaluate": "test_step",
+    "test_on_batch": "test_step",
+}
+
+
+def adopt(model: keras.Model) -> None:
+    """Makes Keras build `model` here. In place."""
+    if KERAS_BUILD not in vars(model):
+        setattr(model, KERAS_BUILD, _Builder(model))
+
+
+class _Builder:
+    """What Keras calls before a model's first step."""
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._left: dict[str, set[int]] = {}  # what a step does not use
+
+    def __call__(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Builds what is not built.
+
+        Args:
+            iterator: Keras' loop over the data.
+            data_batch: A batch, where there is no loop.
+        """
+        batch = data_batch if iterator is None else _form(iterator)
+        name = _step_of_caller()
+        with self._model.distribute_strategy.scope():
+            if name is None or getattr(type(self._model), name) is getattr(keras.Model, name):
+                self._by_call(batch)
+            elif _unbuilt(self._model) - self._left.get(name, set()):
+                try:
+                    _trace(getattr(self._model, name), self._model, batch)
+                except Exception as e:
+                    try:
+                        self._by_call(batch)
+                    except Exception:
+                        raise e from None
+                self._left[name] = _unbuilt(self._model)
+
+    def _by_call(self, batch: Any) -> None:
+        getattr(self._model, KERAS_BUILD_BY_CALL)(data_batch=tf.nest.map_structure(_present, batch))
+
+
+def _form(loop: Any) -> Any:
+    """Returns the form of a replica's batch: of the first one, where it is not known of all."""
+    data = getattr(loop, KERAS_DATA)
+    source, parts = getattr(data, "sources", [data])[0], getattr(data, "parts", 1)
+    form = source.element_spec
+    is_python = type(getattr(loop, KERAS_ADAPTER)).__name__ in KERAS_SELF_FEEDING  # it could not go back
+    if not is_python and not all(_is_known(each) for each in tf.nest.flatten(form)):
+        form = next(iter(source.take(1) if isinstance(source, tf.data.Dataset) else source))
+    return tf.nest.map_structure(functools.partial(_of_replica, parts=parts), form)
+
+
+def _of_replica(form: Any, parts: int) -> Any:
+    if _present(form) is None or not form.shape.rank or form.shape[0] is None:
+        return form
+    spec = form if isinstance(form, tf.TypeSpec) else tf.type_spec_from_value(form)
+    size, rest = divmod(form.shape[0], parts)
+    shape = [None if rest else size, *form.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return type(spec)(shape, spec.dtype)
+
+
+def _is_known(spec: Any) -> bool:
+    shape = getattr(spec, "shape", None)
+    return shape is None or (shape.rank is not None and None not in shape[1:])
+
+
+def _step_of_caller() -> str | None:
+    """Returns which step Keras is about to run: that of the nearest of its methods that run one."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in _STEPS:
+        frame = frame.f_back
+    return frame and _STEPS[frame.f_code.co_name]
+
+
+def _unbuilt(model: keras.Model) -> set[int]:
+    compiled = (getattr(model, name, None) for name in KERAS_COMPILED)
+    parts = [*model._flatten_layers(), *optimizer_search.optimizers(model), *filter(None, compiled)]
+    return {id(part) for part in parts if not part.built}
+
+
+def _trace(step: Callable[[Any], Any], model: keras.Model, batch: Any) -> None:
+    """Traces the step, and drops the graph. Variables that it makes are made outside."""
+    strategy = model.distribute_strategy
+    with (
+        tf.__internal__.FuncGraph(step.__name__).as_default(),
+        tf.variable_creator_scope(functools.partial(_outside_of_graphs, strategy)),
+        tf.distribute.ReplicaContext(strategy, 0),
+        strategy.as_one_replica(),
+        _noting(optimizer_search.optimizers(model)) as applied,
+    ):
+        step(tf.nest.map_structure(_placeholder, batch))
+    for optimizer, variables in applied:
+        if not optimizer.built:
+            optimizer.build(variables)
+
+
+def _outside_of_graphs(strategy: Any, create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+    with tf.init_scope(), strategy.as_it_is():
+        return create(**kwargs)
+
+
+def _present(value: Any) -> Any:
+    """Returns a part of a batch, or of its form, and None for what is absent."""
+    return value if hasattr(value, "shape") and hasattr(value, "dtype") else None
+
+
+def _placeholder(value: Any) -> Any:
+    """Returns what stands for a part of the batch in the graph; only a form says whether the size may differ."""
+    if _present(value) is None:
+        return None
+    if isinstance(value, tf.__internal__.CompositeTensor):
+        value = tf.type_spec_from_value(value)
+    if isinstance(value, tf.TypeSpec):
+        return tf.nest.map_structure(
+            lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape), value, expand_composites=True
+        )
+    return tf.compat.v1.placeholder(value.dtype, [None, *value.shape[1:]] if len(value.shape) else ())
+
+
+@contextlib.contextmanager
+def _noting(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[list[tuple[Any, list[Any]]]]:
+    """Makes `apply` of the optimizers note for which variables it is called, and do no more."""
+    applied: list[tuple[Any, list[Any]]] = []
+
+    def note(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        if trainable_variables:
+            applied.append((optimizer, list(trainable_variables)))
+
+    before = [vars(optimizer).get("apply") for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer.apply = functools.partial(note, optimizer)
+    try:
+        yield applied
+    finally:
+        for optimizer, apply in zip(optimizers, before, strict=True):
+            del optimizer.apply
+            if apply is not None:
+                optimizer.apply = apply

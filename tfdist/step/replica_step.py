@@ -1,0 +1,179 @@
+"""What one replica does in a step, with its share of the batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.errors import ConfigError
+from tfdist.gradients import optimizer as optimizer_lib
+from tfdist.replicas import batch_splitting
+from tfdist.step import empty_replicas, losses
+from tfdist.step.computed_logs import ComputedLogs
+
+STARVED = (
+    "A training batch does not give each replica an example, and BatchNormalization makes NaN of none; choose another batch "
+    "size, or leave the rest out (drop_remainder=True)."
+)
+
+
+class ReplicaStep:
+    """A step on one replica."""
+
+    def __init__(self, model: keras.Model, step: Callable[[Any], Any]):
+        self.model = model
+        self._step = step
+        self.trains = step == model.train_step
+        self._replicas = model.distribute_strategy.num_replicas_in_sync
+        # Keras' own step scales one loss and applies its gradients once.
+        self._by_loss = type(model).train_step is keras.Model.train_step
+        self._is_keras = step.__func__ in (keras.Model.train_step, keras.Model.test_step)  # type: ignore[attr-defined]
+        self.computed: ComputedLogs | None = None
+        self._compiles = model.jit_compile and not model.run_eagerly
+        self._compiled: dict[int, Callable[..., Any]] = {}  # one for each replica
+        self._variables: Any = None
+        self._logs: Any = None
+
+    def __call__(self, data: Any, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        """Runs the step.
+
+        Args:
+            data: This replica's batch, or what it was dealt.
+            totals: Of what was dealt, as of `batch_splitting.totals`.
+
+        Returns:
+            The packed logs; what `empty_replicas.watch` says of the step.
+        """
+        # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
+        given = tf.nest.flatten((data, totals), expand_composites=True)
+        with tf.control_dependencies([tensor for tensor in given if isinstance(tensor, tf.Tensor)]):
+            data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+            return (
+                self._run_dealt(data, totals)
+                if isinstance(data, batch_splitting.Dealt)
+                else (self._run_whole(data), [])
+            )
+
+    def _run_dealt(self, dealt: Any, totals: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        data, counts = dealt
+        mine = counts[0, 0]
+        examples, everything = tf.cast(mine, tf.float64), tf.cast(totals[0], tf.float64)
+        if self.trains and isinstance(
+            self.model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy
+        ):
+            data = self._fed(data, self._replicas - totals[1])  # its statistics are one for all replicas
+        after = empty_replicas.watch(self.model, mine, totals)
+        packed = self._run(data, tf.cast(mine, tf.int32), lambda: examples / everything)
+        moves = after()
+        # Numbers of the logs are averaged over the replicas, each of which counts as its examples do.
+        weight = examples * self._replicas / everything
+        packed = {name: tf.math.multiply_no_nan(each, tf.cast(weight, each.dtype)) for name, each in packed.items()}
+        return packed, moves
+
+    def _run_whole(self, data: Any) -> dict[str, tf.Tensor]:
+        examples, context = batch_splitting.examples(data), tf.distribute.get_replica_context()
+        if examples is None or isinstance(examples, int):
+            count = None if examples is None else tf.constant(examples)
+            return self._run(data, count, lambda: 1 / self._replicas)
+        # For losses of any precision. No replica can know by itself that another one has nothing.
+        mine = tf.stack([tf.cast(examples, tf.float64), tf.cast(tf.equal(examples, 0), tf.float64)])
+        if not self.trains or self._replicas == 1:  # a test step seldom has need of its share
+            return self._run(data, examples, lambda: mine[0] / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)[0])
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+        return self._run(self._fed(data, sums[1]), examples, lambda: mine[0] / sums[0])
+
+    def _run(self, data: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> dict[str, tf.Tensor]:
+        """Runs the step.
+
+        Args:
+            data: A batch.
+            examples: How many of it count, a scalar.
+            part: Returns this replica's part in the mean over the batch of all.
+        """
+        context = tf.distribute.get_replica_context()
+        strategy = context.strategy
+        if self._replicas == 1:
+            part = _nothing
+        share = part() if self.trains or self._compiles else None
+        strategy.draw_own_numbers()  # a collective may have waited for the other replicas
+        with strategy.as_one_replica():
+            if not self._compiles:
+                known = (lambda: share) if self.trains else part
+                with self._within(data, share, examples, known):
+                    return self._pack(self._step(data))
+            replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+            if replica not in self._compiled:
+                self._compiled[replica] = tf.function(
+                    self._local, reduce_retracing=True, jit_compile=True, autograph=False
+                )
+            logs, applied = self._compiled[replica](data, examples, share)
+        for grads, variables in zip(applied, self._variables, strict=True):
+            self.model.optimizer.apply(grads, variables)
+        return self._pack(logs)
+
+    def _local(self, data: Any, examples: tf.Tensor | None, share: Any) -> Any:
+        """What is compiled: the step up to its gradients, as no collective can be."""
+        with self._within(data, share, examples, lambda: share), optimizer_lib.capturing() as captured:
+            logs = self._step(data)
+        self._variables = [variables for _, variables in captured]
+        return logs, [grads for grads, _ in captured]
+
+    @contextlib.contextmanager
+    def _within(self, data: Any, share: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> Iterator[None]:
+        inputs = keras.utils.unpack_x_y_sample_weight(data)[0]
+        with (
+            optimizer_lib.sharing(share, self.model.optimizer, self._by_loss),
+            losses.of_share(self.model, examples, part, inputs, self.trains, self._compiles),
+            batch_splitting.of_replica(examples),
+        ):
+            yield
+
+    def _fed(self, data: Any, starved_replicas: tf.Tensor) -> Any:
+        """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""
+        if not any(isinstance(layer, keras.layers.BatchNormalization) for layer in self.model._flatten_layers()):
+            return data
+        fed = tf.debugging.Assert(tf.equal(starved_replicas, 0), [STARVED], summarize=1)
+        with tf.control_dependencies([fed] if fed is not None else []):
+            return tf.nest.map_structure(tf.identity, data, expand_composites=True)
+
+    def _pack(self, logs: Any) -> dict[str, tf.Tensor]:
+        """Concatenates the numbers of the logs, so that one collective reduces them all."""
+        self._logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
+        if self._replicas > 1 and not self._is_keras and tf.inside_function():
+            self.computed = ComputedLogs(self.model, self._logs)
+        for value in tf.nest.flatten(self._logs):
+            if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
+                raise ConfigError(
+                    f"A {self._step.__name__} must return numbers of known shape, to be averaged over the replicas. "
+                    f"{type(self.model).__name__} returns {value.dtype.name} of shape {value.shape}."
+                )
+        packed: dict[str, list[tf.Tensor]] = {}
+        for value in tf.nest.flatten(self._logs):
+            dtype = _packed_dtype(value)
+            packed.setdefault(dtype.name, []).append(tf.reshape(tf.cast(value, dtype), [-1]))
+        return {dtype: tf.concat(values, 0) for dtype, values in packed.items()}
+
+    def unpack(self, packed: dict[str, tf.Tensor]) -> Any:
+        """Returns the logs from what `_pack` made of them."""
+        offsets = dict.fromkeys(packed, 0)
+
+        def take(value: tf.Tensor) -> tf.Tensor:
+            name = _packed_dtype(value).name
+            size = value.shape.num_elements()
+            taken = packed[name][offsets[name] : offsets[name] + size]
+            offsets[name] += size
+            return tf.reshape(taken, value.shape)
+
+        return tf.nest.map_structure(take, self._logs)
+
+
+def _packed_dtype(value: tf.Tensor) -> tf.DType:
+    return tf.float32 if value.dtype in (tf.float32, tf.float16, tf.bfloat16, tf.bool) else tf.float64
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,48 @@
+"""`BatchNormalization(synchronized=True)` where replicas have different numbers of examples, or none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat.keras_internals import KERAS_MOMENTS
+from tfdist.gradients import optimizer as optimizer_lib
+from tfdist.replicas import batch_splitting
+
+
+def share_moments(model: keras.Model) -> None:
+    """Makes such layers right in a step on one replica. In place.
+
+    - An example that does not count (see `replicas.batch_splitting`) is not in the moments.
+    - In a step of the user's each replica's gradient is multiplied by its share at the end. What has come through the moments
+      from another replica must be multiplied by that one's.
+
+    Args:
+        model: Of any layers.
+    """
+    for layer in model._flatten_layers():
+        if getattr(layer, "synchronized", False) and KERAS_MOMENTS not in vars(layer):
+            setattr(layer, KERAS_MOMENTS, functools.partial(_moments, getattr(layer, KERAS_MOMENTS)))
+
+
+def _moments(moments: Callable[..., Any], inputs: tf.Tensor, mask: Any) -> Any:
+    examples, share = batch_splitting.counting(), optimizer_lib.gradient_share()
+    if examples is None or mask is not None:  # Keras synchronizes nothing under a mask
+        return moments(inputs, mask)
+    inputs = inputs[: tf.where(examples > 0, tf.shape(inputs)[0], 0)]
+    if not isinstance(share, tf.Tensor):  # it is everybody's
+        return moments(inputs, mask)
+    inputs = _with_gradient_times(tf.math.divide_no_nan(tf.ones_like(share), share), inputs)
+    return tuple(_with_gradient_times(share, each) for each in moments(inputs, mask))
+
+
+def _with_gradient_times(factor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    @tf.custom_gradient
+    def same(value: tf.Tensor) -> Any:
+        return tf.identity(value), lambda gradient: gradient * tf.cast(factor, gradient.dtype)
+
+    return same(value)

@@ -1,0 +1,1 @@
+"""`tf.distribute` strategies under which stock Keras 3 is right."""

@@ -1,0 +1,234 @@
+"""What every strategy here adds to TensorFlow's own, so that stock Keras 3 is right under it.
+
+The classes are thin, and `isinstance` holds, which Keras relies on. What stock Keras 3 gets wrong is cured in two places,
+`reduce` and the creation of variables in `scope()`; no module is patched. See `KerasStrategy` for the list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import unsupported
+from tfdist.compat.keras_internals import (
+    KERAS_ACCUMULATOR_VARIABLE,
+    KERAS_APPLY,
+    KERAS_PREDICT,
+    KERAS_SEED_VARIABLE,
+    KERAS_STEP,
+)
+from tfdist.replicas import batch_splitting, integer_weights, random_seeds
+from tfdist.replicas.moving_statistics import MovingStatistics
+from tfdist.strategies import distributed_data
+
+_KEYS = 100_000  # of the collectives of one strategy
+
+
+class KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
+    """What every strategy here adds to TensorFlow's own, so that stock `model.fit` is right under it.
+
+    - `reduce` takes the structures and the scalars with `axis=0` that Keras 3 gives it (keras#20585).
+    - Non-trainable floating-point model variables (BatchNorm's moving statistics) average over the replicas.
+      Keras creates them without aggregation, so that every replica keeps its own and they drift apart.
+    - Each replica draws its own dropout masks: its seed generators start from a seed of its own.
+    - Each replica draws its own numbers from `tf.random.*`, `tf.nn.dropout` and `keras.random.*` without a seed.
+    - Batches are dealt out evenly and in their order (see `DistributesData`).
+    """
+
+    # Whether the statistics are one variable (central storage) rather than one for each replica.
+    _shared_variables = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.statistics = MovingStatistics(self)
+        self._view = threading.local()  # each replica runs in a thread of its own
+        self._steps = 0  # of the Trainer's that are being run or traced
+        super().__init__(*args, **kwargs)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over all workers; 1 within `as_one_replica`."""
+        return 1 if getattr(self._view, "one", False) else super().num_replicas_in_sync
+
+    @contextlib.contextmanager
+    def as_one_replica(self) -> Iterator[None]:
+        """Lets this replica's step compute its loss as if there were no other.
+
+        Keras divides a loss by the number of replicas, but only if it reduces the loss itself: not where a function
+        returns one number, nor in a `train_step` that has a loss of its own. The caller divides, whatever the loss.
+        """
+        with self._seen_as(True):
+            yield
+
+    def as_it_is(self) -> contextlib.AbstractContextManager[None]:
+        """Ends `as_one_replica` for what is inside, such as a variable that a step creates."""
+        return self._seen_as(False)
+
+    @contextlib.contextmanager
+    def _seen_as(self, one: bool) -> Iterator[None]:
+        before, self._view.one = getattr(self._view, "one", False), one
+        try:
+            yield
+        finally:
+            self._view.one = before
+
+    @property
+    def extended(self) -> Any:
+        """TensorFlow's `extended`; not for an optimizer of which a step of the Trainer's does not know."""
+        if self._steps and (caller := sys._getframe(1)).f_code.co_name == KERAS_APPLY:
+            unsupported.check_applied(caller.f_locals["self"])
+        return super().extended
+
+    @contextlib.contextmanager
+    def applying_known_optimizers(self) -> Iterator[None]:
+        """Refuses, with several replicas, optimizers whose gradients the Trainer does not reduce."""
+        several = int(self.num_replicas_in_sync > 1)
+        self._steps += several
+        try:
+            yield
+        finally:
+            self._steps -= several
+
+    @functools.cached_property
+    def _replicas(self) -> list[int]:
+        """The numbers of this process's replicas among all."""
+        numbers = self.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        return [int(number) for number in self.experimental_local_results(numbers)]
+
+    def scope(self) -> Any:
+        """Returns TensorFlow's scope, with the creator that gives Keras' variables what they need."""
+        # Keras enters the scope again inside fit: one creator is enough.
+        return super().scope() if tf.distribute.get_strategy() is self else self._creating_scope()
+
+    @contextlib.contextmanager
+    def _creating_scope(self) -> Iterator[Any]:
+        with super().scope(), tf.variable_creator_scope(self._create_variable):
+            yield self
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        if kwargs.get("name") == KERAS_SEED_VARIABLE:
+            return self._create_seed(next_creator, **kwargs)
+        if not _is_statistic(kwargs):
+            variable = next_creator(**kwargs)
+            own = integer_weights.is_counter(kwargs) and isinstance(variable, tf.distribute.DistributedValues)
+            several = super().num_replicas_in_sync > 1
+            return integer_weights.count_over_replicas(self, variable) if own and several else variable
+        kwargs["aggregation"] = tf.VariableAggregation.MEAN
+        if self._shared_variables:
+            return next_creator(**kwargs)
+        # Written by each replica for itself, averaged when read outside of one: no traffic in the step.
+        variable = next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
+        self.statistics.add(variable)
+        return variable
+
+    def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        """Creates a seed generator's state, `[seed, counter]`, with another seed on each replica."""
+        variable = next_creator(**kwargs)
+        components = self.experimental_local_results(variable)
+        for replica, component in zip(self._replicas, components, strict=True):
+            component.assign_add(tf.constant([replica * random_seeds.SEED_STRIDE, 0], component.dtype))
+        if super().num_replicas_in_sync > 1:
+            own = variable.assign
+
+            def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+                if tf.distribute.get_strategy() is self and not tf.distribute.in_cross_replica_context():
+                    return own(value, *args, **kwargs)
+                random_seeds.assign_seed(components, self._replicas, value)
+                return variable
+
+            variable.assign = assign  # of Model.set_state_tree, with one value for all replicas
+        return variable
+
+    def draw_own_numbers(self) -> None:
+        """Lets what this replica's step draws next differ from what the others do.
+
+        Replicas of one process are traced in turns: one that has waited for another one must call this again.
+        """
+        if (move := getattr(self._view, "move", None)) is not None:
+            move()
+
+    def _drawing(self, fn: Callable[..., Any], move: Callable[[int], None]) -> Callable[..., Any]:
+        """Returns `fn` as it is to be traced for each replica."""
+        internal = tf.__internal__.autograph
+        converted = internal.tf_convert(fn, internal.control_status_ctx(), convert_by_default=False)
+        generator = random_seeds.GlobalGenerator.of_thread(self)
+
+        def replica(*args: Any, **kwargs: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            number = tf.get_static_value(context.replica_id_in_sync_group)
+            self._view.move = lambda: move(int(number))
+            self.draw_own_numbers()
+            generator.install()
+            try:
+                return converted(*args, **kwargs)
+            finally:
+                self._view.move = None
+
+        return tf.autograph.experimental.do_not_convert(replica)
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on each replica, as TensorFlow's own `run`; a model's own step only if Keras can run it."""
+        if self.num_replicas_in_sync > 1 and sys._getframe(1).f_code.co_name == KERAS_STEP:
+            unsupported.check_bare(fn)
+        self.statistics.may_change()
+        several = super().num_replicas_in_sync > 1
+        with random_seeds.shifted_seed(self._replicas[0] if several else 0) as move:
+            if several and sys._getframe(1).f_code.co_name == KERAS_PREDICT:
+                fn = batch_splitting.predicting(fn, self)
+            if several and not isinstance(fn, tf.types.experimental.PolymorphicFunction):
+                fn = self._drawing(fn, move)
+            return super().run(fn, args, kwargs, options)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+        """Reduces over replicas as TensorFlow's own `reduce`, also for what Keras 3 gives it.
+
+        Args:
+            reduce_op: `tf.distribute.ReduceOp` or its name, `"SUM"` or `"MEAN"`.
+            value: A value per replica, or a structure of such values, of which each is reduced.
+            axis: The axis also reduced within each replica, or None. On scalars 0 means None.
+        """
+        local = self.experimental_local_results
+        if tf.nest.is_nested(value):
+            return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
+        if isinstance(value, (bool, int, float)):  # a train_step's own log
+            value = tf.convert_to_tensor(value)
+        if self.statistics.synchronized and value in self.statistics:
+            return tf.convert_to_tensor(local(value)[0])
+        if axis == 0 and all(v.shape.rank == 0 for v in local(value)):
+            axis = None
+        return super().reduce(reduce_op, value, axis)
+
+
+class _OwnKeys:
+    """Gives each strategy of a process its own collectives; the workers make theirs in the same order."""
+
+    _number = itertools.count(1)
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        # As TensorFlow's tests do: two strategies with the same keys take each other's collectives for their own.
+        self._collective_key_base = next(self._number) * _KEYS
+        super().__init__(*args, **kwargs)
+
+
+def _is_statistic(kwargs: dict[str, Any]) -> bool:
+    """Whether a creator's arguments describe a BatchNorm-like statistic.
+
+    Optimizer slots pass through the same creator; Keras colocates each with its model variable. Of these the
+    accumulators of gradients are statistics, too: each replica adds up its own.
+    """
+    value = kwargs.get("initial_value")
+    dtype = kwargs.get("dtype") or getattr(value, "dtype", None)
+    return (
+        not kwargs.get("trainable", True)
+        and dtype is not None
+        and tf.as_dtype(dtype).is_floating
+        and kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE)
+        and kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO)
+        and (kwargs.get("colocate_with") is None or KERAS_ACCUMULATOR_VARIABLE in (kwargs.get("name") or ""))
+    )

@@ -1,0 +1,82 @@
+"""`create_strategy`: a name and options to a `tf.distribute` strategy under which stock Keras 3 is right."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.cluster.resolvers import discovery
+from tfdist.compat import versions
+from tfdist.config import StrategyConfig, registry
+from tfdist.errors import ConfigError, unknown
+from tfdist.runtime import allocator
+from tfdist.runtime.preemption import GRACE_SECONDS
+from tfdist.strategies import model_methods
+from tfdist.strategies.single_process import make_virtual_cpus
+
+
+def create_strategy(
+    strategy: str | StrategyConfig = "mirrored",
+    cluster: tuple[ClusterSpec, TaskSpec] | Literal[False] | None = None,
+    start_timeout: float = preflight.START_TIMEOUT,
+    grace_seconds: float = GRACE_SECONDS,
+    **options: Any,
+) -> tf.distribute.Strategy:
+    """Creates a `tf.distribute` strategy under which stock Keras 3 `model.fit` is right.
+
+    Call it before anything else of TensorFlow: a multi-worker strategy starts the server of this process, and virtual
+    CPUs can only be made before TensorFlow has looked at its devices.
+
+    Args:
+        strategy: `"one_device"`, `"mirrored"`, `"multi_worker_mirrored"`, `"parameter_server"`, `"central_storage"` or
+            `"tpu"`, or a `StrategyConfig`.
+        cluster: For `multi_worker_mirrored` and `parameter_server`: the cluster and this process's task in it. None
+            means what the environment says (see `cluster.resolvers`), and if it says nothing, for the former, a cluster of this
+            process alone; so does False, whatever the environment says.
+        start_timeout: Seconds to wait for the other tasks.
+        grace_seconds: How long workers and servers that are told to go (SIGTERM) wait for the chief to save.
+        **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
+            `implementation="ring"`, `bucket_bytes=4_000_000`, `timeout_seconds=600`.
+
+    Returns:
+        The strategy: use its `scope()` to build and compile the model, then call `model.fit` (under `parameter_server`,
+        `tfdist.Trainer(...).fit`). Under `parameter_server` the workers' and servers' processes do not return from here:
+        they serve the chief, and end when it has, with its exit code.
+
+    Raises:
+        ClusterError: A task cannot be reached within `start_timeout`, or this one's port is taken.
+        ConfigError: A name or option is unknown or does not fit, the cluster is faulty, TensorFlow was already in use,
+            or there is no TPU.
+    """
+    if isinstance(strategy, str):
+        known = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}
+        if faults := [unknown("option of create_strategy", name, known) for name in options if name not in known]:
+            raise ConfigError(faults)
+        strategy = StrategyConfig(strategy, **options)
+    if faults := list(strategy.faults()):
+        raise ConfigError(faults)
+    versions.check_versions()
+    model_methods.install()
+    allocator.keep_large_blocks()
+    if strategy.virtual_cpus:
+        make_virtual_cpus(strategy.virtual_cpus)
+    if cluster is None and strategy.name in ("multi_worker_mirrored", "parameter_server"):
+        cluster = discovery.find_cluster(timeout=start_timeout)
+    make = registry.resolve("strategy", strategy.name, _FACTORIES)
+    made: tf.distribute.Strategy = make(strategy, cluster or None, start_timeout, grace_seconds)
+    made.kind = strategy.name
+    return made
+
+
+# Strategy name to the function that makes it, which is imported when it is asked for.
+_FACTORIES = {
+    "one_device": "tfdist.strategies.single_process:one_device",
+    "mirrored": "tfdist.strategies.single_process:mirrored",
+    "multi_worker_mirrored": "tfdist.strategies.multi_worker:multi_worker_mirrored",
+    "parameter_server": "tfdist.parameter_server.strategy:parameter_server",
+    "central_storage": "tfdist.strategies.single_process:central_storage",
+    "tpu": "tfdist.strategies.tpu:tpu",
+}

@@ -1,0 +1,185 @@
+"""Several workers, each with a copy of the variables."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.distribute import multi_worker_util
+from tensorflow.python.eager import context as eager_context
+
+from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.cluster.resolvers import discovery
+from tfdist.collectives import hardware
+from tfdist.compat.keras_internals import TF_SERVES
+from tfdist.config import StrategyConfig
+from tfdist.errors import ConfigError
+from tfdist.runtime import exit_status
+from tfdist.strategies import startup
+from tfdist.strategies.base import KerasStrategy, _OwnKeys
+
+# What TensorFlow's CollectiveBcastSend takes.
+_BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
+
+
+class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains on the devices of several workers, each with a copy of the variables.
+
+    Attributes:
+        bucket_bytes: How large the buckets are in which gradients are summed; 0 means one sum of all.
+        notes: Numbers by which this worker tells the others something at the next step, `[n]` float32, or None.
+    """
+
+    bucket_bytes = 0
+    notes: tf.Variable | None = None
+
+    def __init__(self, cluster_resolver: Any = None, communication_options: Any = None):
+        super().__init__(cluster_resolver, communication_options)
+        if cluster_resolver is not None:
+            # A second strategy would start the server anew, under the collectives that the other workers still have on their way.
+            setattr(type(self.extended), TF_SERVES, True)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers, this one included."""
+        return self.num_replicas_in_sync // len(self.extended.worker_devices)
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        dtype = tf.as_dtype(kwargs.get("dtype") or getattr(kwargs.get("initial_value"), "dtype", None) or tf.float32)
+        if self.num_workers == 1:
+            return super()._create_variable(next_creator, **kwargs)
+        cannot = "multi_worker_mirrored cannot broadcast a variable of"
+        if dtype not in _BROADCAST:
+            raise ConfigError(
+                f"{cannot} {dtype.name} ({kwargs.get('name')}) to the workers; "
+                f"it can: {', '.join(known.name for known in _BROADCAST)}. For 16-bit computation use mixed_bfloat16."
+            )
+        made = kwargs.get("initial_value")
+
+        def checked(value: Any) -> Any:
+            if tf.TensorShape(np.shape(value)).num_elements() == 0:  # TensorFlow dies of it, by SIGSEGV
+                raise ConfigError(f"{cannot} no numbers ({kwargs.get('name')}) to the workers; leave it out.")
+            return value
+
+        if not callable(made):
+            checked(made)
+        elif not isinstance(made, tf.__internal__.tracking.CheckpointInitialValueCallable):
+            kwargs["initial_value"] = lambda: checked(made())
+        return super()._create_variable(next_creator, **kwargs)
+
+
+_FAREWELL_MS = 10_000
+_HEARTBEAT_MS = 120_000
+
+
+def multi_worker_mirrored(
+    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float, *_: Any
+) -> tf.distribute.Strategy:
+    if cluster is None and (hint := discovery.overlooked()):
+        print(f"tfdist: training on this host alone, though {hint}.", flush=True)
+    resolver = None
+    watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if cluster is not None:
+        spec, task = cluster
+        if spec.jobs.get("ps"):
+            raise ConfigError("multi_worker_mirrored has no parameter servers: take job 'ps' out of the cluster.")
+        if task.type == "evaluator":
+            raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({job: list(addresses) for job, addresses in spec.jobs.items()}),
+            task_type=task.type,
+            task_id=task.index,
+            rpc_layer="grpc",
+        )
+        if not startup.serves():  # this process, already, for a strategy before this one
+            if startup.started():
+                raise startup.too_late("multi_worker_mirrored cannot be created")
+            _compute_beside()
+            _listen_longer(spec)
+            watched = preflight.passed(spec, task, start_timeout)
+    options = tf.distribute.experimental.CommunicationOptions(
+        timeout_seconds=config.timeout_seconds or None,
+        implementation=tf.distribute.experimental.CommunicationImplementation[config.implementation.upper()],
+    )
+    try:
+        with watched:
+            strategy = MultiWorkerMirroredStrategy(resolver, options)
+    except RuntimeError as e:
+        if "program startup" not in str(e):
+            raise
+        raise startup.too_late("multi_worker_mirrored cannot be created") from e
+    strategy.bucket_bytes = config.bucket_bytes
+    _agree_on_seed(strategy)
+    hardware.compare(strategy, strategy.num_workers)
+    if resolver:
+        atexit.unregister(_end_together)  # for a strategy before this one
+        atexit.register(_end_together)
+    return strategy
+
+
+def _end_together() -> None:
+    """Waits a while for the others before this task ends in success.
+
+    A task is through with a collective once it has what it needs of the others. They may still be receiving from it, and fail
+    ("Socket closed") where its process ends.
+    """
+    if not exit_status.ends_with():
+        with contextlib.suppress(tf.errors.OpError):  # some may have ended long ago
+            eager_context.context().wait_at_barrier("tfdist/end", _FAREWELL_MS)
+
+
+def _compute_beside() -> None:
+    """Lets operations run beside each other even on one core, unless the user has said how many.
+
+    TensorFlow has a thread for each core, and on one core begins with the latest of those that are ready: gradients that could
+    travel are computed last.
+    """
+    threading = tf.config.threading
+    if not threading.get_inter_op_parallelism_threads() and "TF_NUM_INTEROP_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if cores == 1:
+            threading.set_inter_op_parallelism_threads(2)
+
+
+def _listen_longer(cluster: ClusterSpec) -> None:
+    """Gives heartbeats a minute to be answered, unless the user has configured TensorFlow's coordination service.
+
+    By TensorFlow's default they have 5 s, and training ends with "Deadline Exceeded" where the answer queues for as long behind
+    gradients: as on a link of 20 Mbit/s, or sometimes of 100. The Trainer notices a process that ends within seconds all the same
+    (`training/lost_workers.py`); a host that vanishes, TensorFlow notices after two minutes at most.
+    """
+    context = eager_context.context()
+    if context.coordination_service is None:
+        known = tf.train.ClusterSpec({job: list(addresses) for job, addresses in cluster.jobs.items()})
+        context.configure_coordination_service(
+            service_type="standalone",
+            service_leader=multi_worker_util.coordination_leader(known),
+            heartbeat_timeout_in_ms=_HEARTBEAT_MS,
+            coordinated_jobs=[
+                coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
+                for job, addresses in cluster.jobs.items()
+                if job in ("chief", "worker")
+            ],
+        )
+
+
+def _agree_on_seed(strategy: tf.distribute.Strategy) -> None:
+    """Gives every worker the chief's random seed, where the user has set none.
+
+    Each worker takes its share of what it has shuffled itself: unless all shuffle alike, some examples are trained
+    on twice in an epoch and others not at all.
+    """
+    seed = random.SystemRandom().randrange(2**31)
+    seeds = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(seed if context.replica_id_in_sync_group == 0 else 0, tf.int64)
+    )
+    agreed = int(strategy.reduce("SUM", seeds))
+    if eager_context.global_seed() is None:
+        tf.random.set_seed(agreed)

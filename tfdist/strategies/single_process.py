@@ -1,0 +1,90 @@
+"""The devices of one process: one device, mirrored variables, or central storage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import values
+
+from tfdist.config import StrategyConfig
+from tfdist.errors import ConfigError
+from tfdist.strategies import startup
+from tfdist.strategies.base import KerasStrategy, _OwnKeys
+
+
+class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
+    """Trains on one device."""
+
+    _shared_variables = True
+
+
+class MirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MirroredStrategy):
+    """Trains on several devices of one machine, each with a copy of the variables."""
+
+
+class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):
+    """Trains on several devices of one machine, with one copy of the variables."""
+
+    _shared_variables = True
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        # Keras' metrics and seed generators add to themselves by `assign(self + value)`. TensorFlow would sum that
+        # over the replicas into one variable and so count the old value once per replica.
+        if kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return self._create_per_replica(next_creator, **kwargs)
+        return super()._create_variable(next_creator, **kwargs)
+
+    def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        return super()._create_seed(functools.partial(self._create_per_replica, next_creator), **kwargs)
+
+    def _create_per_replica(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        components = [next_creator(**kwargs) for _ in range(self.num_replicas_in_sync)]
+        if len(components) == 1:
+            return components[0]
+        return values.SyncOnReadVariable(self, [component.get() for component in components], kwargs["aggregation"])
+
+
+def _check_devices(config: StrategyConfig) -> None:
+    """Raises where a device is not there: TensorFlow would take the CPU without a word."""
+    here = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices()]
+    for name in config.device_names:
+        short = name.upper().rpartition("DEVICE:")[2].lstrip("/")
+        if not name.startswith("/job:") and (short if ":" in short else f"{short}:0") not in here:
+            raise ConfigError(f"strategy.devices names {name}, which is not there. This process has {', '.join(here)}.")
+
+
+def one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    _check_devices(config)
+    default = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+    return OneDeviceStrategy((config.device_names or [default])[0])
+
+
+def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    _check_devices(config)
+    # NCCL is TensorFlow's choice wherever there are GPUs. On CPUs it copies through one device, which has no packs.
+    operations = {
+        "auto": lambda: None,
+        "ring": tf.distribute.ReductionToOneDevice,
+        "nccl": lambda: tf.distribute.NcclAllReduce(num_packs=1),
+    }[config.implementation]()
+    return MirroredStrategy(config.device_names or None, operations)
+
+
+def central_storage(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    _check_devices(config)
+    return CentralStorageStrategy(config.device_names or None)
+
+
+def make_virtual_cpus(count: int) -> None:
+    """Splits this process's CPU into `count` virtual devices."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    except RuntimeError as e:
+        # In use already: fine where it was for the same number.
+        if (found := len(tf.config.list_logical_devices("CPU"))) != count:
+            raise startup.too_late(f"strategy.devices={count} virtual CPUs cannot be made (there are {found})") from e

@@ -1,0 +1,82 @@
+"""What must hold before a strategy is made: a TensorFlow that has not started yet."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+
+from tensorflow.python.eager import context as eager_context
+
+from tfdist.errors import ConfigError
+
+# Calls into TensorFlow or Keras that do not start it.
+_HARMLESS = {"config", "get_logger", "set_random_seed", "set_seed", "experimental"}
+
+
+def started() -> bool:
+    """Whether TensorFlow has looked at its devices, after which it can no more be told of a cluster."""
+    return eager_context.context()._context_handle is not None
+
+
+def serves() -> bool:
+    """Whether TensorFlow's server of this process is there."""
+    return eager_context.context()._collective_leader is not None
+
+
+def too_late(what: str) -> ConfigError:
+    """Returns the error for a strategy that is made after TensorFlow has started.
+
+    Args:
+        what: What cannot be made any more, as the message begins.
+    """
+    package = str(pathlib.Path(__file__).parents[1])
+    callers = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(package)]
+    message = (
+        f"{what} after TensorFlow has started. Create the strategy (or the tfdist.Trainer) first, before any tensor, "
+        "variable, model or dataset"
+    )
+    if not callers:
+        return ConfigError(f"{message}.")
+    here = callers[-1]
+    message = f"{here.filename}:{here.lineno}: {message}: move this call up"
+    for line, code in _starts(here):
+        return ConfigError(f"{message}, before line {line}: {code}")
+    return ConfigError(f"{message}, to right after the imports. What has started it is none of this file's own calls.")
+
+
+def _starts(here: traceback.FrameSummary) -> Iterator[tuple[int, str]]:
+    """Yields the lines before `here`, in its file, that call TensorFlow or Keras."""
+    try:
+        source = pathlib.Path(here.filename).read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (OSError, ValueError, SyntaxError):
+        return
+    lines = source.splitlines()
+    roots = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] in ("tensorflow", "keras", "tf_keras")
+    }
+    # Bodies of other functions run when they are called, if at all.
+    bodies = [tree.body] + [
+        node.body
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == here.name and node.lineno <= (here.lineno or 0)
+    ]
+    calls: list[int] = []
+    for statement in [statement for body in bodies for statement in body]:
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and node.lineno < (here.lineno or sys.maxsize):
+                root, *names = re.findall(r"\w+", ast.unparse(node.func))
+                if root in roots and not _HARMLESS.intersection(names):
+                    calls.append(node.lineno)
+    for number in sorted(calls):
+        yield number, lines[number - 1].strip()

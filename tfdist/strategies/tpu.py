@@ -1,0 +1,28 @@
+"""The cores of a TPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.config import StrategyConfig
+from tfdist.errors import ConfigError
+from tfdist.strategies.base import KerasStrategy
+
+
+class TPUStrategy(KerasStrategy, tf.distribute.TPUStrategy):
+    """Trains on the cores of a TPU. Never run by tfdist's own tests."""
+
+
+def tpu(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=config.devices)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, OSError, tf.errors.OpError) as e:
+        raise ConfigError(
+            f"No TPU was found for strategy.devices={config.devices!r} (a TPU's name or address; empty means this "
+            f"host's): {str(e).splitlines()[0]}"
+        ) from e
+    return TPUStrategy(resolver)

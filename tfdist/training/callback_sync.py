@@ -1,0 +1,177 @@
+"""Keeps the ranks of a run in step around the user's callbacks.
+
+Ranks hang for ever when one of them leaves the loop, or takes part in a collective, alone; and they diverge when one
+changes its learning rate or weights alone. A callback given to one rank only (`if chief: callbacks.append(...)`) does
+all of that. So statistics are synchronised before callbacks run, and afterwards all ranks agree on what they decided:
+any rank may stop the training, the chief's learning rate holds, and after an epoch all weights must be equal.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.collectives import hardware
+from tfdist.collectives.ranks import Ranks
+from tfdist.errors import ClusterError
+from tfdist.replicas import integer_weights
+from tfdist.training import file_callbacks
+
+# They look at each step's logs and clock, and touch neither the model nor its training.
+_OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger)
+_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+
+
+def wrap(
+    callbacks: Sequence[keras.callbacks.Callback], strategy: Any, ranks: Ranks, check_weights: bool
+) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks to give to `fit`. A collective.
+
+    Args:
+        callbacks: What the user gave on this rank.
+        strategy: The strategy.
+        ranks: The ranks that shall stay in step.
+        check_weights: Whether they compare their weights after each epoch, too, if all have the same callbacks.
+    """
+    mine = [c for c in callbacks if ranks.is_chief or not file_callbacks.only_writes(c)]
+    # Of all callbacks, as a writer dropped here still reads the model on the chief.
+    names = ",".join(type(c).__qualname__ for c in callbacks).encode()
+    gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
+    on_batches = bool(gathered[:, 0].any())
+    alike = len(set(gathered[:, 1])) == 1
+    return [_Synchronize(strategy, on_batches), *mine, _Agree(strategy, ranks, on_batches, alike, check_weights)]
+
+
+def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback may read the model, stop or change something at a training step.
+
+    One that does not may say so: `only_observes = True`.
+    """
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return callback.save_freq != "epoch"
+    if type(callback) in _OBSERVERS or getattr(callback, "only_observes", False):
+        return False
+    # LambdaCallback sets its hooks on the instance.
+    return any(
+        hook in vars(callback) or getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
+        for hook in _BATCH_HOOKS
+    )
+
+
+class _Synchronize(keras.callbacks.Callback):
+    """Comes first: makes all ranks hold the same statistics, so that any of the others may read the model alone."""
+
+    def __init__(self, strategy: Any, on_batches: bool):
+        super().__init__()
+        self._strategy = strategy
+        self._on_batches = on_batches
+
+    def _synchronize(self, *_: Any, **__: Any) -> None:
+        self._strategy.statistics.synchronize()
+
+    on_train_begin = on_train_end = on_epoch_begin = on_epoch_end = on_test_begin = on_test_end = _synchronize
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._on_batches:
+            self._strategy.statistics.synchronize()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._strategy.statistics.desynchronize()
+        if self._on_batches:
+            self._strategy.statistics.synchronize()
+
+
+class _Agree(keras.callbacks.Callback):
+    """Comes last: lets all ranks do what one decided.
+
+    Args:
+        strategy: The strategy.
+        ranks: The ranks that agree.
+        on_batches: Whether some rank has a callback that acts on batches.
+        alike: Whether all ranks have the same callbacks. Where they have, unequal weights are an error; where not,
+            the chief's hold.
+        check_weights: As for `wrap`.
+    """
+
+    def __init__(self, strategy: Any, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
+        super().__init__()
+        self._strategy = strategy
+        self._ranks = ranks
+        self._on_batches = on_batches
+        self._alike = alike
+        self._check_weights = check_weights
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._on_batches and not self._alike:
+            self._agree()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._on_batches:
+            self._agree()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._agree()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._agree()
+        if self._check_weights or not self._alike:
+            self._equal_weights(f"after epoch {epoch + 1}")
+        else:
+            integer_weights.check(self._strategy, self.model.weights)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._agree()
+        self._equal_weights("before the training")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._equal_weights("at the end of the training")
+
+    def _agree(self) -> None:
+        if self._ranks.size == 1:
+            return
+        optimizer = self.model.optimizer
+        # A LossScaleOptimizer's own rate means nothing.
+        rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+        # A schedule is a function of the step, and so the same on all ranks.
+        mine = float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
+        gathered = self._ranks.gather(float(self.model.stop_training), mine)
+        self.model.stop_training = bool(gathered[:, 0].any())
+        if (gathered[:, 1] != gathered[0, 1]).any():
+            optimizer.learning_rate = float(gathered[0, 1])
+
+    def _equal_weights(self, when: str) -> None:
+        integer_weights.check(self._strategy, self.model.weights)
+        if self._ranks.size == 1:
+            return
+        variables = [*self.model.weights, *getattr(self.model.optimizer, "variables", [])]
+        prints = self._ranks.gather(float(fingerprint(variables)))[:, 0]
+        if (prints == prints[0]).all():
+            return
+        if self._alike:
+            others = [rank for rank in range(self._ranks.size) if prints[rank] != prints[0]]
+            each = self._ranks.gather(*(float(fingerprint([variable])) for variable in variables))
+            first = next(
+                getattr(v, "path", v.name) for v, column in zip(variables, each.T, strict=True) if len({*column}) > 1
+            )
+            unlike = hardware.difference(self._strategy)
+            raise ClusterError(
+                f"The model's or optimizer's variables of task {others} differ from the chief's {when}, though all "
+                f"tasks have the same callbacks; {first} first. Does something set weights from values that differ between tasks?"
+                + f" They differ in {unlike}, too, by which sums are rounded."
+                * bool(unlike)
+            )
+        for variable in variables:
+            variable.assign(self._ranks.broadcast(tf.convert_to_tensor(variable.value)))
+
+
+def fingerprint(variables: Sequence[Any]) -> int:
+    """Returns a checksum of the variables' bits, 32 bits long."""
+    checksum = 0
+    for variable in variables:
+        checksum = zlib.crc32(np.ascontiguousarray(variable.numpy()).data.cast("B"), checksum)
+    return checksum

@@ -1,0 +1,122 @@
+"""Whether the workers that train together are there: one that ends alone must not leave the others waiting.
+
+TensorFlow's own heartbeats notice a lost worker after a minute or two where no connection of theirs was in use. The system
+that a process ran on says at once that nothing listens at its port any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+
+from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.errors import ClusterError
+
+_EVERY = 1.0  # seconds
+_SILENT = 10.0  # seconds without an answer, after which it is said, and said again
+# What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
+_ENDED = ("connection refused", preflight.WAITS)
+
+# TensorFlow's numbers of collective operations.
+_KINDS = {"0": "a sum", "1": "a broadcast", "2": "a gathering", "3": "a permutation", "4": "an exchange"}
+
+
+@contextlib.contextmanager
+def watched(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
+    """Ends the collectives of what is inside when a worker has ended, and says when one does not answer.
+
+    The chief asks all others, and the others ask the chief, which ends when it has missed one. One that does not answer may be
+    stopped for a while: TensorFlow decides when it is given up, after some two minutes.
+
+    Args:
+        cluster: The cluster, of workers that train in step.
+        task: This process's task.
+
+    Raises:
+        ClusterError: A worker has ended, or did not answer; names it. Or workers do different things at once.
+    """
+    chief, *workers = cluster.training_tasks()
+    others = workers if task == chief else [chief]
+    done, silent = threading.Event(), _Silent(cluster, task)
+
+    def watch() -> None:
+        before: set[TaskSpec] = set()
+        while not done.wait(_EVERY):
+            absent = preflight.missing(cluster, others, serving=True)
+            ended = {task for task, reason in absent.items() if reason in _ENDED}
+            silent.note(absent.keys() - ended)
+            if ended & before and not done.is_set():  # twice: the network may have hesitated
+                eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, "A worker has ended.")
+                return
+            before = ended
+
+    threading.Thread(target=watch, daemon=True, name="tfdist-peers").start()
+    try:
+        yield
+    except tf.errors.OpError as e:
+        if told := re.search(r"Collective instance \d+ expected type (\d+) .* but got type (\d+)", e.message):
+            kinds = [_KINDS.get(kind, "another operation") for kind in told.groups()]
+            raise ClusterError(
+                f"{task} does something else than the other workers ({' where one waited for '.join(reversed(kinds))}). All must "
+                "make the same calls in the same order, with data of the same length, and so must their callbacks: one that "
+                "evaluates, predicts or saves must be given to all workers."
+            ) from e
+        if not (ended := _ended(cluster, others)):
+            if sentence := silent.sentence():
+                raise ClusterError(
+                    f"{sentence} Start all tasks again, to go on from the last backup if there is one."
+                ) from e
+            raise
+        raise ClusterError(
+            f"{preflight.describe(cluster, ended)} has ended while {task} trained with it; see its log for the cause. Start all "
+            "tasks again, to go on from the last backup if there is one."
+        ) from e
+    finally:
+        done.set()
+
+
+class _Silent:
+    """Tasks that have not answered for a while, and are not known to have ended.
+
+    Args:
+        cluster: The cluster.
+        task: This process's task.
+    """
+
+    def __init__(self, cluster: ClusterSpec, task: TaskSpec):
+        self._cluster = cluster
+        self._task = task
+        self._since: dict[TaskSpec, float] = {}
+        self._said = 0.0
+
+    def note(self, silent: Iterable[TaskSpec]) -> None:
+        """Takes which tasks do not answer now, and says it of those that have not for long."""
+        now = time.monotonic()
+        self._since = {task: self._since.get(task, now) for task in silent}
+        if now - self._said >= _SILENT and (sentence := self.sentence()):
+            print(f"tfdist: {sentence}", flush=True)
+            self._said = now
+
+    def sentence(self) -> str:
+        """Returns who has not answered for how long, or an empty text."""
+        now = time.monotonic()
+        long = {task: since for task, since in self._since.items() if now - since >= _SILENT}
+        if not long:
+            return ""
+        names = ", ".join(f"{task} at {self._cluster.address(task)}" for task in sorted(long, key=str))
+        return (
+            f"{self._task} waits for {names}: no answer for {now - min(long.values()):.0f} s. Is the process stopped, its host "
+            "overloaded, or the network down?"
+        )
+
+
+def _ended(cluster: ClusterSpec, tasks: Sequence[TaskSpec]) -> dict[TaskSpec, str]:
+    """Returns those of the tasks whose processes have ended, and how that shows."""
+    absent = preflight.missing(cluster, tasks, serving=True)
+    return {task: reason for task, reason in absent.items() if reason in _ENDED}
