@@ -39,15 +39,15 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def short(text: str) -> str:
+def truncate(text: str) -> str:
     """Returns the text, cut to what a sentence can hold."""
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Returns the value's repr, cut to what a sentence can hold."""
     try:
-        return short(repr(value))
+        return truncate(repr(value))
     except Exception:  # the user's own __repr__, or an int with too many digits
         return f"a value of type {type(value).__name__}"
 
@@ -59,7 +59,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def collected(faults: list[str]) -> Iterator[None]:
+def collect_errors(faults: list[str]) -> Iterator[None]:
     """Adds the faults of a `ConfigError` that is raised inside to `faults`, so that others are found, too."""
     try:
         yield
@@ -67,10 +67,10 @@ def collected(faults: list[str]) -> Iterator[None]:
         faults += e.faults
 
 
-def unknown(what: str, received: str, known: Iterable[str]) -> str:
+def unknown_name_message(what: str, received: str, known: Iterable[str]) -> str:
     """Returns the sentence for a name that is not in a list of known names."""
     known = sorted(known)
-    return f"unknown {what} {shown(received)}{did_you_mean(received, known)} Known: {', '.join(known)}."
+    return f"unknown {what} {format_value(received)}{did_you_mean(received, known)} Known: {', '.join(known)}."
 
 
 def told(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from tfdist.compat import keras_backend
 from tfdist.config import TrainConfig, registry
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
-from tfdist.errors import BackupError, ClusterError, ConfigError, collected, shown
+from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime import exit_status, preemption, progress
@@ -107,7 +107,7 @@ def train(
     throughput = throughput_lib.Throughput(batch_size)
     callbacks: list[keras.callbacks.Callback] = [throughput]
     in_step = trainer.cluster if not asynchronous else None
-    begins = trainer.compression.begins if trainer.compression else 0
+    begins = trainer.compression.start_step if trainer.compression else 0
     sent = network.WireBytes(in_step, trainer.task, begins=begins) if in_step else None
     if sent:
         callbacks.append(sent)
@@ -137,7 +137,7 @@ def train(
         "step_ms": throughput.step_ms,
         "compression": {"name": config.compression.name, **config.compression.arguments()},
         "wire_bytes_per_step": {
-            "predicted": compression_report.planned(model, trainer.compression, replicas) if in_step else None,
+            "predicted": compression_report.planned_bytes(model, trainer.compression, replicas) if in_step else None,
             "measured": sent and sent.per_step,
             **({"before_compression": _before(model, sent, replicas)} if sent and begins else {}),
         },
@@ -163,7 +163,7 @@ def _before(model: Any, sent: Any, replicas: int) -> dict[str, int | None]:
     """Returns the bytes of the steps before compression begins."""
     from tfdist.monitoring import compression_report
 
-    return {"predicted": compression_report.planned(model, None, replicas), "measured": sent.per_step_before}
+    return {"predicted": compression_report.planned_bytes(model, None, replicas), "measured": sent.per_step_before}
 
 
 def build_optimizer(config: TrainConfig) -> Any:
@@ -175,12 +175,12 @@ def build_optimizer(config: TrainConfig) -> Any:
     import keras
 
     name = config.optimizer.name
-    arguments = {"learning_rate": config.learning_rate, **config.optimizer.changed()}
+    arguments = {"learning_rate": config.learning_rate, **config.optimizer.non_default_arguments()}
     if ":" in name:
         optimizer = registry.resolve("optimizer", name, {})(**arguments)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ConfigError(
-                f"optimizer {name!r} must return a keras.optimizers.Optimizer. Received: {shown(optimizer)}."
+                f"optimizer {name!r} must return a keras.optimizers.Optimizer. Received: {format_value(optimizer)}."
             )
     else:
         optimizer = keras.optimizers.get({"class_name": name, "config": arguments})
@@ -195,7 +195,7 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
     netns = os.environ.get(network_namespaces.VARIABLE, "")
-    cluster, prefixes = network_namespaces.place(config.cluster.workers, config.cluster.ps, netns)
+    cluster, prefixes = network_namespaces.assign_namespaces(config.cluster.workers, config.cluster.ps, netns)
     launcher = Launcher(
         command,
         cluster,
@@ -229,7 +229,7 @@ def _make(workdir: pathlib.Path) -> None:
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or e
         raise ConfigError(
-            f"workdir must be a folder that can be written to. Received: {shown(str(workdir))} ({why})."
+            f"workdir must be a folder that can be written to. Received: {format_value(str(workdir))} ({why})."
         ) from None
 
 
@@ -255,26 +255,29 @@ def _main(argv: Sequence[str]) -> int:
     # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     faults: list[str] = []
-    found: environment.Found | None = None
+    found: environment.ResolvedCluster | None = None
 
     def workers(config: TrainConfig) -> int | None:
         nonlocal found
-        with collected(faults):
-            asked = {**config.cluster.asked(), **({"source": os.environ[_SOURCE]} if _SOURCE in os.environ else {})}
-            found = discovery.find(timeout=config.start_timeout, **asked)
+        with collect_errors(faults):
+            asked = {
+                **config.cluster.resolver_arguments(),
+                **({"source": os.environ[_SOURCE]} if _SOURCE in os.environ else {}),
+            }
+            found = discovery.resolve(timeout=config.start_timeout, **asked)
             return len(found.cluster.training_tasks()) if found else None
         return 0
 
     try:
-        with collected(faults):
+        with collect_errors(faults):
             keras_backend.check()
-        with collected(faults):
+        with collect_errors(faults):
             parsed = flags_lib.parse(argv, __doc__, workers)
             if parsed is None:
                 return 0
             if not faults:
                 config, workdir = parsed
-                if found is None and (hint := discovery.overlooked()):
+                if found is None and (hint := discovery.misconfiguration_hint()):
                     print(f"tfdist: training on this host alone, though {hint}.", flush=True)
                 starts = found is None and (config.cluster.workers > 1 or config.cluster.ps > 0)
                 if starts or found is None or found.task == found.cluster.chief:
@@ -286,7 +289,7 @@ def _main(argv: Sequence[str]) -> int:
                 if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
                     # From here on, as the Trainer, which comes with TensorFlow, some seconds later.
                     signal.signal(signal.SIGTERM, preemption.end_at_once)
-                train(config, workdir, cluster=found.enter() if found else False)
+                train(config, workdir, cluster=found.apply() if found else False)
     except (ClusterError, BackupError) as e:
         print(f"tfdist: {e}", file=sys.stderr)
         return 1

@@ -91,7 +91,7 @@ def test_keras_distributes_and_draws_data_where_the_strategy_looks():
 def test_tensorflow_takes_a_coordination_service_that_is_configured():
     source = inspect.getsource(collective_all_reduce_strategy.CollectiveAllReduceExtended._initialize_multi_worker)
     assert "if context.context().coordination_service is None:" in source, (
-        "seam heartbeats: `multi_worker._listen_longer`"
+        "seam heartbeats: `multi_worker._extend_heartbeat_timeout`"
     )
 
 
@@ -105,14 +105,16 @@ def test_keras_names_a_seed_generators_state_as_expected(strategy):
 
 
 def test_statistics_are_told_from_slots_and_metrics(strategy):
-    before = len(strategy.statistics.living())
+    before = len(strategy.statistics.variables())
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
         frozen = keras.layers.Dense(2, trainable=False)
         frozen.build((None, 4))
         model.compile("adam", "mse", metrics=["mae"])
         model.optimizer.build(model.trainable_variables)
-    assert len(strategy.statistics.living()) - before == 2, "seam variable creation: BatchNorm's two, and nothing else"
+    assert len(strategy.statistics.variables()) - before == 2, (
+        "seam variable creation: BatchNorm's two, and nothing else"
+    )
     for variable in model.non_trainable_variables:
         assert isinstance(variable.value, values.SyncOnReadVariable)
         assert variable.value.aggregation == tf.VariableAggregation.MEAN
@@ -194,9 +196,9 @@ def test_datasets_tell_what_they_are_made_from_and_what_their_functions_draw():
 def test_traced_functions_tell_their_random_operations():
     traced = tf.function(lambda: tf.random.normal([2]) + tf.map_fn(lambda x: x + tf.random.uniform([]), tf.zeros([2])))
     traced()
-    (line,) = unsaved_randomness.of_step(traced)
+    (line,) = unsaved_randomness.step_doubts(traced)
     assert "RandomStandardNormal (test_keras_internals.py:" in line and "RandomUniform" in line
-    assert not list(unsaved_randomness.of_step(tf.function(lambda: tf.random.stateless_normal([2], [1, 2]))))
+    assert not list(unsaved_randomness.step_doubts(tf.function(lambda: tf.random.stateless_normal([2], [1, 2]))))
 
 
 def test_keras_sums_and_logs_losses_where_the_step_does():
@@ -283,8 +285,8 @@ def test_keras_tells_what_stays_on_the_chief_of_parameter_servers():
         "learning_rate",
         "seed_generator_state",
     ]
-    assert all(strategy_lib.is_chiefs(*each) for each in created[:counters]), moved
-    assert not any(strategy_lib.is_chiefs(*each) for each in created[counters:]), moved
+    assert all(strategy_lib.lives_on_chief(*each) for each in created[:counters]), moved
+    assert not any(strategy_lib.lives_on_chief(*each) for each in created[counters:]), moved
     assert getattr(adam, keras_internals.KERAS_ITERATIONS).aggregation == "only_first_replica", moved
 
 
@@ -394,12 +396,12 @@ def test_tensorflow_takes_seeds_from_the_traced_graph_and_from_its_context():
 
 def test_keras_draws_without_a_seed_from_the_generator_of_the_thread(strategy):
     moved = "random_seeds: Keras' global generator has moved"
-    generator = random_seeds.GlobalGenerator.of_thread(strategy)
+    generator = random_seeds.GlobalSeedGenerator.for_current_thread(strategy)
     keras.random.uniform([])
-    assert random_seeds.GlobalGenerator.of_thread(strategy) is generator, moved
+    assert random_seeds.GlobalSeedGenerator.for_current_thread(strategy) is generator, moved
     assert generator._own is not None, moved
     keras.utils.set_random_seed(1)
-    assert random_seeds.GlobalGenerator.of_thread(strategy) is not generator, moved
+    assert random_seeds.GlobalSeedGenerator.for_current_thread(strategy) is not generator, moved
 
 
 def test_a_graph_knows_the_functions_that_its_operations_call():
@@ -481,10 +483,10 @@ def test_keras_loop_takes_its_passes_and_steps_from_the_functions_that_are_follo
 def test_keras_callbacks_remember_what_is_backed_up(make, attributes):
     callback = make()
     source = inspect.getsource(attributes)
-    for name in state_lib._REMEMBERED[attributes]:
+    for name in state_lib._KERAS_CALLBACK_STATE[attributes]:
         assert f"self.{name}" in source or hasattr(callback, name), f"seam callback state: {name} has moved"
     # What they change while they train, and is not backed up, is set anew when a training begins.
-    known = {*state_lib._REMEMBERED[attributes], "best_epoch", "monitor_op", "csv_file"}
+    known = {*state_lib._KERAS_CALLBACK_STATE[attributes], "best_epoch", "monitor_op", "csv_file"}
     known |= {
         "_batch_trace_context",
         "_is_tracing",

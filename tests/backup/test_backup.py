@@ -528,7 +528,7 @@ class Second(keras.callbacks.Callback):
         self.steps += 1
         if self.steps == STEPS - 1:
             self.monkeypatch.setattr(ownership, "_THIS_RUN", "process 1 on elsewhere")
-            ownership.Claim(str(self.folder)).take()
+            ownership.OwnershipMarker(str(self.folder)).acquire()
             self.monkeypatch.undo()
 
 

@@ -54,29 +54,29 @@ def numbers(taken):
 
 def test_what_is_taken_stays_as_it_was_while_the_training_goes_on(model):
     state = TrainingState(model, [])
-    taken = state.take()
+    taken = state.capture()
     before = {name: value.copy() for name, value in numbers(taken).items()}
     train(model, 5)
     after = numbers(taken)
     assert all(np.array_equal(before[name], after[name]) for name in before)
-    now = numbers(state.take())
+    now = numbers(state.capture())
     changed = [name for name in before if not np.array_equal(before[name], now[name])]
     assert len(changed) > 12, "but the variables are not as they were"
 
 
 def test_what_is_put_back_is_as_it_was(model):
     state = TrainingState(model, [])
-    taken = [{name: np.array(value) for name, value in part.items()} for part in state.take()]
+    taken = [{name: np.array(value) for name, value in part.items()} for part in state.capture()]
     train(model, 3)
     model.raw.assign(9.0)
-    state.put(*taken)
-    now = numbers(state.take())
+    state.restore(*taken)
+    now = numbers(state.capture())
     assert all(np.array_equal(value, now[name]) for part in taken for name, value in part.items())
     assert float(model.raw.numpy()) == 3.0
 
 
 def test_each_replicas_own_values_are_its_own_and_all_else_is_shared(model):
-    shared, own = TrainingState(model, []).take()
+    shared, own = TrainingState(model, []).capture()
     names = {name.split("/", 1)[1] for name in shared}
     assert {"model/embedding/embeddings", "adam/iteration", "adam/learning_rate"} <= names
     assert sum("momentum" in name or "velocity" in name for name in names) == 2 * 5
@@ -112,12 +112,12 @@ def test_callbacks_get_back_what_they_remember(model):
     first.state, second.state, stopping.wait, stopping.best = values, 7, 3, np.float64(0.25)
     stopping.best_weights = model.get_weights()
     state = TrainingState(model, [first, stopping, second])
-    shared, own = state.take()
+    shared, own = state.capture()
     json.loads(own["rest"].numpy())
     weights, stopping.best_weights = stopping.best_weights, None
     first.state = second.state = stopping.best = None
     stopping.wait = 0
-    state.put({k: v.numpy() for k, v in shared.items()}, {k: v.numpy() for k, v in own.items()})
+    state.restore({k: v.numpy() for k, v in shared.items()}, {k: v.numpy() for k, v in own.items()})
     assert (second.state, stopping.wait, stopping.best) == (7, 3, 0.25)
     assert all(np.array_equal(a, b) for a, b in zip(stopping.best_weights, weights, strict=True))
     got = first.state
@@ -138,12 +138,12 @@ def test_what_cannot_be_stored_is_named(model, value, named):
     callback = Remembers()
     callback.state = value
     with pytest.raises(ConfigError, match=r"What callbacks remember cannot be backed up: .*Remembers") as refused:
-        TrainingState(model, [callback]).take()
+        TrainingState(model, [callback]).capture()
     assert named in str(refused.value)
 
 
 def test_a_callback_that_is_not_there_any_more_is_left_out(model):
     first = Remembers()
     first.state = 1
-    shared, own = TrainingState(model, [first]).take()
-    TrainingState(model, []).put({k: v.numpy() for k, v in shared.items()}, {k: v.numpy() for k, v in own.items()})
+    shared, own = TrainingState(model, [first]).capture()
+    TrainingState(model, []).restore({k: v.numpy() for k, v in shared.items()}, {k: v.numpy() for k, v in own.items()})

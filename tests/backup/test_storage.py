@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tfdist.backup import storage as storage_lib
-from tfdist.backup.search import FORMAT, find
-from tfdist.backup.storage import SHARED, Storage, Torn
+from tfdist.backup.search import FORMAT, find_backup
+from tfdist.backup.storage import SHARED, CorruptBackupError, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
 
@@ -34,10 +34,10 @@ def files(folder):
 
 
 def test_what_is_written_is_read(tmp_path):
-    assert find(Storage(str(tmp_path / "new"), 0, 1), ALONE, 1) is None
+    assert find_backup(Storage(str(tmp_path / "new"), 0, 1), ALONE, 1) is None
     write(tmp_path, 7)
     write(tmp_path, 14)
-    found = find(Storage(str(tmp_path), 0, 1), ALONE, 1)
+    found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
     assert (found.step, found.manifest["step"]) == (14, 14)
     np.testing.assert_array_equal(found.shared["a"], np.arange(1000, dtype=np.float32) * 14)
     assert found.shared["a"].dtype == np.float32
@@ -85,7 +85,7 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
     write(tmp_path, 14)
     damage(kind, tmp_path / "step-14" / name)
     storage = Storage(str(tmp_path), 0, 1)
-    assert find(storage, ALONE, 1).step == 7
+    assert find_backup(storage, ALONE, 1).step == 7
     line = capsys.readouterr().out
     assert "step-14" in line and "trying the backup before it" in line
     storage.clean(after=7)
@@ -93,14 +93,14 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
 
     damage(kind, tmp_path / "step-7" / name)
     with pytest.raises(BackupError, match=r"holds backups, but none is whole: .*step-7.*remove that folder"):
-        find(Storage(str(tmp_path), 0, 1), ALONE, 1)
+        find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
     assert (tmp_path / "step-7").exists(), "what there is left is not thrown away"
 
 
 def test_a_file_in_the_place_of_a_backup_is_passed_over(tmp_path, capsys):
     write(tmp_path, 7)
     (tmp_path / "step-99").write_text("")
-    assert find(Storage(str(tmp_path), 0, 1), ALONE, 1).step == 7
+    assert find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1).step == 7
 
 
 @pytest.mark.parametrize("name", FILES[1:])
@@ -111,7 +111,7 @@ def test_every_byte_counts(tmp_path, name):
     one = Storage(str(tmp_path), 0, 1)
     for place in range(0, len(content), 1 if len(content) < 500 else 97):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(Torn):
+        with pytest.raises(CorruptBackupError):
             one.read_manifest(7)
             one.read_part(7, SHARED)
             one.read_part(7, "rank-0")
@@ -120,12 +120,12 @@ def test_every_byte_counts(tmp_path, name):
 def test_one_that_was_never_finished_is_no_backup(tmp_path, capsys):
     one = Storage(str(tmp_path), 0, 1)
     one.write_part(7, one.part, {"own": np.zeros(3)})
-    assert find(one, ALONE, 1) is None, "nothing is lost"
+    assert find_backup(one, ALONE, 1) is None, "nothing is lost"
     one.clean(after=-1)
     assert files(tmp_path) == []
     write(tmp_path, 7)
     one.write_part(14, one.part, {"own": np.zeros(3)})
-    assert find(one, ALONE, 1).step == 7
+    assert find_backup(one, ALONE, 1).step == 7
     assert "step-14 was not finished" in capsys.readouterr().out
 
 
@@ -146,7 +146,7 @@ def test_another_cluster_is_refused(tmp_path, ranks, replicas):
     with pytest.raises(
         ConfigError, match=rf"is of {ranks} tasks with 2 replicas together, and this run has 1 tasks with 1"
     ):
-        find(Storage(str(tmp_path), 0, 1), ALONE, 1)
+        find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
     assert (tmp_path / "step-7" / "manifest.json").exists()
 
 

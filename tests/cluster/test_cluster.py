@@ -25,7 +25,7 @@ TASK = {"type": "worker", "index": 0}
 
 def from_environment(environ):
     """The cluster and task of an environment, or None."""
-    found = discovery.find(environ)
+    found = discovery.resolve(environ)
     return found and (found.cluster, found.task)
 
 
@@ -422,7 +422,7 @@ def test_check_connects(capsys, monkeypatch):
     spec = ClusterSpec({"worker": [own, other]})
     monkeypatch.setenv("TF_CONFIG", spec.to_tf_config(TaskSpec("worker", 0)))
     monkeypatch.setenv("http_proxy", "http://proxy:1")
-    with preflight.at_own_address(spec, TaskSpec("worker", 1)):
+    with preflight.listening_for_peers(spec, TaskSpec("worker", 1)):
         code, out, err = run(capsys, "check", "--connect", "--timeout=5")
     assert (code, err) == (0, "")
     assert "http_proxy=http://proxy:1" in out and out.endswith("OK: all tasks can be reached\n")

@@ -50,7 +50,7 @@ def test_every_pod_finds_the_same_cluster(cluster, expected):
     for index in range(expected):  # as Kubernetes sets an Indexed Job's
         environ = {each["name"]: each["value"] for each in container["env"]}
         environ |= {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{job['metadata']['name']}-{index}"}
-        found.append(discovery.find(environ, ps=cluster.get("ps", 0)))
+        found.append(discovery.resolve(environ, ps=cluster.get("ps", 0)))
     assert len({each.task for each in found}) == expected
     assert {tuple(each.cluster.jobs.items()) for each in found} == {tuple(found[0].cluster.jobs.items())}
     assert {each.cluster.address(each.task) for each in found} == {

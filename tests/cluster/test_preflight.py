@@ -24,7 +24,7 @@ def cluster(*addresses):
 
 
 def test_what_listens_is_reached(listening):
-    assert preflight.unreachable(listening) == ""
+    assert preflight.unreachable_reason(listening) == ""
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_who_answers_is_known(said, reason):
         spec = ClusterSpec({"worker": ["127.0.0.1:1", f"127.0.0.1:{server.getsockname()[1]}"]})
         worker = spec.tasks()[1]
         answers = {
-            "own": preflight.greeting(spec, worker),
-            "index": preflight.greeting(spec, spec.tasks()[0]),
-            "cluster": preflight.greeting(ClusterSpec({"worker": ["h:1", "h:2"]}), worker),
+            "own": preflight.encode_greeting(spec, worker),
+            "index": preflight.encode_greeting(spec, spec.tasks()[0]),
+            "cluster": preflight.encode_greeting(ClusterSpec({"worker": ["h:1", "h:2"]}), worker),
         }
         answer = said if isinstance(said, bytes) else answers[said].encode() + b"\n"
 
@@ -55,8 +55,8 @@ def test_who_answers_is_known(said, reason):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        expected = preflight.greeting(spec, worker)
-        assert preflight.unreachable(spec.address(worker), expected=expected) == reason
+        expected = preflight.encode_greeting(spec, worker)
+        assert preflight.unreachable_reason(spec.address(worker), expected=expected) == reason
         thread.join()
 
 
@@ -66,7 +66,7 @@ def test_a_port_that_is_taken_is_named_with_its_owner(listening):
     spec = ClusterSpec({"worker": [f"h:{port}"]})
     with (
         pytest.raises(ClusterError, match=rf"port {port} is taken by pid {os.getpid()} "),
-        preflight.at_own_address(spec, spec.tasks()[0]),
+        preflight.listening_for_peers(spec, spec.tasks()[0]),
     ):
         pass
 
@@ -75,9 +75,9 @@ def test_afterwards_the_port_is_free():
     (port,) = free_ports(1)
     spec = ClusterSpec({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]})
     for _ in range(3):
-        with preflight.at_own_address(spec, spec.tasks()[0]):
+        with preflight.listening_for_peers(spec, spec.tasks()[0]):
             own = spec.tasks()[0]
-            assert preflight.unreachable(spec.address(own), expected=preflight.greeting(spec, own)) == ""
+            assert preflight.unreachable_reason(spec.address(own), expected=preflight.encode_greeting(spec, own)) == ""
         with socket.create_server(("127.0.0.1", port), reuse_port=True):
             pass
 
@@ -96,14 +96,14 @@ def test_the_clusters_hosts_are_reached_without_a_proxy(monkeypatch, before, nam
     for each, value in before.items():
         monkeypatch.setenv(each, value)
     monkeypatch.setenv("no_proxy", before.get("no_proxy", ""))
-    preflight.pass_by_proxies(ClusterSpec({"worker": ["h0:1", "h1:1"]}))
+    preflight.bypass_proxies(ClusterSpec({"worker": ["h0:1", "h1:1"]}))
     assert os.environ[name] == after
 
 
 def test_the_reason_is_named():
     (port,) = free_ports(1)
-    assert preflight.unreachable(f"127.0.0.1:{port}") == "connection refused"
-    assert "name" in preflight.unreachable("no-such-host.invalid:2222")
+    assert preflight.unreachable_reason(f"127.0.0.1:{port}") == "connection refused"
+    assert "name" in preflight.unreachable_reason("no-such-host.invalid:2222")
 
 
 def test_ipv6_addresses_lose_their_brackets(monkeypatch):
@@ -114,26 +114,30 @@ def test_ipv6_addresses_lose_their_brackets(monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert preflight.unreachable("[::1]:2222") == "no answer"
+    assert preflight.unreachable_reason("[::1]:2222") == "no answer"
     assert asked == [("::1", 2222)]
 
 
 def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
     answers = {"h:1": iter(["connection refused", ""]), "h:2": iter(["no answer", "no answer", ""])}
-    monkeypatch.setattr(preflight, "unreachable", lambda address, *_, **__: next(answers[address]))
+    monkeypatch.setattr(preflight, "unreachable_reason", lambda address, *_, **__: next(answers[address]))
     times = iter(range(0, 1000, 6))
-    preflight.wait_for(spec, spec.tasks()[1:], clock=lambda: next(times), sleep=lambda seconds: None)
+    preflight.wait_until_reachable(spec, spec.tasks()[1:], clock=lambda: next(times), sleep=lambda seconds: None)
     assert not [*answers["h:1"], *answers["h:2"]], "those that are there are asked no more"
     assert capsys.readouterr().out == "tfdist: waiting for worker:1 at h:2 (no answer)\n"
 
 
 def test_a_wait_has_a_limit(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
-    monkeypatch.setattr(preflight, "unreachable", lambda address, *_, **__: "no answer" if address == "h:2" else "")
+    monkeypatch.setattr(
+        preflight, "unreachable_reason", lambda address, *_, **__: "no answer" if address == "h:2" else ""
+    )
     times = iter(range(0, 1000, 6))
     with pytest.raises(ClusterError, match=r"Waited 60 s for worker:1 at h:2 \(no answer\)\. Is it started"):
-        preflight.wait_for(spec, spec.tasks()[1:], 60, clock=lambda: next(times), sleep=lambda seconds: None)
+        preflight.wait_until_reachable(
+            spec, spec.tasks()[1:], 60, clock=lambda: next(times), sleep=lambda seconds: None
+        )
     assert capsys.readouterr().out.count("tfdist: waiting for worker:1") == 4
 
 
@@ -145,8 +149,8 @@ def test_peers_are_asked_at_once(monkeypatch):
         together.wait(10)
         return ""
 
-    monkeypatch.setattr(preflight, "unreachable", unreachable)
-    preflight.wait_for(spec, spec.tasks(), 5)
+    monkeypatch.setattr(preflight, "unreachable_reason", unreachable)
+    preflight.wait_until_reachable(spec, spec.tasks(), 5)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_peers_are_asked_at_once(monkeypatch):
 def test_hosts_that_mean_themselves_are_told_so(addresses, hint):
     spec = ClusterSpec({"worker": addresses})
     with pytest.raises(ClusterError) as caught:
-        preflight.wait_for(spec, spec.tasks(), 0.0)
+        preflight.wait_until_reachable(spec, spec.tasks(), 0.0)
     assert ("Every host means itself by" in str(caught.value)) == hint
 
 
@@ -166,17 +170,17 @@ def test_a_port_that_cannot_be_had_is_not_called_taken(monkeypatch):
     monkeypatch.setattr(socket.socket, "bind", refuse)
     spec = ClusterSpec({"worker": ["h:80"]})
     said = r"port 80 cannot be had \(permission denied\); give the task another port"
-    with pytest.raises(ClusterError, match=said), preflight.at_own_address(spec, spec.tasks()[0]):
+    with pytest.raises(ClusterError, match=said), preflight.listening_for_peers(spec, spec.tasks()[0]):
         pass
 
 
 def test_a_name_that_is_looked_for_does_not_hold_the_wait(monkeypatch):
     over = threading.Event()
-    monkeypatch.setattr(preflight, "unreachable", lambda address, *_, **__: over.wait(30) and "")
+    monkeypatch.setattr(preflight, "unreachable_reason", lambda address, *_, **__: over.wait(30) and "")
     spec = cluster("h:1")
     try:
         with pytest.raises(ClusterError, match=r"Waited 1 s for worker:0 at h:1 \(its name is not resolved yet\)"):
-            preflight.wait_for(spec, spec.tasks()[1:], 1.0)
+            preflight.wait_until_reachable(spec, spec.tasks()[1:], 1.0)
     finally:
         over.set()
 
@@ -198,13 +202,13 @@ def test_tasks_that_run_something_else_are_named_before_the_start(monkeypatch, c
     mine = {**task_versions.own(), "configuration": "mine", "script": "mine"}
     monkeypatch.setattr(task_versions, "own", lambda: mine)
     monkeypatch.setattr(task_versions, "encode", lambda: json.dumps({**mine, **theirs}).encode())
-    with preflight.at_own_address(spec, other):
+    with preflight.listening_for_peers(spec, other):
         where = f"worker:1 at {spec.address(other)} "
         if fault:
             with pytest.raises(ClusterError, match=re.escape(where + fault)):
-                preflight.wait_for(spec, [other], 5, sleep=lambda seconds: None)
+                preflight.wait_until_reachable(spec, [other], 5, sleep=lambda seconds: None)
         else:
-            preflight.wait_for(spec, [other], 5)
+            preflight.wait_until_reachable(spec, [other], 5)
     assert (where + (fault or line) in capsys.readouterr().err) == bool(fault or line)
 
 
@@ -213,5 +217,5 @@ def test_a_task_that_says_nothing_sound_of_its_versions_is_no_fault(monkeypatch,
     spec = local_cluster(2)
     _, other = spec.tasks()
     monkeypatch.setattr(task_versions, "encode", lambda: said)
-    with preflight.at_own_address(spec, other):
-        preflight.wait_for(spec, [other], 5)
+    with preflight.listening_for_peers(spec, other):
+        preflight.wait_until_reachable(spec, [other], 5)

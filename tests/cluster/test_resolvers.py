@@ -213,7 +213,7 @@ def slurm(nodes, tasks, rank, node, local, **more):
     ],
 )
 def test_an_environment_is_a_cluster(environ, ps, source, jobs, task):
-    found = discovery.find({**environ, "PATH": "/bin"}, ps=ps)
+    found = discovery.resolve({**environ, "PATH": "/bin"}, ps=ps)
     assert (found.source, str(found.task)) == (source, task)
     assert jobs is None or found.cluster == ClusterSpec(jobs)
     assert set(found.variables) <= set(environ)
@@ -231,14 +231,14 @@ def test_an_environment_is_a_cluster(environ, ps, source, jobs, task):
     ],
 )
 def test_one_process_is_no_cluster(environ):
-    assert discovery.find(environ) is None
+    assert discovery.resolve(environ) is None
 
 
 def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
     ranks = [{**RECORDED_SLURM, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)]
-    clusters = [discovery.find(environ).cluster for environ in ranks]
+    clusters = [discovery.resolve(environ).cluster for environ in ranks]
     assert clusters[0] == clusters[1] == clusters[2]
-    other = discovery.find({**ranks[0], "SLURM_JOB_ID": "2"}).cluster
+    other = discovery.resolve({**ranks[0], "SLURM_JOB_ID": "2"}).cluster
     assert not set(other.jobs["worker"]) & set(clusters[0].jobs["worker"])
 
 
@@ -295,20 +295,20 @@ def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
 )
 def test_a_fault_is_named(environ, source, said):
     with pytest.raises(ConfigError) as raised:
-        discovery.find(environ, source)
+        discovery.resolve(environ, source)
     assert len(raised.value.faults) == 1 and said in raised.value.faults[0]
 
 
 def test_a_list_and_a_source_are_one_too_many():
     with pytest.raises(ConfigError, match="cluster source slurm and a list of hosts are given; leave out one of them"):
-        discovery.find({}, "slurm", hosts="h1,h2")
+        discovery.resolve({}, "slurm", hosts="h1,h2")
 
 
 def test_too_few_ranks_for_the_servers():
     with pytest.raises(
         ConfigError, match="2 parameter servers need a chief and a worker besides: start 4 tasks or more"
     ):
-        discovery.find(RECORDED_SLURM, ps=2)
+        discovery.resolve(RECORDED_SLURM, ps=2)
 
 
 @pytest.mark.parametrize(
@@ -331,10 +331,10 @@ def test_too_few_ranks_for_the_servers():
 )
 def test_workers_of_one_host_share_its_gpus(visible, rank, ps, more, expected):
     environ = slurm("n1", "4", rank, 0, rank, CUDA_VISIBLE_DEVICES=visible, **more)
-    found = discovery.find(environ, ps=ps)
+    found = discovery.resolve(environ, ps=ps)
     assert found.environ.get("CUDA_VISIBLE_DEVICES") == expected
     if expected is not None:
-        assert not discovery.find({**environ, **found.environ}, ps=ps).environ, "a share is not shared again"
+        assert not discovery.resolve({**environ, **found.environ}, ps=ps).environ, "a share is not shared again"
 
 
 @pytest.mark.parametrize("source", ["tf_config", "auto"])
@@ -342,24 +342,24 @@ def test_tasks_that_tf_config_places_on_one_host_share_its_gpus(source):
     cluster = ClusterSpec({"worker": ["10.0.0.1:1", "10.0.0.1:2", "10.0.0.2:1"]})
     for index, expected in ((0, "0"), (1, "1"), (2, None)):
         environ = {"TF_CONFIG": cluster.to_tf_config(TaskSpec("worker", index)), "CUDA_VISIBLE_DEVICES": "0,1"}
-        assert discovery.find(environ, source).environ.get("CUDA_VISIBLE_DEVICES") == expected
+        assert discovery.resolve(environ, source).environ.get("CUDA_VISIBLE_DEVICES") == expected
 
 
 def test_tasks_that_a_list_places_on_one_host_share_its_gpus():
-    found = discovery.find({"CUDA_VISIBLE_DEVICES": "0,1"}, hosts="10.0.0.1:1,10.0.0.1:2", task="worker:1")
+    found = discovery.resolve({"CUDA_VISIBLE_DEVICES": "0,1"}, hosts="10.0.0.1:1,10.0.0.1:2", task="worker:1")
     assert found.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_servers_on_a_host_of_their_own_take_no_gpus():
     for rank, local in ((2, 0), (3, 1)):
-        found = discovery.find(slurm("a,b", "2(x2)", rank, 1, local, CUDA_VISIBLE_DEVICES="0,1"), ps=2)
+        found = discovery.resolve(slurm("a,b", "2(x2)", rank, 1, local, CUDA_VISIBLE_DEVICES="0,1"), ps=2)
         assert (found.task.type, found.environ["CUDA_VISIBLE_DEVICES"]) == ("ps", "")
 
 
 def test_tasks_of_several_hosts_share_their_own_hosts_gpus():
     for rank, node, local, expected in ((0, 0, 0, "0"), (1, 0, 1, "1"), (2, 1, 0, None)):
         environ = slurm("a,b", "2,1", rank, node, local, CUDA_VISIBLE_DEVICES="0,1")
-        assert discovery.find(environ).environ.get("CUDA_VISIBLE_DEVICES") == expected
+        assert discovery.resolve(environ).environ.get("CUDA_VISIBLE_DEVICES") == expected
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_any_text_is_a_list_of_nodes_or_a_config_error(text):
     st.sampled_from(["", "block", "cyclic", "plane=2", "block:cyclic"]),
 )
 def test_places_are_each_nodes_tasks_once(counts, distribution):
-    found = slurm_node_lists.places(counts, distribution)
+    found = slurm_node_lists.task_placement(counts, distribution)
     assert sorted(found) == [(node, local) for node, count in enumerate(counts) for local in range(count)]
     for node in range(len(counts)):
         assert [local for other, local in found if other == node] == list(range(counts[node]))
@@ -486,7 +486,7 @@ def test_a_fault_of_a_list_is_named(given, said):
 
 
 def test_json_of_a_cluster_is_what_tf_config_has():
-    found = discovery.find(slurm("n[1-2]", "1(x2)", 1, 1, 0))
+    found = discovery.resolve(slurm("n[1-2]", "1(x2)", 1, 1, 0))
     assert json.loads(found.cluster.to_tf_config(found.task)) == {
         "cluster": {"worker": ["n1:2000", "n2:2000"]},
         "task": {"type": "worker", "index": 1},
@@ -494,10 +494,10 @@ def test_json_of_a_cluster_is_what_tf_config_has():
 
 
 def test_a_job_without_srun_is_told():
-    assert "this Slurm job has 2 tasks" in discovery.overlooked(RECORDED_BATCH)
+    assert "this Slurm job has 2 tasks" in discovery.misconfiguration_hint(RECORDED_BATCH)
     interactive = {**RECORDED_BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}  # written by hand
-    assert "this Slurm job has 2 tasks" in discovery.overlooked(interactive)
-    assert discovery.overlooked({}) == discovery.overlooked(RECORDED_SLURM) == ""
+    assert "this Slurm job has 2 tasks" in discovery.misconfiguration_hint(interactive)
+    assert discovery.misconfiguration_hint({}) == discovery.misconfiguration_hint(RECORDED_SLURM) == ""
 
 
 def test_ranks_meet_in_a_folder(tmp_path):
@@ -511,7 +511,7 @@ def test_ranks_meet_in_a_folder(tmp_path):
             "TFDIST_RENDEZVOUS": str(tmp_path),
             "TFDIST_PORT": str(2000 + 100 * start + rank),
         }
-        return discovery.find(environ, timeout=seconds)
+        return discovery.resolve(environ, timeout=seconds)
 
     for start in range(2):  # of one job id: what the first has left there is not taken for the second's
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -534,4 +534,4 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
 def test_more_slots_than_any_cluster_has_are_refused(tmp_path):
     (tmp_path / "hostfile").write_text("h1 slots=999999\n")
     with pytest.raises(ConfigError, match=r"hostfile .*hostfile, line 1: more than 10000 tasks"):
-        discovery.find({}, hostfile=str(tmp_path / "hostfile"))
+        discovery.resolve({}, hostfile=str(tmp_path / "hostfile"))

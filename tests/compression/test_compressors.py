@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 from tfdist import ConfigError, compression
-from tfdist.collectives.byte_counter import Counter
-from tfdist.collectives.in_process import LocalGroup
-from tfdist.compression.base import NONE, Layout
-from tfdist.compression.buckets import buckets
+from tfdist.collectives.byte_counter import ByteCounter
+from tfdist.collectives.in_process import InProcessCommunicator
+from tfdist.compression.base import NONE, BucketedReduction
+from tfdist.compression.buckets import assign_buckets
 from tfdist.compression.cast import BF16, FP16
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.int8 import Int8
@@ -70,8 +70,8 @@ class Run:
     def __init__(self, compressor, ranks, shapes=SHAPES, bucket_bytes=BUCKET_BYTES):
         self.shapes = shapes
         self.bucket_bytes = bucket_bytes
-        self.group = LocalGroup(ranks)
-        self.layout = Layout(compressor, [(str(number), shape) for number, shape in enumerate(shapes)])
+        self.group = InProcessCommunicator(ranks)
+        self.layout = BucketedReduction(compressor, [(str(number), shape) for number, shape in enumerate(shapes)])
         initial = [tuple(s.initial(s.shape, number) for s in slots) for number, slots in enumerate(self.layout.slots)]
         self._initial = [initial for _ in range(ranks)]
         self._function = tf.function(self._exchange, autograph=False)
@@ -82,7 +82,7 @@ class Run:
         self.states, self.steps = self._initial, 0
 
     def _exchange(self, values, states, step):
-        return self.layout.run(self.group, values, states, self.group.members(step), bucket_bytes=self.bucket_bytes)
+        return self.layout.run(self.group, values, states, self.group.contexts(step), bucket_bytes=self.bucket_bytes)
 
     def step(self, values):
         """Returns each rank's `Reduced`, of a list of values for each rank."""
@@ -112,8 +112,8 @@ def test_all_ranks_have_the_same_finite_sums(name, ranks):
             values, results = run.random_step(rng, make)
             for number, expected in enumerate(exact(values)):
                 for result in results:
-                    np.testing.assert_array_equal(result.totals[number], results[0].totals[number], kind)
-                total = results[0].totals[number].numpy()
+                    np.testing.assert_array_equal(result.sums[number], results[0].sums[number], kind)
+                total = results[0].sums[number].numpy()
                 assert total.shape == expected.shape and np.isfinite(total).all(), kind
                 if number not in BIG:
                     bound = 1e-6 * max(1e-30, np.abs(expected).max())
@@ -133,7 +133,7 @@ def test_nothing_is_lost_with_error_feedback(name, ranks):
             values, results = run.random_step(rng, make)
             for number in range(len(SHAPES)):
                 gradients[number] += exact(values)[number]
-                totals[number] += results[0].totals[number].numpy()
+                totals[number] += results[0].sums[number].numpy()
                 residual = sum(state[number][0].numpy() for state in run.states) if run.layout.slots[number] else 0
                 bound = max(2e-5 * np.abs(gradients[number]).max(), 1e-37)
                 np.testing.assert_allclose(
@@ -150,7 +150,7 @@ def test_what_rounds_stays_within_half_a_level(name):
         # Each rank's rounding and those of sums; float16 of less than 6e-5 has fewer digits.
         largest = sum(max(np.abs(mine[number]).max() for number in BIG) for mine in values)
         for number in BIG:
-            error = np.abs(results[0].totals[number] - exact(values)[number]).max()
+            error = np.abs(results[0].sums[number] - exact(values)[number]).max()
             assert error <= 3 * levels * largest + (3 * 2.0**-24 if name == "fp16" else 1e-36), kind
 
 
@@ -162,7 +162,7 @@ def test_what_leaves_out_contracts(name):
         values, results = run.random_step(np.random.default_rng(3), make)
         for number in BIG:
             value = np.asarray(values[0][number], np.float64)
-            total = np.asarray(results[0].totals[number], np.float64)
+            total = np.asarray(results[0].sums[number], np.float64)
             left, size = ((value - total) ** 2).sum(), (value**2).sum()
             assert left <= size * (1 + 1e-5) + DENORMAL, kind
             if name == "topk_feedback":
@@ -177,13 +177,13 @@ def test_sampled_thresholds_find_about_as_many_and_never_more():
     run, rng = Run(TopK(0.01, samples=2000), 1, [shape]), np.random.default_rng(4)
     for _ in range(5):
         _, results = run.random_step(rng)
-        found = np.count_nonzero(results[0].totals[0])
+        found = np.count_nonzero(results[0].sums[0])
         assert 300 < found <= 600
 
 
 def test_of_too_many_equal_numbers_other_ones_are_sent_at_each_step():
     run = Run(TopK(0.05, samples=100), 1, [(100, 100)])
-    sent = sum(np.asarray(run.step([[np.ones((100, 100))]])[0].totals[0]) for _ in range(20))
+    sent = sum(np.asarray(run.step([[np.ones((100, 100))]])[0].sums[0]) for _ in range(20))
     assert sent.min() == sent.max() == 1
 
 
@@ -195,7 +195,7 @@ def test_topk_adds_one_rank_after_another_with_and_without_a_gpu(kind, monkeypat
         monkeypatch.setattr(tf.config, "get_visible_devices", lambda _, devices=devices: devices)
         run, rng = Run(ErrorFeedback(TopK(0.3, samples=100)), 3), np.random.default_rng(7)
         steps = [run.random_step(rng, INPUTS[kind])[1] for _ in range(3)]
-        found.append([np.array(each) for each in tf.nest.flatten([(r.totals, r.states) for r in steps[-1]])])
+        found.append([np.array(each) for each in tf.nest.flatten([(r.sums, r.states) for r in steps[-1]])])
     for alone, with_gpu in zip(*found, strict=True):
         np.testing.assert_array_equal(alone, with_gpu)
 
@@ -217,7 +217,7 @@ def test_a_matrix_of_low_rank_comes_through():
     values = [[left * scale @ right] for scale in (1.0, 2.0)]
     for _ in range(3):
         results = run.step(values)
-    np.testing.assert_allclose(results[0].totals[0], exact(values)[0], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(results[0].sums[0], exact(values)[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["rank 1", "decaying"])
@@ -231,7 +231,7 @@ def test_what_has_less_than_its_rank_comes_through(kind, shape):
     run = Run(PowerSGD(4), 2, [shape])
     for _ in range(8):
         results = run.step([[matrix], [matrix]])
-        assert np.linalg.norm(results[0].totals[0] / 2 - matrix) < 5e-4
+        assert np.linalg.norm(results[0].sums[0] / 2 - matrix) < 5e-4
 
 
 def test_warm_start_follows_what_stays():
@@ -244,21 +244,21 @@ def test_warm_start_follows_what_stays():
         run = Run(PowerSGD(2, warm_start=warm), 1, [(80, 60)])
         for _ in range(30):
             results = run.step([[matrix]])
-        errors[warm] = np.linalg.norm(results[0].totals[0] - matrix)
+        errors[warm] = np.linalg.norm(results[0].sums[0] - matrix)
     assert errors[True] < 1.01 * best and errors[False] > 1.03 * best
 
 
 def test_sixteen_bits_hold_the_sum_of_what_they_hold():
     run = Run(FP16(), 3, [(40, 30)])
     results = run.step([[np.full((40, 30), 60000.0)]] * 3)
-    np.testing.assert_allclose(results[0].totals[0], 180000, rtol=1e-3)
+    np.testing.assert_allclose(results[0].sums[0], 180000, rtol=1e-3)
 
 
 def test_powersgd_recovers_from_gradients_of_zeros():
     run, rng = Run(PowerSGD(2), 2, [(40, 30)]), np.random.default_rng(7)
     run.step([[np.zeros((40, 30))]] * 2)
     _, results = run.random_step(rng)
-    assert np.linalg.norm(results[0].totals[0]) > 1
+    assert np.linalg.norm(results[0].sums[0]) > 1
 
 
 def test_warmup_is_exact_and_then_is_not():
@@ -266,13 +266,15 @@ def test_warmup_is_exact_and_then_is_not():
     errors = []
     for _ in range(4):
         values, results = run.random_step(rng)
-        errors.append(np.abs(results[0].totals[0] - exact(values)[0]).max())
+        errors.append(np.abs(results[0].sums[0] - exact(values)[0]).max())
     assert max(errors[:2]) < 1e-5 and min(errors[2:]) > 0.1
 
 
 def test_rules_choose_by_name():
-    layout = Layout(ALL["rules"], [("0/kernel", (4, 4)), ("2", (100, 100)), ("3", (100, 100)), ("4", (100,))])
-    assert [c.name for c in layout.compressors] == [
+    layout = BucketedReduction(
+        ALL["rules"], [("0/kernel", (4, 4)), ("2", (100, 100)), ("3", (100, 100)), ("4", (100,))]
+    )
+    assert [c.description for c in layout.compressors] == [
         "ErrorFeedback(TopK())",
         "NoCompression()",
         "ErrorFeedback(Int8())",
@@ -281,13 +283,13 @@ def test_rules_choose_by_name():
 
 
 def test_a_variable_without_gradient_keeps_its_state():
-    layout = Layout(ErrorFeedback(Int8()), [(str(n), (40, 30)) for n in range(3)])
-    group, values = LocalGroup(2), [tf.random.stateless_normal((40, 30), [1, n]) for n in range(2)]
+    layout = BucketedReduction(ErrorFeedback(Int8()), [(str(n), (40, 30)) for n in range(3)])
+    group, values = InProcessCommunicator(2), [tf.random.stateless_normal((40, 30), [1, n]) for n in range(2)]
     states = [(tf.zeros((40, 30)),)] * 2
-    members = group.members(tf.constant(0, tf.int64))
+    members = group.contexts(tf.constant(0, tf.int64))
     results = group.run([layout.exchange(values, states, member, variables=[0, 2]) for member in members])
     alone = group.run([ErrorFeedback(Int8()).exchange(values, states, member) for member in members])
-    for mine, other in zip(results[0].totals, alone[0].totals, strict=True):
+    for mine, other in zip(results[0].sums, alone[0].sums, strict=True):
         np.testing.assert_array_equal(mine, other)
 
 
@@ -296,14 +298,14 @@ def test_the_plan_counts_bytes(ranks):
     shapes = [(1000, 1000), (1000,)]
     ring, gather = 2 * (ranks - 1) / ranks, ranks - 1
     plain = ring * 4 * (10**6 + 10**3)
-    assert NONE.plan(shapes, ranks) == round(plain)
-    assert BF16().plan(shapes, ranks) == round(ring * (2 * 10**6 + 4000))
+    assert NONE.bytes_per_step(shapes, ranks) == round(plain)
+    assert BF16().bytes_per_step(shapes, ranks) == round(ring * (2 * 10**6 + 4000))
     blocks = -(-(10**6) // (256 * ranks)) * ranks
-    assert Int8().plan(shapes, ranks) == round(ring * blocks * 260 + ring * 4000)
-    assert PowerSGD(4).plan(shapes, ranks) == round(ring * 4 * (2 * 4 * 1000 + 1000))
-    assert TopK(0.01).plan(shapes, ranks) == round(gather * 8 * 10**4 + ring * 4000)
-    assert Warmup(TopK(0.01), 10).plan(shapes, ranks) == TopK(0.01).plan(shapes, ranks)
-    assert NONE.plan(shapes, 1) == 0
+    assert Int8().bytes_per_step(shapes, ranks) == round(ring * blocks * 260 + ring * 4000)
+    assert PowerSGD(4).bytes_per_step(shapes, ranks) == round(ring * 4 * (2 * 4 * 1000 + 1000))
+    assert TopK(0.01).bytes_per_step(shapes, ranks) == round(gather * 8 * 10**4 + ring * 4000)
+    assert Warmup(TopK(0.01), 10).bytes_per_step(shapes, ranks) == TopK(0.01).bytes_per_step(shapes, ranks)
+    assert NONE.bytes_per_step(shapes, 1) == 0
 
 
 def test_the_kernels_of_a_real_network_become_fifty_times_smaller():
@@ -311,10 +313,12 @@ def test_the_kernels_of_a_real_network_become_fifty_times_smaller():
     kernels = [
         tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables if len(v.shape) > 1
     ]
-    assert NONE.plan(kernels, 2) > 50 * PowerSGD(4).plan(kernels, 2)
+    assert NONE.bytes_per_step(kernels, 2) > 50 * PowerSGD(4).bytes_per_step(kernels, 2)
 
 
-@pytest.mark.parametrize("rows", [BF16().rows, FP16().rows, Int8().rows, ErrorFeedback(Int8()).rows, NONE.rows])
+@pytest.mark.parametrize(
+    "rows", [BF16().row_codec, FP16().row_codec, Int8().row_codec, ErrorFeedback(Int8()).row_codec, NONE.row_codec]
+)
 @pytest.mark.parametrize("width", [1, 5, 8])
 def test_rows_come_back(rows, width):
     values = tf.random.stateless_normal([6, width], [1, 2])
@@ -336,11 +340,15 @@ def test_every_name_makes_a_compressor(name):
 
 def test_arguments_reach_their_compressor():
     config = CompressionConfig("powersgd", matrix_approximation_rank=1, start_powerSGD_iter=7)
-    assert compression.create(config).name == "Warmup(ErrorFeedback(PowerSGD(matrix_approximation_rank=1)), steps=7)"
-    assert compression.create(config).plan([(1000, 1000)], 2) == 4 * 2000
-    assert compression.create(CompressionConfig("topk", use_error_feedback=False)).name == "TopK()"
     assert (
-        compression.create(CompressionConfig("topk", warmup_steps=3)).name == "Warmup(ErrorFeedback(TopK()), steps=3)"
+        compression.create(config).description
+        == "Warmup(ErrorFeedback(PowerSGD(matrix_approximation_rank=1)), steps=7)"
+    )
+    assert compression.create(config).bytes_per_step([(1000, 1000)], 2) == 4 * 2000
+    assert compression.create(CompressionConfig("topk", use_error_feedback=False)).description == "TopK()"
+    assert (
+        compression.create(CompressionConfig("topk", warmup_steps=3)).description
+        == "Warmup(ErrorFeedback(TopK()), steps=3)"
     )
     made = Int8()
     assert compression.create(made) is made and compression.create(None) is None
@@ -390,7 +398,7 @@ def test_compressors_refuse_the_same(make, message):
 
 def test_a_sum_of_few_bits_is_for_few_ranks():
     with pytest.raises(ConfigError, match=r"for 127 ranks at most\. Received: 200; use 'two_shot'"):
-        Int8(transport="sum").plan([(100, 100)], 200)
+        Int8(transport="sum").bytes_per_step([(100, 100)], 200)
 
 
 @pytest.mark.parametrize(
@@ -405,24 +413,24 @@ def test_a_sum_of_few_bits_is_for_few_ranks():
     ],
 )
 def test_buckets_begin_with_the_last_gradient(sizes, most, expected):
-    assert buckets(sizes, most) == expected
+    assert assign_buckets(sizes, most) == expected
 
 
 def lanes_of(compressor, shapes, bucket_bytes):
     """Returns the bytes that are sent in each bucket, as planned for two ranks."""
     lanes = {}
 
-    class Recording(Counter):
+    class Recording(ByteCounter):
         def run(self, exchanges, lane=0):
             before = self.sent
             results = super().run(exchanges, lane)
             lanes[lane] = self.sent - before  # with an inner one's, of a choice
             return results
 
-    layout, group = Layout(compressor, [("", shape) for shape in shapes]), Recording(2)
+    layout, group = BucketedReduction(compressor, [("", shape) for shape in shapes]), Recording(2)
     values = [tf.ones(shape) for shape in shapes]
     states = [tuple(tf.zeros(slot.shape) for slot in slots) for slots in layout.slots]
-    layout.run(group, [values], [states], group.members(tf.constant(0, tf.int64)), bucket_bytes=bucket_bytes)
+    layout.run(group, [values], [states], group.contexts(tf.constant(0, tf.int64)), bucket_bytes=bucket_bytes)
     return list(lanes.values())
 
 
@@ -440,17 +448,19 @@ def test_large_gradients_are_cut_where_numbers_need_not_be_together():
     for compressor in (BF16(), ErrorFeedback(BF16()), Warmup(BF16(), 2)):
         assert lanes_of(compressor, shapes, 10**6) == [500_000] * 4 + [20_000]
     *parts, rest = lanes_of(Int8(), shapes, 10**6)
-    assert len(parts) == 4 and sum(parts) + rest == pytest.approx(Int8().plan(shapes, 2), rel=1e-3)
+    assert len(parts) == 4 and sum(parts) + rest == pytest.approx(Int8().bytes_per_step(shapes, 2), rel=1e-3)
     assert max(parts) == pytest.approx(min(parts), rel=0.01)
 
 
 @pytest.mark.parametrize(
-    "compressor", [BF16(), FP16(), ErrorFeedback(BF16()), Int8(block=64), Int8(transport="sum")], ids=lambda c: c.name
+    "compressor",
+    [BF16(), FP16(), ErrorFeedback(BF16()), Int8(block=64), Int8(transport="sum")],
+    ids=lambda c: c.description,
 )
 def test_cuts_change_no_bit(compressor):
     cut, whole, rng = Run(compressor, 2), Run(compressor, 2, bucket_bytes=0), np.random.default_rng(3)
     for _ in range(3):
         values, results = cut.random_step(rng)
         for mine, other in zip(results, whole.step(values), strict=True):
-            for a, b in zip(*(tf.nest.flatten([each.totals, each.states]) for each in (mine, other)), strict=True):
+            for a, b in zip(*(tf.nest.flatten([each.sums, each.states]) for each in (mine, other)), strict=True):
                 np.testing.assert_array_equal(a, b)

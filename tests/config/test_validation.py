@@ -272,7 +272,7 @@ def test_each_optimizer_takes_its_arguments_and_gives_those_changed(name):
         value = getattr(defaults, argument)
         changed = {argument: other[value] if isinstance(value, bool) else value / 2 + 0.1}
         optimizer = OptimizerConfig(name, **changed)
-        assert optimizer.changed() == changed
+        assert optimizer.non_default_arguments() == changed
         validation.check(make(optimizer=optimizer))
 
 

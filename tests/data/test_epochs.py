@@ -128,7 +128,7 @@ def test_a_generator_loses_nothing():
 
 def test_arrays_are_given_to_a_traced_function_and_not_held_by_its_graph():
     x = np.zeros((1000, 100), np.float32)
-    traced = worker_dataset.WorkerData(lambda context: data.epochs((x, x), context, 10, seed=0), 2)._traced[0]
+    traced = worker_dataset.WorkerDataset(lambda context: data.epochs((x, x), context, 10, seed=0), 2)._traced[0]
     assert [tensor.shape for tensor in traced.captured_inputs] == [(1000, 100)] * 2
     assert traced.graph.as_graph_def().ByteSize() < 20_000
 
@@ -139,4 +139,4 @@ def test_arrays_too_large_for_a_graph_are_refused_in_a_sentence(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"tensors of 2 GB and more .* let it read files, .* or use tfdist\.data\.epochs"
     ):
-        worker_dataset.WorkerData(lambda context: tf.data.Dataset.from_tensor_slices(x), 2)
+        worker_dataset.WorkerDataset(lambda context: tf.data.Dataset.from_tensor_slices(x), 2)

@@ -375,8 +375,8 @@ def test_a_training_step_that_is_a_function_of_tensorflows_is_refused(trainer):
 
 def test_a_share_of_three_replicas_has_the_precision_that_is_asked_for():
     assert gradient_lists.factor(1 / 3, tf.float64).numpy() == 1 / 3
-    (third,) = gradient_lists.times([tf.constant(1, tf.float64)], 1 / 3)
-    (share,) = gradient_lists.share_of([tf.constant(1, tf.float64)], 1 / 3)
+    (third,) = gradient_lists.scale([tf.constant(1, tf.float64)], 1 / 3)
+    (share,) = gradient_lists.scale_no_nan([tf.constant(1, tf.float64)], 1 / 3)
     assert third.numpy() == share.numpy() == 1 / 3
 
 

@@ -14,9 +14,9 @@ import tensorflow as tf
 import tfdist
 from tfdist import ConfigError
 from tfdist.compression import BF16, FP16, ErrorFeedback, Int8, NoCompression, PerVariable, PowerSGD, TopK, Warmup
-from tfdist.compression.base import Slot
+from tfdist.compression.base import StateSpec
 from tfdist.gradients import gradient_lists
-from tfdist.gradients.optimizer import reduction_of
+from tfdist.gradients.optimizer import get_reduction
 
 rng = np.random.default_rng(0)
 X, Y = rng.standard_normal((16, 40), np.float32), rng.standard_normal((16, 30)).astype(np.float32)
@@ -61,7 +61,7 @@ def test_no_compression_is_the_same_to_the_bit(trainer):
 
 def test_each_replica_has_an_error_of_its_own_and_all_the_same_q(trainer):
     model = fitted(trainer, ErrorFeedback(PowerSGD(1)))
-    (residual, q), bias = reduction_of(model.optimizer).states
+    (residual, q), bias = get_reduction(model.optimizer).states
     assert bias == []
     first, second = (component.numpy() for component in trainer.strategy.experimental_local_results(residual))
     assert (first != second).any()
@@ -167,10 +167,10 @@ def test_the_report_says_where_nothing_is_gained(trainer, capsys):
 class Counting(NoCompression):
     """Counts exchanges."""
 
-    def slots(self, shape):
-        return (Slot("count", (), True),)
+    def state_specs(self, shape):
+        return (StateSpec("count", (), True),)
 
-    def of(self, name, shape):
+    def for_variable(self, name, shape):
         return self
 
     def exchange(self, values, states, member):
@@ -185,7 +185,7 @@ def test_accumulation_encodes_once_for_several_steps(trainer, scaled):
 
     model = fitted(trainer, Counting(), (lambda: keras.optimizers.LossScaleOptimizer(plain())) if scaled else plain, 4)
     assert model.optimizer.iterations.numpy() == 2
-    assert [count.numpy() for (count,) in reduction_of(model.optimizer).states] == [2, 2]
+    assert [count.numpy() for (count,) in get_reduction(model.optimizer).states] == [2, 2]
     expected = fitted(trainer, None, plain, 4)
     for mine, other in zip(weights(model), weights(expected), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-6)
@@ -214,7 +214,7 @@ class Stepper:
             return grad if rows is None else tf.IndexedSlices(grad, tf.constant(rows), tf.constant(self.weight.shape))
 
         self.step(self.strategy.experimental_distribute_values_from_function(mine))
-        reduction = reduction_of(self.optimizer)
+        reduction = get_reduction(self.optimizer)
         held = [s for states in reduction.states for s in states] if reduction else []
         held += [v.value for v in getattr(self.optimizer, "_accumulated_gradients", [])]
         local = self.strategy.experimental_local_results
@@ -253,7 +253,7 @@ def test_what_is_not_finite_changes_nothing(trainer, optimizer, grads, compressi
     assert np.abs(before[0]).max() > 0 and np.abs(before[1][0]).max() > 0
     for mine, other in zip(tf.nest.flatten(step(*grads)), tf.nest.flatten(before), strict=True):
         np.testing.assert_array_equal(mine, other)
-    assert reduction_of(step.optimizer).left_out.numpy() == 1
+    assert get_reduction(step.optimizer).left_out.numpy() == 1
     assert np.isfinite(step(ONES, ONES)[0]).all()
 
 
@@ -264,7 +264,7 @@ def test_what_is_no_number_is_seen_though_it_is_not_sent(trainer, optimizer):
     before = step(ONES, 2 * ONES)
     for mine, other in zip(tf.nest.flatten(step(ONES, NAN)), tf.nest.flatten(before), strict=True):
         np.testing.assert_array_equal(mine, other)
-    assert reduction_of(step.optimizer).left_out.numpy() == 1
+    assert get_reduction(step.optimizer).left_out.numpy() == 1
 
 
 @pytest.mark.parametrize("optimizer", [sgd(gradient_accumulation_steps=2), scaled(sgd(gradient_accumulation_steps=2))])
@@ -292,7 +292,7 @@ def test_rows_that_are_not_finite_change_nothing(trainer):
     step = Stepper(trainer, sgd(), FP16())
     before = step(ONES[:2], ONES[:2], rows=[3, 4])[0].copy()
     np.testing.assert_array_equal(step(ONES[:2], 1e6 * ONES[:2], rows=[3, 4])[0], before)
-    assert before[3:5].any() and reduction_of(step.optimizer).left_out.numpy() == 1
+    assert before[3:5].any() and get_reduction(step.optimizer).left_out.numpy() == 1
 
 
 def test_updates_that_are_left_out_are_told(trainer, capsys):
@@ -319,7 +319,7 @@ def test_a_loss_scale_around_it_keeps_the_compressor(trainer):
         inner = tfdist.distribute_optimizer(keras.optimizers.SGD(0.1), "int8")
         outer = tfdist.distribute_optimizer(keras.optimizers.LossScaleOptimizer(inner))
         outer.build([keras.Variable(np.zeros((40, 30)))])
-    assert reduction_of(outer).compressor == Int8()
+    assert get_reduction(outer).compressor == Int8()
 
 
 def test_an_optimizer_that_compresses_is_built_first(trainer):
@@ -338,7 +338,7 @@ def test_without_gradients_there_is_nothing_to_send(trainer):
     with pytest.warns(UserWarning, match="trainable weights"):
         trainer.fit(model, X, Y, batch_size=8, verbose=0)
     trainer.evaluate(model, X, Y, verbose=0)
-    assert reduction_of(model.optimizer) is None
+    assert get_reduction(model.optimizer) is None
 
 
 class OwnStep(keras.Model):
@@ -378,7 +378,7 @@ def test_it_compresses_with(trainer, how):
 
 def test_rules_reach_variables_by_their_paths(trainer):
     model = fitted(trainer, PerVariable({"kernel": ErrorFeedback(Int8())}))
-    kernel, bias = reduction_of(model.optimizer).states
+    kernel, bias = get_reduction(model.optimizer).states
     assert len(kernel) == 1 and bias == []
 
 
@@ -410,7 +410,7 @@ def test_one_device_has_nobody_to_send_to():
     optimizer = tfdist.distribute_optimizer(keras.optimizers.SGD(0.1), "int8")
     optimizer.build(model.trainable_variables)
     optimizer.apply([tf.ones((3, 2)), tf.ones(2)], model.trainable_variables)
-    assert reduction_of(optimizer) is None
+    assert get_reduction(optimizer) is None
 
 
 def test_gradients_have_their_variables_shapes():
@@ -419,7 +419,7 @@ def test_gradients_have_their_variables_shapes():
     @tf.function(input_signature=[tf.TensorSpec([None, None])])
     def shaped(grad):
         rows = tf.IndexedSlices(grad, tf.range(2), tf.constant([2, 3]))
-        dense, none, same = gradient_lists.of_known_shape([grad, None, rows], [variable] * 3)
+        dense, none, same = gradient_lists.with_static_shapes([grad, None, rows], [variable] * 3)
         assert dense.shape == (2, 3) and none is None and same is rows
         return dense
 

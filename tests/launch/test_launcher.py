@@ -289,7 +289,7 @@ LIFE = "LIFE = int(pathlib.Path(os.environ['TFDIST_PROGRESS'], 'restarts').read_
 # As a training does.
 TELL = """
 from tfdist.runtime.progress import Progress
-tell = Progress(f"{TASK['type']}-{TASK['index']}").tell
+tell = Progress(f"{TASK['type']}-{TASK['index']}").write
 """
 
 

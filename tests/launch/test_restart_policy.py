@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.launch.restart_policy import Restarts
+from tfdist.launch.restart_policy import RestartPolicy
 from tfdist.runtime import progress
 
 
@@ -18,16 +18,16 @@ class Clock:
 
 
 def test_the_budget_is_spent_failure_by_failure():
-    restarts = Restarts(2)
+    restarts = RestartPolicy(2)
     assert [restarts.failed(step) for step in (5, 9)] == ["", ""]
     assert restarts.failed(12) == "all 2 restarts are spent"
     assert (restarts.spent, restarts.total) == (2, 2)
-    assert Restarts(0).failed(5) == "no restarts are allowed"
+    assert RestartPolicy(0).failed(5) == "no restarts are allowed"
 
 
 def test_steady_progress_refills_it():
     clock = Clock()
-    restarts = Restarts(1, refill_seconds=60, clock=clock)
+    restarts = RestartPolicy(1, refill_seconds=60, clock=clock)
     assert restarts.failed(5) == ""
     clock.now += 61
     assert restarts.failed(80) == ""
@@ -39,21 +39,21 @@ def test_steady_progress_refills_it():
 
 
 def test_three_failures_at_the_same_step_are_the_steps_fault():
-    restarts = Restarts(9)
+    restarts = RestartPolicy(9)
     assert [restarts.failed(step) for step in (4, 7, 7)] == [""] * 3
     assert restarts.failed(7) == "it has failed 3 times at step 7"
-    restarts = Restarts(9)
+    restarts = RestartPolicy(9)
     assert [restarts.failed(step) for step in (7, 7, 8, 7, 7)] == [""] * 5
 
 
 def test_failures_before_any_step_spend_restarts_alone():
-    restarts = Restarts(4)
+    restarts = RestartPolicy(4)
     assert [restarts.failed(None) for _ in range(4)] == [""] * 4
     assert restarts.failed(None) == "all 4 restarts are spent"
 
 
 def test_restarts_without_progress_wait_longer_and_longer():
-    restarts = Restarts(99)
+    restarts = RestartPolicy(99)
     delays = []
     for step in (5, 5, None, None, None, None, None, None, 6):
         restarts.failed(step)
@@ -63,21 +63,21 @@ def test_restarts_without_progress_wait_longer_and_longer():
 
 def test_tasks_tell_how_far_they_are(tmp_path, monkeypatch):
     monkeypatch.delenv(progress.FOLDER, raising=False)
-    progress.Progress("worker-0").tell(5, 3)  # nobody listens
+    progress.Progress("worker-0").write(5, 3)  # nobody listens
     assert progress.restarts() == 0
     monkeypatch.setenv(progress.FOLDER, str(tmp_path))
     mine = progress.Progress("worker-0")
-    assert progress.steps(tmp_path, "worker-0") is None
-    mine.tell(5)
-    assert progress.steps(tmp_path, "worker-0") == (5, 0)
-    mine.tell(saved=3)
-    assert progress.steps(tmp_path, "worker-0") == progress.Steps(done=5, saved=3)
+    assert progress.read(tmp_path, "worker-0") is None
+    mine.write(5)
+    assert progress.read(tmp_path, "worker-0") == (5, 0)
+    mine.write(saved=3)
+    assert progress.read(tmp_path, "worker-0") == progress.Steps(done=5, saved=3)
     progress.clear(tmp_path, 2)
-    assert progress.steps(tmp_path, "worker-0") is None
+    assert progress.read(tmp_path, "worker-0") is None
     assert progress.restarts() == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"half"])
 def test_what_is_half_written_is_not_read(tmp_path, content):
     (tmp_path / "worker-0").write_bytes(content)
-    assert progress.steps(tmp_path, "worker-0") is None
+    assert progress.read(tmp_path, "worker-0") is None

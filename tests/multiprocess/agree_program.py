@@ -37,7 +37,7 @@ def rates_of_the_chief():
 def a_model_that_one_worker_has_forgotten():
     """The mean of the statistics that are left, and of how many models each worker then knows them."""
     statistics = trainer.strategy.statistics
-    known = len(statistics.living())
+    known = len(statistics.variables())
     with trainer.scope():
         models = [keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()]) for _ in range(2)]
     mean = models[1].layers[0].moving_mean

@@ -38,7 +38,7 @@ import keras  # noqa: E402 (the strategy comes first)
 import tensorflow as tf  # noqa: E402
 
 from tfdist import data as data_lib  # noqa: E402
-from tfdist.gradients.optimizer import reduction_of  # noqa: E402
+from tfdist.gradients.optimizer import get_reduction  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 
 RANK, LIFE = trainer.task.index, progress.restarts()
@@ -190,7 +190,7 @@ history = trainer.fit(
 strategy = trainer.strategy
 local = strategy.experimental_local_results
 variables = [*model.variables, *model.optimizer.variables]
-reduction = reduction_of(model.optimizer)
+reduction = get_reduction(model.optimizer)
 errors = [state for states in reduction.states for state in states] if reduction else []
 results = {
     "history": history.history,

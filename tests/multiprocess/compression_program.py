@@ -16,10 +16,10 @@ import tensorflow as tf  # noqa: E402
 
 from tests.compression import test_compressors  # noqa: E402
 from tests.multiprocess import harness  # noqa: E402
-from tfdist.collectives.factory import group_of  # noqa: E402
-from tfdist.compression.base import Layout  # noqa: E402
-from tfdist.gradients.optimizer import reduction_of  # noqa: E402
-from tfdist.gradients.reduction import Reduction, sums  # noqa: E402
+from tfdist.collectives.factory import communicator_for  # noqa: E402
+from tfdist.compression.base import BucketedReduction  # noqa: E402
+from tfdist.gradients.optimizer import get_reduction  # noqa: E402
+from tfdist.gradients.reduction import Reduction, bucketed_all_reduce  # noqa: E402
 from tfdist.monitoring import compression_report, network  # noqa: E402
 from tfdist.tasks import digits, synthetic  # noqa: E402
 
@@ -35,15 +35,17 @@ x, y = x[:1280], y[:1280]
 
 def exchanges(compressor):
     """Returns the totals and states of some steps, of this process's ranks."""
-    group = group_of(trainer.strategy)
-    layout = Layout(compressor, [(str(number), shape) for number, shape in enumerate(test_compressors.SHAPES)])
+    group = communicator_for(trainer.strategy)
+    layout = BucketedReduction(
+        compressor, [(str(number), shape) for number, shape in enumerate(test_compressors.SHAPES)]
+    )
     states = [tuple(s.initial(s.shape, number) for s in slots) for number, slots in enumerate(layout.slots)]
     states = [states for _ in group.ranks]
     found = []
 
     @tf.function(autograph=False)
     def exchange(values, states, step):
-        return layout.run(group, values, states, group.members(step), bucket_bytes=test_compressors.BUCKET_BYTES)
+        return layout.run(group, values, states, group.contexts(step), bucket_bytes=test_compressors.BUCKET_BYTES)
 
     for step, kind in enumerate(("normal", "heavy_tails", "ties", "normal")):
         rng = np.random.default_rng(step)
@@ -55,7 +57,7 @@ def exchanges(compressor):
             [[tf.constant(v) for v in values[rank]] for rank in group.ranks], states, tf.constant(step, tf.int64)
         )
         states = [result.states for result in results]
-        found.append([tf.nest.map_structure(np.array, (result.totals, result.states)) for result in results])
+        found.append([tf.nest.map_structure(np.array, (result.sums, result.states)) for result in results])
     return found
 
 
@@ -140,7 +142,7 @@ def train(compressor, optimizer, steps, data=(x, y)):
     trainer.compression = compressor
     model = build(optimizer)
     fit(model, data, steps)
-    reduction = reduction_of(model.optimizer)
+    reduction = get_reduction(model.optimizer)
     states = [s for slots in reduction.states for s in slots] if reduction else []
     return model, {
         "weights": values(model.trainable_variables),
@@ -215,7 +217,7 @@ def kinds(compressor):
     @tf.function(autograph=False)
     def reduce():
         grads, step = strategy.run(lambda: [fill(variable) for variable in variables]), tf.constant(0, tf.int64)
-        return reduction(grads, range(len(grads)), step)[0] if reduction else sums(strategy, grads, step)
+        return reduction(grads, range(len(grads)), step)[0] if reduction else bucketed_all_reduce(strategy, grads, step)
 
     return [[part.numpy() for part in local(total)] for total in reduce()]
 
@@ -238,14 +240,14 @@ results["kinds"] = {name: kinds(test_compressors.ALL[name]) for name in ("none",
 
 def waiting(count, bucket_bytes):
     """Returns how many collectives there are in an exchange of some gradients, and how many of them wait for another one."""
-    group, shapes = group_of(trainer.strategy), [(100,)] * count
+    group, shapes = communicator_for(trainer.strategy), [(100,)] * count
 
     def exchange():
         layout, values = (
-            Layout(test_compressors.NONE, [("", shape) for shape in shapes]),
+            BucketedReduction(test_compressors.NONE, [("", shape) for shape in shapes]),
             [tf.zeros(shape) for shape in shapes],
         )
-        states, members = [()] * count, group.members(tf.constant(0, tf.int64))
+        states, members = [()] * count, group.contexts(tf.constant(0, tf.int64))
         return layout.run(group, [values] * len(members), [states] * len(members), members, bucket_bytes=bucket_bytes)
 
     return collectives_of(exchange)
@@ -278,7 +280,7 @@ def waiting_optimizer(compressor):
     def reduce():
         grads = [strategy.run(lambda: tf.random.normal((50, 40))) for _ in variables]
         step = tf.constant(0, tf.int64)
-        return reduction(grads, range(4), step)[0] if reduction else sums(strategy, grads, step)
+        return reduction(grads, range(4), step)[0] if reduction else bucketed_all_reduce(strategy, grads, step)
 
     return collectives_of(reduce)
 
@@ -299,7 +301,7 @@ for name in BYTES if trainer.cluster else ():
     with trainer.scope():
         model = synthetic.Synthetic(synthetic.Options()).build_model()
         model.compile("sgd", "sparse_categorical_crossentropy")
-    planned = compression_report.planned(model, compressor, SIZE)
+    planned = compression_report.planned_bytes(model, compressor, SIZE)
     steps = 3 + 10**7 // planned
     examples = np.ones((4 * SIZE * steps, 1024), np.float32), np.zeros(4 * SIZE * steps)
     sent = network.WireBytes(trainer.cluster, trainer.task)

@@ -154,7 +154,7 @@ def train_digits():
         "evaluation": trainer.evaluate(model, *digits.load()[1], batch_size=BATCH, verbose=0),
         "devices": devices,
         "report": trainer.server_report(model),
-        "loads": trainer.strategy.loads,
+        "loads": trainer.strategy.bytes_per_server,
     }
 
 

@@ -73,7 +73,7 @@ def test_processes_do_what_the_simulation_does(ranks, name):
         ]
         expected = run.step(values)
         for mine, other in zip(replicas(found), expected, strict=True):
-            both = zip(tf.nest.flatten(mine), tf.nest.flatten((other.totals, other.states)), strict=True)
+            both = zip(tf.nest.flatten(mine), tf.nest.flatten((other.sums, other.states)), strict=True)
             for number, (a, b) in enumerate(both):
                 compressed = number in test_compressors.BIG or number >= len(test_compressors.SHAPES)
                 last = size * DIGITS[name] if compressed and size > 2 and name in DIGITS else 1e-6

@@ -77,7 +77,7 @@ def made():
 
 
 def kept(callbacks):
-    wrapped = callback_sync.wrap(callbacks, trainer.strategy, trainer._ranks, check_weights=True)
+    wrapped = callback_sync.wrap_callbacks(callbacks, trainer.strategy, trainer._ranks, check_weights=True)
     return [type(each).__name__ for each in wrapped[1:-1]]
 
 

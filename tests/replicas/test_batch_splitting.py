@@ -36,8 +36,8 @@ def rows(batch):
 @pytest.mark.parametrize(("size", "replicas"), [(15, 1), (15, 2), (11, 4), (9, 8), (3, 8)])
 def test_a_batch_is_split_evenly_and_in_order(kind, size, replicas):
     batches = KINDS[kind](size).batch(7)
-    assert batch_splitting.can_deal(batches.element_spec)
-    dealt = list(batch_splitting.split(batches, replicas, range(replicas)))
+    assert batch_splitting.is_splittable(batches.element_spec)
+    dealt = list(batch_splitting.split_batches(batches, replicas, range(replicas)))
     for number, batch in enumerate(batches):
         parts = dealt[number * replicas : (number + 1) * replicas]
         counts = [int(part.counts[0, 0]) for part in parts]
@@ -50,19 +50,22 @@ def test_a_batch_is_split_evenly_and_in_order(kind, size, replicas):
 
 def test_workers_split_alike_what_keras_puts_together_again():
     batches = KINDS["one"](15).batch(10)
-    mine = list(batch_splitting.split(batches, 4, [1, 3]))
-    everything = list(batch_splitting.split(batches, 4, range(4)))
+    mine = list(batch_splitting.split_batches(batches, 4, [1, 3]))
+    everything = list(batch_splitting.split_batches(batches, 4, range(4)))
     assert [rows((part.batch,)) for part in mine] == [rows((everything[i].batch,)) for i in (1, 3, 5, 7)]
-    assert batch_splitting.split(batches, 4, [1, 3]).cardinality() == 4
-    assert batch_splitting.split(batches, 4, [1]).cardinality() == 2
-    assert batch_splitting.split(batches.repeat(), 4, [1]).cardinality() == tf.data.INFINITE_CARDINALITY
-    assert batch_splitting.split(batches.filter(lambda _: True), 4, [1]).cardinality() == tf.data.UNKNOWN_CARDINALITY
+    assert batch_splitting.split_batches(batches, 4, [1, 3]).cardinality() == 4
+    assert batch_splitting.split_batches(batches, 4, [1]).cardinality() == 2
+    assert batch_splitting.split_batches(batches.repeat(), 4, [1]).cardinality() == tf.data.INFINITE_CARDINALITY
+    assert (
+        batch_splitting.split_batches(batches.filter(lambda _: True), 4, [1]).cardinality()
+        == tf.data.UNKNOWN_CARDINALITY
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_goes_on_with_an_example_that_does_not_count(kind):
     batches = KINDS[kind](11).batch(4)
-    endless = batch_splitting.endless(batches)
+    endless = batch_splitting.repeat_empty_batches(batches)
     assert endless.cardinality() == tf.data.INFINITE_CARDINALITY
     dealt = list(endless.take(6))
     assert [part.counts[0].numpy().tolist() for part in dealt] == [[4, 1], [4, 1], [3, 1], [0, 0], [0, 0], [0, 0]]
@@ -75,11 +78,11 @@ def test_an_empty_batch_amid_others_has_an_example_that_does_not_count():
     batches = tf.data.Dataset.from_generator(
         lambda: ([1, 2], [], [3]), output_signature=tf.TensorSpec([None], tf.int32)
     )
-    dealt = list(batch_splitting.endless(batches).take(3))
+    dealt = list(batch_splitting.repeat_empty_batches(batches).take(3))
     assert [part.batch.numpy().tolist() for part in dealt] == [[1, 2], [1], [3]]
     assert [int(part.counts[0, 0]) for part in dealt] == [2, 0, 1]
 
 
 def test_what_has_no_rows_is_left_to_tensorflow():
-    assert not batch_splitting.can_deal(tf.data.Dataset.range(3).element_spec)
-    assert not batch_splitting.can_deal(())
+    assert not batch_splitting.is_splittable(tf.data.Dataset.range(3).element_spec)
+    assert not batch_splitting.is_splittable(())

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import ctypes, resource, threading
 from tfdist.runtime import allocator as memory
-print(memory.keep_large_blocks())
+print(memory.configure_malloc())
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 libc.prctl(41, 1, 0, 0, 0)  # no huge pages, of which a block has few

@@ -15,11 +15,11 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist.backup.search import stored_seed
+from tfdist.backup.search import read_seed
 from tfdist.backup.session import BackupSession
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
-from tfdist.errors import ConfigError, shown
+from tfdist.errors import ConfigError, format_value
 from tfdist.runtime import progress
 from tfdist.runtime.preemption import Preemption
 
@@ -82,8 +82,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         model: keras.Model,
         ranks: Ranks,
         arguments: Mapping[str, Any],
-        settle: Callable[[], None],
-        others_go: Callable[[], bool],
+        drain: Callable[[], None],
+        peer_preempted: Callable[[], bool],
         task: str,
     ) -> Iterator[None]:
         """Backs up the `fit` that is called inside; what was interrupted goes on. For the Trainer; a collective.
@@ -104,14 +104,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._progress = self._progress or progress.Progress(task)
         storage = Storage(folder, ranks.rank, ranks.size)
         self._session = session = BackupSession(
-            self, storage, model, ranks, arguments, settle, others_go, self._progress
+            self, storage, model, ranks, arguments, drain, peer_preempted, self._progress
         )
-        session.find()
+        session.find_backup()
         if self.preemption:
             self.preemption.listen()
             self.preemption.training = True
         try:
-            with session.follower.following():
+            with session.loop_tracker.track():
                 yield
             self._finished.append(storage)
             self._fits += 1
@@ -133,14 +133,14 @@ class BackupAndRestore(keras.callbacks.Callback):
                 storage.remove_all()
             self._finished = []
             if self._progress:
-                self._progress.tell(saved=0)
+                self._progress.write(saved=0)
 
-    def adopt_seed(self) -> None:
+    def restore_seed(self) -> None:
         """Sets TensorFlow's random seed to that of the training that will go on, or to some seed if there is none.
 
         Call it before datasets are made: a dataset that shuffles takes its seed from there. A seed that is set later holds.
         """
-        seed = stored_seed(self.backup_dir)
+        seed = read_seed(self.backup_dir)
         if seed is None and eager_context.global_seed() is None:
             seed = int.from_bytes(os.urandom(4), "little") >> 1
         if seed is not None and seed != eager_context.global_seed():
@@ -155,25 +155,25 @@ class BackupAndRestore(keras.callbacks.Callback):
         return self._session
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._active.begin((self.params or {}).get("epochs", 1))
+        self._active.on_train_begin((self.params or {}).get("epochs", 1))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._active.stepped(batch, (self.params or {}).get("steps"), logs)
+        self._active.on_execution_end(batch, (self.params or {}).get("steps"), logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._active.validate()
+        self._active.on_validation_begin()
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._active.validated(batch)
+        self._active.on_validation_batch_end(batch)
 
     def on_test_end(self, logs: Any = None) -> None:
         self._active.before_validation = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._active.ended(epoch, last=epoch + 1 == (self.params or {}).get("epochs"))
+        self._active.on_epoch_end(epoch, last=epoch + 1 == (self.params or {}).get("epochs"))
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._active.finish()
+        self._active.on_train_end()
 
 
 def _faults(folder: str, save_freq: Any, save_every_seconds: Any, keep: Any, grace_seconds: Any) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _faults(folder: str, save_freq: Any, save_every_seconds: Any, keep: Any, gra
         if tf.io.gfile.exists(folder) and not tf.io.gfile.isdir(folder):
             yield f"backup_dir must be a folder, and {folder!r} is a file."
     except tf.errors.OpError as e:  # a scheme that is not known
-        yield f"backup_dir must be a folder that TensorFlow can reach. Received: {shown(folder)} ({e.message.splitlines()[0]})."
+        yield f"backup_dir must be a folder that TensorFlow can reach. Received: {format_value(folder)} ({e.message.splitlines()[0]})."
     whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
     if save_freq != "epoch" and not whole:
         yield f"save_freq must be 'epoch' or a number of steps, 1 or more. Received: {save_freq!r}."

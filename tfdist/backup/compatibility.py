@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import optimizer_search
-from tfdist.errors import shown
+from tfdist.errors import format_value
 
 _ABSENT = object()
 
 
-def about(model: keras.Model) -> dict[str, Any]:
+def describe_model(model: keras.Model) -> dict[str, Any]:
     """Returns what makes a model and its optimizers."""
     optimizers = [getattr(each, "inner_optimizer", each) for each in optimizer_search.optimizers(model)]
     return {
@@ -25,7 +25,7 @@ def about(model: keras.Model) -> dict[str, Any]:
     }
 
 
-def about_data(x: Any, y: Any) -> dict[str, Any]:
+def describe_data(x: Any, y: Any) -> dict[str, Any]:
     """Returns the form and size of training data, as far as they tell."""
     if isinstance(x, tf.data.Dataset):
         return {"elements": str(x.element_spec), "batches": int(x.cardinality())}
@@ -33,18 +33,18 @@ def about_data(x: Any, y: Any) -> dict[str, Any]:
     return shapes
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """Returns a value as JSON can hold it; the same in each run of a program."""
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_jsonable(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [to_jsonable(each) for each in value]
     if isinstance(value, (np.generic, np.ndarray)):
-        return plain(value.tolist())
+        return to_jsonable(value.tolist())
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "get_config"):
-        return plain(_config(value))
+        return to_jsonable(_config(value))
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
@@ -70,8 +70,8 @@ def differences(now: Any, then: Any, path: str = "") -> Iterator[str]:
         for key in {**then, **now}:
             yield from differences(now.get(key, _ABSENT), then.get(key, _ABSENT), f"{path}.{key}" if path else str(key))
     elif now is _ABSENT:
-        yield f"{path} is missing, and was {shown(then)}"
+        yield f"{path} is missing, and was {format_value(then)}"
     elif then is _ABSENT:
-        yield f"{path} is {shown(now)}, and was not there"
+        yield f"{path} is {format_value(now)}, and was not there"
     elif now != then and not (now != now and then != then):
-        yield f"{path} is {shown(now)}, and was {shown(then)}"
+        yield f"{path} is {format_value(now)}, and was {format_value(then)}"

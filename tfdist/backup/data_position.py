@@ -26,12 +26,12 @@ from tfdist.compat.keras_internals import (
     KERAS_LOGS,
     KERAS_STEPS_SEEN,
 )
-from tfdist.data.random_state import DataState
-from tfdist.data.resume import replay, starting_at
+from tfdist.data.random_state import DatasetRandomState
+from tfdist.data.resume import iterator_from_step, replay
 
 
 @dataclasses.dataclass
-class Position:
+class LoopPosition:
     """A place between two steps.
 
     Attributes:
@@ -49,7 +49,7 @@ class Position:
     drawn: int = 0
 
 
-class Follower:
+class LoopTracker:
     """Follows the loop of one `fit`, and sets its place.
 
     Args:
@@ -61,7 +61,7 @@ class Follower:
         state: The random state of the data, once Keras has begun to build the model.
     """
 
-    state: DataState
+    state: DatasetRandomState
 
     def __init__(self, model: keras.Model, is_backed_up: bool = True):
         self._model = model
@@ -69,13 +69,13 @@ class Follower:
         self._loop: Any = None  # Keras' EpochIterator
         self._resumes = False
         self._sources: list[tf.data.Dataset] = []
-        self._is_amid = False  # an epoch's steps have begun
+        self._resumes_within_epoch = False  # an epoch's steps have begun
         self._arrive: Callable[[], Any] | None = None
         self._results: Callable[[Any], Any] | None = None  # the model's, where it stands back
-        self.position = Position()
+        self.position = LoopPosition()
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         """Lets this follow the `fit` that is called inside."""
         build = getattr(self._model, KERAS_BUILD)
         setattr(self._model, KERAS_BUILD, functools.partial(self._build, build))
@@ -87,7 +87,7 @@ class Follower:
             setattr(self._model, KERAS_INITIAL_EPOCH, None)
 
     def resume(
-        self, position: Position, first_epoch: int, logs: Any, own: Mapping[str, Any], arrive: Callable[[], Any]
+        self, position: LoopPosition, first_epoch: int, logs: Any, own: Mapping[str, Any], arrive: Callable[[], Any]
     ) -> None:
         """Makes the loop go on from a place. Call it in `on_train_begin`.
 
@@ -100,13 +100,13 @@ class Follower:
         """
         self.position = position
         self._resumes, self._arrive = True, arrive
-        self.state.put(own, goes_on=position.epoch_step > 0)
+        self.state.load(own, goes_on=position.epoch_step > 0)
         setattr(self._model, KERAS_INITIAL_EPOCH, first_epoch)
         if position.epoch_step:
             self._results = getattr(self._model, KERAS_LOGS)
             setattr(self._model, KERAS_LOGS, lambda own: self._results(own or logs))
 
-    def stepped(self, end_step: int, steps: int | None) -> None:
+    def on_execution_end(self, end_step: int, steps: int | None) -> None:
         """Says that the loop has done an execution of steps.
 
         Args:
@@ -126,7 +126,7 @@ class Follower:
 
     def doubts(self) -> Iterator[str]:
         """Yields why a resume will not be exact because of the data, and the remedies."""
-        yield from unsaved_randomness.of_data(self._sources)
+        yield from unsaved_randomness.data_doubts(self._sources)
         yield from self.state.doubts()
 
     def _build(self, build: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
@@ -134,8 +134,8 @@ class Follower:
             build(iterator=iterator, data_batch=data_batch)
             return
         self._sources = getattr(getattr(iterator, KERAS_DATA, None), "sources", [])
-        self.state = DataState(self._sources, iterator.data_adapter, self._is_backed_up)
-        with self.state.undrawn():
+        self.state = DatasetRandomState(self._sources, iterator.data_adapter, self._is_backed_up)
+        with self.state.preserve_seed_generators():
             build(iterator=iterator, data_batch=data_batch)
         self._loop = iterator
         setattr(iterator, KERAS_ENUMERATE, self._enumerate)
@@ -149,13 +149,13 @@ class Follower:
     def __iter__(self) -> Any:
         """Begins a pass over the data."""
         data = getattr(type(self._loop), KERAS_GET_ITERATOR)(self._loop)
-        place, goes_on = self.position, self._goes_on_in_pass
+        place, goes_on = self.position, self._resumes_within_pass
         setattr(self._loop, KERAS_ITERATORS[0], None)  # or the pass before might read ahead, and draw random numbers
         if not goes_on:
             place.passes, place.drawn = place.passes + 1, 0
         if self._resumes:
-            return starting_at(data, place.passes, place.drawn, self.state.resumption(place.passes, goes_on))
-        if self._is_amid and self._loop.steps_per_epoch is None and self._sources:
+            return iterator_from_step(data, place.passes, place.drawn, self.state.prepare_replay(place.passes, goes_on))
+        if self._resumes_within_epoch and self._loop.steps_per_epoch is None and self._sources:
             # Keras throws this pass away. It would read ahead and draw random numbers until then; shuffles count it all the same.
             self._model.distribute_strategy.statistics.synchronize()
             for source in self._sources:
@@ -165,19 +165,19 @@ class Follower:
         return iter(data)
 
     @property
-    def _goes_on_in_pass(self) -> bool:
+    def _resumes_within_pass(self) -> bool:
         place = self.position
         return bool(self._resumes and place.passes and (place.epoch_step or self._loop.steps_per_epoch))
 
     def _enumerate(self) -> Iterator[Any]:
         loop, place = self._loop, self.position
-        self._is_amid = False
+        self._resumes_within_epoch = False
         self.state.begin_epoch()
-        if self._resumes and not self._goes_on_in_pass:
+        if self._resumes and not self._resumes_within_pass:
             self.state.restore("now")
         done, resumes = place.epoch_step, self._resumes
         for begin, end, data in getattr(type(loop), KERAS_ENUMERATE)(loop):
-            self._is_amid = True
+            self._resumes_within_epoch = True
             if self._resumes:
                 # Of earlier epochs, in the same pass.
                 setattr(loop, KERAS_STEPS_SEEN, getattr(loop, KERAS_STEPS_SEEN) + place.drawn - done)

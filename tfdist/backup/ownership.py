@@ -17,7 +17,7 @@ FILE = "run"
 _THIS_RUN = f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex})"
 
 
-class Claim:
+class OwnershipMarker:
     """A run's claim to a folder; for the chief.
 
     Args:
@@ -28,7 +28,7 @@ class Claim:
         self._folder = folder
         self._path = os.path.join(folder, FILE)
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Takes the folder over from any other run."""
         with tf.io.gfile.GFile(self._path, "w") as file:
             file.write(_THIS_RUN)

@@ -10,17 +10,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.backup.storage import SHARED, Storage, Torn
+from tfdist.backup.storage import SHARED, CorruptBackupError, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime.log import say
+from tfdist.runtime.log import log
 
 FORMAT = 1
 _SHARED_WITHIN = 30.0  # seconds in which a file of the chief's shows on the other tasks
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy:
+class Snapshot:
     """What one backup holds.
 
     Attributes:
@@ -36,7 +36,7 @@ class Copy:
     own: Mapping[str, Any]
 
 
-def find(storage: Storage, ranks: Ranks, replicas: int) -> Copy | None:
+def find_backup(storage: Storage, ranks: Ranks, replicas: int) -> Snapshot | None:
     """Reads the newest whole backup. A collective.
 
     Args:
@@ -53,24 +53,24 @@ def find(storage: Storage, ranks: Ranks, replicas: int) -> Copy | None:
     """
     _check_folder(storage, ranks)
     steps, completed = storage.steps(), storage.completed()
-    found: Copy | None = None
+    found: Snapshot | None = None
     torn: list[str] = []
-    while found is None and (step := ranks.broadcast_number(steps.pop(0) if steps else -1)) >= 0:
+    while found is None and (step := ranks.broadcast_scalar(steps.pop(0) if steps else -1)) >= 0:
         why = ""
         try:
             if step not in completed:
-                raise Torn(f"{storage.path(step)} was not finished")
+                raise CorruptBackupError(f"{storage.path(step)} was not finished")
             manifest = storage.read_manifest(step)
             _check_cluster(storage, step, manifest, ranks.size, replicas)
-            copy = Copy(step, manifest, storage.read_part(step, SHARED), storage.read_part(step, storage.part))
-        except Torn as e:
+            copy = Snapshot(step, manifest, storage.read_part(step, SHARED), storage.read_part(step, storage.part))
+        except CorruptBackupError as e:
             why = str(e)
         if not ranks.any(bool(why)):
             found = copy
         elif why:
             torn.append(why)
             if ranks.is_chief or step in completed:
-                say(f"{why}; trying the backup before it")
+                log(f"{why}; trying the backup before it")
     if found is None and ranks.any(bool(completed)):
         raise BackupError(
             f"{storage.folder!r} holds backups, but none is whole: {'; '.join(torn) or 'another task says why'}. "
@@ -79,13 +79,13 @@ def find(storage: Storage, ranks: Ranks, replicas: int) -> Copy | None:
     return found
 
 
-def stored_seed(folder: str) -> int | None:
+def read_seed(folder: str) -> int | None:
     """Returns the random seed of the newest backup in a folder that can be read, or None."""
     storage = Storage(folder, 0, 1)
     for step in storage.steps():
         try:
             return storage.read_manifest(step)["seed"]
-        except Torn:
+        except CorruptBackupError:
             pass
     return None
 

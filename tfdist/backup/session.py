@@ -16,9 +16,9 @@ from keras.src.utils.python_utils import pythonify_logs
 from tensorflow.python.eager import context as eager_context
 
 from tfdist.backup import compatibility, unsaved_randomness
-from tfdist.backup.data_position import Follower, Position
-from tfdist.backup.ownership import Claim
-from tfdist.backup.search import FORMAT, Copy, find
+from tfdist.backup.data_position import LoopPosition, LoopTracker
+from tfdist.backup.ownership import OwnershipMarker
+from tfdist.backup.search import FORMAT, Snapshot, find_backup
 from tfdist.backup.state import TrainingState
 from tfdist.backup.storage import SHARED, Storage
 from tfdist.collectives.ranks import Ranks
@@ -26,7 +26,7 @@ from tfdist.compat import optimizer_search
 from tfdist.errors import ConfigError
 from tfdist.runtime import exit_status, progress
 from tfdist.runtime.background import Background
-from tfdist.runtime.log import say
+from tfdist.runtime.log import log
 
 if TYPE_CHECKING:
     from tfdist.backup.callback import BackupAndRestore
@@ -44,23 +44,23 @@ class BackupSession:
         model: keras.Model,
         ranks: Ranks,
         arguments: Mapping[str, Any],
-        settle: Callable[[], None],
-        others_go: Callable[[], bool],
+        drain: Callable[[], None],
+        peer_preempted: Callable[[], bool],
         told: progress.Progress,
     ):
         self._callbacks: Sequence[keras.callbacks.Callback] = ()
-        self.follower = Follower(model)
+        self.loop_tracker = LoopTracker(model)
         self.writer = Background()
-        self.before_validation: Copy | None = None
+        self.before_validation: Snapshot | None = None
         self._options = options
         self._storage = storage
-        self._claim = Claim(storage.folder)
+        self._ownership = OwnershipMarker(storage.folder)
         self._model = model
         self._ranks = ranks
-        self._settle = settle
-        self._others_go = others_go
+        self._drain_steps = drain
+        self._peer_preempted = peer_preempted
         self._strategy = model.distribute_strategy
-        self._found: Copy | None = None
+        self._found: Snapshot | None = None
         self._about: dict[str, Any] = {"fit": dict(arguments), **options._config}
         self._progress = told
         self._last_logs: Any = None
@@ -69,17 +69,17 @@ class BackupSession:
         self._executions = 0
         self._watch: unsaved_randomness.StepWatch | None = None
 
-    def find(self) -> None:
+    def find_backup(self) -> None:
         """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
-        self._found = find(self._storage, self._ranks, self._strategy.num_replicas_in_sync)
+        self._found = find_backup(self._storage, self._ranks, self._strategy.num_replicas_in_sync)
         before = eager_context.global_seed()
         seed = self._found.manifest["seed"] if self._found else before
         if seed is None:
-            seed = int(self._ranks.broadcast_number(int.from_bytes(os.urandom(4), "little") >> 1))
+            seed = int(self._ranks.broadcast_scalar(int.from_bytes(os.urandom(4), "little") >> 1))
         if before != seed:
             tf.random.set_seed(seed)
             if self._found:
-                say(
+                log(
                     "the random seed is not that of the backup, which now holds; a dataset that was made before, and "
                     "shuffles, comes in another order. Set one first, or give the Trainer the backup_dir."
                 )
@@ -103,25 +103,25 @@ class BackupSession:
     def _logs_in_files(self) -> list[keras.callbacks.CSVLogger]:
         return [each for each in self._callbacks if isinstance(each, keras.callbacks.CSVLogger)]
 
-    def begin(self, epochs: int) -> None:
+    def on_train_begin(self, epochs: int) -> None:
         """Puts the state back, once Keras has built all variables."""
         self._state = TrainingState(self._model, self._callbacks)
         self._state.check()
         # In this order, as what comes last follows from what comes first.
-        self._about |= {**compatibility.about(self._model), "variables": self._state.form()}
-        self._about = compatibility.plain(self._about)
+        self._about |= {**compatibility.describe_model(self._model), "variables": self._state.signature()}
+        self._about = compatibility.to_jsonable(self._about)
         self._trained = any(
             keras.ops.convert_to_numpy(each.iterations) for each in optimizer_search.optimizers(self._model)
         )
         if self._warns:
-            unsaved_randomness.warn(list(self.follower.doubts()))
+            unsaved_randomness.warn_if_inexact(list(self.loop_tracker.doubts()))
         found = self._found
         if found is None:
-            self.follower.position.epoch = self._about["fit"].get("initial_epoch", 0)
-            self._progress.tell(0, 0)
+            self.loop_tracker.position.epoch = self._about["fit"].get("initial_epoch", 0)
+            self._progress.write(0, 0)
             self._take_folder(after=-1)
             return
-        then = compatibility.filled(found.manifest["about"], compatibility.plain(self._options._defaults))
+        then = compatibility.filled(found.manifest["about"], compatibility.to_jsonable(self._options._defaults))
         for number, optimizer in self._about["optimizer"].items():
             # A rate that this process may have changed before is state; the backup's holds.
             if self._trained and number in then["optimizer"]:
@@ -133,20 +133,20 @@ class BackupSession:
                 f"{more}. To train from the beginning, remove {self._storage.folder!r} or choose another backup_dir."
             )
         self._take_folder(after=found.step)
-        position = Position(**found.manifest["position"])
+        position = LoopPosition(**found.manifest["position"])
         stops = found.manifest["stop_training"]
-        self._last_logs = self._state.put(found.shared, found.own)
+        self._last_logs = self._state.restore(found.shared, found.own)
         self._saved = found.step
         for callback in self._logs_in_files():
             _cut_log(callback, position.epoch)
         first = epochs if stops and not position.epoch_step else position.epoch
-        self.follower.resume(position, first, self._last_logs, found.own, self._arrive)
-        self._progress.tell(position.step, position.step)
-        if forgotten := self._state.forgotten():
-            say(f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()")
+        self.loop_tracker.resume(position, first, self._last_logs, found.own, self._restore_again)
+        self._progress.write(position.step, position.step)
+        if forgotten := self._state.unsaved_callbacks():
+            log(f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()")
         if self._ranks.is_chief:
             where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
-            say(
+            log(
                 f"going on from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
                 f"of {self._storage.path(found.step)}"
             )
@@ -154,76 +154,76 @@ class BackupSession:
     def _take_folder(self, after: float) -> None:
         """Makes the folder this run's, and removes what it has of backups after the one that the run goes on from."""
         if self._ranks.is_chief:
-            self._claim.take()
+            self._ownership.acquire()
         self._ranks.barrier()
         self._storage.clean(after)
         self._ranks.barrier()
 
-    def _arrive(self) -> None:
+    def _restore_again(self) -> None:
         """Puts the state back once more, after what Keras and callbacks do at an epoch's begin."""
         found, self._found = self._found, None
         if found and found.manifest["position"]["epoch_step"]:
-            self._state.put(found.shared, found.own)
+            self._state.restore(found.shared, found.own)
             self._model.stop_training = found.manifest["stop_training"]
 
-    def stepped(self, batch: int, steps: int | None, logs: Any) -> None:
+    def on_execution_end(self, batch: int, steps: int | None, logs: Any) -> None:
         """Looks, after an execution of steps, whether it is time to save."""
         self.writer.check()
-        before = self.follower.position.step
-        self.follower.stepped(batch, steps)
-        now = self.follower.position.step
-        self._progress.tell(done=now)
+        before = self.loop_tracker.position.step
+        self.loop_tracker.on_execution_end(batch, steps)
+        now = self.loop_tracker.position.step
+        self._progress.write(done=now)
         self._last_logs = logs
-        self._watch_steps()
+        self._start_watching_steps()
         freq = self._options.save_freq
-        go, due = self._heard(self._model.train_function)
-        if go:
-            self._leave(self._take())
-        if due or (isinstance(freq, int) and now // freq > before // freq):
+        should_stop, should_save = self._agree(self._model.train_function)
+        if should_stop:
+            self._save_and_exit(self._capture())
+        if should_save or (isinstance(freq, int) and now // freq > before // freq):
             self._save()
 
-    def _watch_steps(self) -> None:
+    def _start_watching_steps(self) -> None:
         """Says after the second execution of steps what a backup cannot hold."""
         self._executions += 1
         if self._executions == 1 and self._warns:
-            known = [*self._state.held(), getattr(self._strategy, "notes", None)]
+            known = [*self._state.local_variables(), getattr(self._strategy, "notes", None)]
             self._watch = unsaved_randomness.StepWatch(self._model.train_function, known)
         elif self._executions == 2:
-            self._end_watch()
+            self._warn_of_watched_steps()
 
-    def _end_watch(self) -> None:
+    def _warn_of_watched_steps(self) -> None:
         watch, self._watch = self._watch, None
         if watch:
-            unsaved_randomness.warn(list(watch.doubts()))
+            unsaved_randomness.warn_if_inexact(list(watch.doubts()))
 
-    def ended(self, epoch: int, last: bool) -> None:
+    def on_epoch_end(self, epoch: int, last: bool) -> None:
         """Saves at the end of an epoch, if asked to, and of the last one."""
         self.writer.check()
-        self.follower.next_epoch(epoch)
-        self._end_watch()  # the epoch may have had one execution
-        if self._ranks.size == 1 and self._told_to_go:
-            self._leave(self._take())
+        self.loop_tracker.next_epoch(epoch)
+        self._warn_of_watched_steps()  # the epoch may have had one execution
+        if self._ranks.size == 1 and self._is_preempted:
+            self._save_and_exit(self._capture())
         if self._options.save_freq == "epoch" or last or self._model.stop_training:
             self._save()
 
-    def validate(self) -> None:
+    def on_validation_begin(self) -> None:
         """Keeps what the training is before a validation, which may have to be left."""
         if self._options.preemption:
-            self.before_validation = self._take(to_host=False)
+            self.before_validation = self._capture(to_host=False)
 
-    def validated(self, batch: int) -> None:
+    def on_validation_batch_end(self, batch: int) -> None:
         """Leaves a validation if told to."""
-        go, _ = self._heard(self._model.test_function)
-        if go and self.before_validation:
-            self._leave(self.before_validation)
+        should_stop, _ = self._agree(self._model.test_function)
+        if should_stop and self.before_validation:
+            self._save_and_exit(self.before_validation)
 
-    def finish(self) -> None:
+    def on_train_end(self) -> None:
         """Waits for the last backup, and removes what is too old."""
         self.writer.finish()
         self._ranks.barrier()
         self._storage.clean()
         if self._ranks.is_chief:
-            self._claim.release()
+            self._ownership.release()
 
     @property
     def _warns(self) -> bool:
@@ -231,33 +231,33 @@ class BackupSession:
         return self._ranks.is_chief and not isinstance(self._strategy, tf.distribute.ParameterServerStrategy)
 
     @property
-    def _told_to_go(self) -> bool:
-        return bool(self._options.preemption and (self._options.preemption.noticed or self._others_go()))
+    def _is_preempted(self) -> bool:
+        return bool(self._options.preemption and (self._options.preemption.requested or self._peer_preempted()))
 
-    def _heard(self, function: Any) -> tuple[bool, bool]:
+    def _agree(self, function: Any) -> tuple[bool, bool]:
         """Returns whether to save and go, and whether it is time to save; all ranks the same at the same step."""
         seconds = self._options.save_every_seconds
-        due = bool(self._ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
+        should_save = bool(self._ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
         if self._ranks.size == 1:
-            return self._told_to_go, due
-        heard = getattr(function, "heard", None)
-        if self._told_to_go or due:
-            self._strategy.notes.assign([float(self._told_to_go), float(due)])
-        if heard is None:
+            return self._is_preempted, should_save
+        flags = getattr(function, "agreed_flags", None)
+        if self._is_preempted or should_save:
+            self._strategy.notes.assign([float(self._is_preempted), float(should_save)])
+        if flags is None:
             return False, False
-        go, due = (heard.numpy() > 0).tolist()
-        return go, due
+        should_stop, should_save = (flags.numpy() > 0).tolist()
+        return should_stop, should_save
 
     def _logs(self) -> Any:
         """Returns the last step's logs, as the epoch has them if there are no further steps in it."""
         computed: dict[str, Any] = getattr(self._model.train_function, "computed_logs", dict)()
         return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
 
-    def _take(self, to_host: bool = True) -> Copy:
-        self._settle()
-        position = self.follower.position
-        shared, own = self._state.take(self._logs(), to_host)
-        own |= self.follower.state.take()
+    def _capture(self, to_host: bool = True) -> Snapshot:
+        self._drain_steps()
+        position = self.loop_tracker.position
+        shared, own = self._state.capture(self._logs(), to_host)
+        own |= self.loop_tracker.state.capture()
         manifest = {
             "format": FORMAT,
             "tasks": self._ranks.size,
@@ -267,41 +267,41 @@ class BackupSession:
             "seed": self._seed,
             "about": self._about,
         }
-        return Copy(position.step + (0 if position.epoch_step else 0.5), manifest, shared, own)
+        return Snapshot(position.step + (0 if position.epoch_step else 0.5), manifest, shared, own)
 
     def _save(self) -> None:
         self.writer.finish()
-        copy = self._take()
+        snapshot = self._capture()
         self._saved_at = time.monotonic()
         if self._ranks.size > 1:
-            self._strategy.notes.assign([float(self._told_to_go), 0.0])
-        self.writer.start(lambda: self._write(copy))
+            self._strategy.notes.assign([float(self._is_preempted), 0.0])
+        self.writer.start(lambda: self._write(snapshot))
 
-    def _leave(self, copy: Copy) -> None:
+    def _save_and_exit(self, snapshot: Snapshot) -> None:
         """Saves, and ends this process with the exit code that asks for another start."""
         self.writer.finish()
-        self._write(copy)
+        self._write(snapshot)
         with contextlib.suppress(tf.errors.OpError):  # of one that could not save
             self._ranks.barrier()  # or a scheduler might kill those that still write, as one has ended
         if self._ranks.is_chief:
-            say(f"told to end (SIGTERM): saved at step {int(copy.step)}")
+            log(f"told to end (SIGTERM): saved at step {int(snapshot.step)}")
         sys.exit(exit_status.PREEMPTED)
 
-    def _write(self, copy: Copy) -> None:
-        if copy.step == self._saved:  # there already, the same on all ranks
+    def _write(self, snapshot: Snapshot) -> None:
+        if snapshot.step == self._saved:  # there already, the same on all ranks
             return
         storage = self._storage
         if self._ranks.is_chief:
-            self._claim.check()
-        storage.write_part(copy.step, storage.part, copy.own)
+            self._ownership.check()
+        storage.write_part(snapshot.step, storage.part, snapshot.own)
         if self._ranks.is_chief:
-            storage.write_part(copy.step, SHARED, copy.shared)
-            self._claim.check()
-            storage.write_manifest(copy.step, copy.manifest, self._options.keep)
-            self._progress.tell(saved=int(copy.step))
+            storage.write_part(snapshot.step, SHARED, snapshot.shared)
+            self._ownership.check()
+            storage.write_manifest(snapshot.step, snapshot.manifest, self._options.keep)
+            self._progress.write(saved=int(snapshot.step))
         else:
             storage.clean()
-        self._saved = copy.step
+        self._saved = snapshot.step
 
 
 def _cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import optimizer_search
-from tfdist.errors import ConfigError, shown
+from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 
 # What Keras' own callbacks remember from one step or epoch to another.
-_REMEMBERED: Mapping[type, Sequence[str]] = {
+_KERAS_CALLBACK_STATE: Mapping[type, Sequence[str]] = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
     keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
@@ -42,21 +42,21 @@ class TrainingState:
     def __init__(self, model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]):
         self._strategy = model.distribute_strategy
         self._statistics: MovingStatistics = self._strategy.statistics
-        self._callbacks = dict(_named(callbacks))
+        self._callbacks = dict(_stateful_callbacks(callbacks))
         self._unnamed = [c for c in callbacks if c not in self._callbacks.values()]
         self._variables = dict(_variables(model))
         slots = {id(v.value) for optimizer in optimizer_search.optimizers(model) for v in optimizer.variables}
         self._own = {
             name
             for name, variable in self._variables.items()
-            if _differs_between_replicas(variable, is_slot=id(variable) in slots)
+            if _is_per_replica(variable, is_slot=id(variable) in slots)
         }
 
-    def form(self) -> dict[str, str]:
+    def signature(self) -> dict[str, str]:
         """Returns each variable's shape and type, by name."""
         return {name: f"{v.dtype.name}{list(v.shape)}" for name, v in self._variables.items()}
 
-    def take(self, logs: Any = None, to_host: bool = True) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+    def capture(self, logs: Any = None, to_host: bool = True) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
         """Returns what all ranks share, and what is this rank's own.
 
         Nothing is copied within a device: TensorFlow copies a variable whose value is held when it next changes it.
@@ -79,11 +79,11 @@ class TrainingState:
             if (seed := random_seeds.global_seed(self._strategy)) is not None:
                 own |= {f"{_GLOBAL_SEED}{n}": tf.identity(value) for n, value in enumerate(self._components(seed))}
             arrays: dict[str, np.ndarray] = {}
-            remembered = {name: _packed(_remembered(c), name, arrays) for name, c in self._callbacks.items()}
+            remembered = {name: _to_json(_get_state(c), name, arrays) for name, c in self._callbacks.items()}
             rest = {
                 "callbacks": remembered,
                 "synchronized": self._statistics.synchronized,
-                "logs": _packed(logs, "logs", arrays),
+                "logs": _to_json(logs, "logs", arrays),
             }
             own |= {_ARRAY + name: tf.convert_to_tensor(array) for name, array in arrays.items()}
             own[_REST] = tf.constant(json.dumps(rest))
@@ -96,10 +96,10 @@ class TrainingState:
             ConfigError: Which of it.
         """
         for name, callback in self._callbacks.items():
-            _packed(_remembered(callback), name, {})
+            _to_json(_get_state(callback), name, {})
 
-    def put(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Any:
-        """Puts back what `take` returned, read from a backup of a training of the same form; returns the logs."""
+    def restore(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Any:
+        """Puts back what `capture` returned, read from a backup of a training of the same form; returns the logs."""
         for name, variable in self._variables.items():
             for number, component in enumerate(self._components(variable)):
                 component.assign(own[f"{name}/{number}"] if name in self._own else shared[name])
@@ -111,17 +111,17 @@ class TrainingState:
         arrays = {name.removeprefix(_ARRAY): value for name, value in own.items() if name.startswith(_ARRAY)}
         for name, callback in self._callbacks.items():
             if name in rest["callbacks"]:
-                _remind(callback, _unpacked(rest["callbacks"][name], arrays))
+                _set_state(callback, _from_json(rest["callbacks"][name], arrays))
         self._statistics.synchronized = rest["synchronized"]
-        return _unpacked(rest["logs"], arrays)
+        return _from_json(rest["logs"], arrays)
 
-    def held(self) -> list[tf.Variable]:
+    def local_variables(self) -> list[tf.Variable]:
         """Returns this process's components of all variables that are taken."""
         seed = random_seeds.global_seed(self._strategy)
         every = [*self._variables.values(), *([] if seed is None else [seed])]
         return [component for variable in every for component in self._components(variable)]
 
-    def forgotten(self) -> list[str]:
+    def unsaved_callbacks(self) -> list[str]:
         """Returns the classes of the user's callbacks that may remember something, which is not backed up."""
         own = [c for c in self._unnamed if not type(c).__module__.startswith(("keras.", "tfdist."))]
         return sorted({type(callback).__qualname__ for callback in own if vars(callback).keys() - _BARE})
@@ -143,26 +143,28 @@ def _variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
         yield f"{number}/{name}", variable
 
 
-def _differs_between_replicas(variable: tf.Variable, is_slot: bool) -> bool:
+def _is_per_replica(variable: tf.Variable, is_slot: bool) -> bool:
     """Whether each replica has a value of its own: statistics, metrics, seeds, and what a step counts for itself."""
     if getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ:
         return True
     return not is_slot and not variable.trainable and variable.aggregation == tf.VariableAggregation.NONE
 
 
-def _named(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+def _stateful_callbacks(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> Iterator[tuple[str, keras.callbacks.Callback]]:
     """Yields the callbacks that remember anything, by their class and their number within it."""
     counts: dict[str, int] = {}
     for callback in callbacks:
-        if hasattr(callback, "state_dict") or isinstance(callback, tuple(_REMEMBERED)):
+        if hasattr(callback, "state_dict") or isinstance(callback, tuple(_KERAS_CALLBACK_STATE)):
             name = type(callback).__qualname__
             counts[name] = counts.get(name, 0) + 1
             yield f"{name}-{counts[name]}", callback
 
 
-def _remembered(callback: keras.callbacks.Callback) -> dict[str, Any]:
+def _get_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    for kind, names in _REMEMBERED.items():
+    for kind, names in _KERAS_CALLBACK_STATE.items():
         if isinstance(callback, kind):
             # In a list of their own, as training changes them while they are written.
             state |= {name: getattr(callback, name) for name in names if hasattr(callback, name)}
@@ -171,21 +173,21 @@ def _remembered(callback: keras.callbacks.Callback) -> dict[str, Any]:
     return state
 
 
-def _remind(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
+def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
     if "state_dict" in state:
         callback.load_state_dict(state.pop("state_dict"))
     for name, value in state.items():
         setattr(callback, name, value)
 
 
-def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+def _to_json(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     """Returns a value as JSON has it, its arrays by name, which are put into `arrays`."""
     if isinstance(value, Mapping):
         if any(not isinstance(key, str) for key in value) or _ARRAY in value or _PAIRS in value:
-            return {_PAIRS: _packed(list(value.items()), name, arrays)}
-        return {key: _packed(each, f"{name}/{key}", arrays) for key, each in value.items()}
+            return {_PAIRS: _to_json(list(value.items()), name, arrays)}
+        return {key: _to_json(each, f"{name}/{key}", arrays) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_packed(each, f"{name}/{number}", arrays) for number, each in enumerate(value)]
+        return [_to_json(each, f"{name}/{number}", arrays) for number, each in enumerate(value)]
     if isinstance(value, np.generic) and not isinstance(value, np.str_):
         return value.item() if isinstance(value, (np.floating, np.integer, np.bool_)) else str(value)
     if isinstance(value, (np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
@@ -203,15 +205,15 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
 def _unstorable(name: str, value: Any) -> ConfigError:
     return ConfigError(
         f"What callbacks remember cannot be backed up: {name} is a {type(value).__name__}. Let state_dict() return numbers, texts, "
-        f"None, arrays of numbers or texts, and lists and dicts of them. Received: {shown(value)}."
+        f"None, arrays of numbers or texts, and lists and dicts of them. Received: {format_value(value)}."
     )
 
 
-def _unpacked(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+def _from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     if isinstance(value, dict):
         if set(value) == {_ARRAY}:
             return arrays[value[_ARRAY]]
         if set(value) == {_PAIRS}:
-            return {key: each for key, each in _unpacked(value[_PAIRS], arrays)}
-        return {key: _unpacked(each, arrays) for key, each in value.items()}
-    return [_unpacked(each, arrays) for each in value] if isinstance(value, list) else value
+            return {key: each for key, each in _from_json(value[_PAIRS], arrays)}
+        return {key: _from_json(each, arrays) for key, each in value.items()}
+    return [_from_json(each, arrays) for each in value] if isinstance(value, list) else value

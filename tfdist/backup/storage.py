@@ -36,7 +36,7 @@ _PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 
 
-class Torn(Exception):
+class CorruptBackupError(Exception):
     """Why a backup is not whole."""
 
 
@@ -77,7 +77,7 @@ class Storage:
             state = None
         paths = getattr(state, "all_model_checkpoint_paths", ())
         named = {_number(match) for path in paths if (match := _STEP.search(path))}
-        return named | {step for step in self.steps() if self._has_manifest(step)}
+        return named | {step for step in self.steps() if self._is_complete(step)}
 
     def path(self, step: float, name: str = "") -> str:
         """Returns the path of a backup, or of one of its files."""
@@ -101,7 +101,7 @@ class Storage:
                     tensors=[tf.convert_to_tensor(tensors[name]) for name in names],
                 )
         except (tf.errors.OpError, OSError) as e:
-            raise _unwritten(prefix, e) from e
+            raise _write_error(prefix, e) from e
 
     def read_part(self, step: float, part: str) -> dict[str, np.ndarray]:
         """Returns what `write_part` wrote.
@@ -114,7 +114,7 @@ class Storage:
             reader = tf.train.load_checkpoint(prefix)
             return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
         except Exception as e:  # TensorFlow raises what it likes on a damaged file
-            raise Torn(f"{prefix} cannot be read: {_first_line(e)}") from e
+            raise CorruptBackupError(f"{prefix} cannot be read: {_first_line(e)}") from e
 
     def write_manifest(self, step: float, values: Mapping[str, Any], keep: int) -> None:
         """Makes a backup valid, once all ranks have written their parts; removes what is too old. On the chief.
@@ -131,7 +131,7 @@ class Storage:
         try:
             files: dict[str, Any] = {}
             for part in (SHARED, *(f"rank-{rank}" for rank in range(self.ranks))):
-                self._await_index(step, part)
+                self._wait_for_index(step, part)
                 for data in tf.io.gfile.glob(self.path(step, f"{part}.data-?????-of-?????")):
                     files[os.path.basename(data)] = {"bytes": tf.io.gfile.stat(data).length}
                 index = self._bytes(step, f"{part}.index")
@@ -139,12 +139,12 @@ class Storage:
             body = json.loads(json.dumps({**values, "files": files}))  # as it will be read
             body["crc32"] = _checksum(body)
             self._replace(path, json.dumps(body, indent=1))
-            whole = [s for s in self.steps() if self._has_manifest(s)]
+            whole = [s for s in self.steps() if self._is_complete(s)]
             self._name_all(sorted(whole[:keep]))
             for old in whole[keep:]:
                 self.remove(old)
         except (tf.errors.OpError, OSError) as e:
-            raise _unwritten(path, e) from e
+            raise _write_error(path, e) from e
 
     def _name_all(self, steps: Sequence[float]) -> None:
         # As TensorFlow would, but relative to the folder, which may be moved.
@@ -166,9 +166,9 @@ class Storage:
         try:
             body = json.loads(self._bytes(step, MANIFEST))
         except (tf.errors.OpError, OSError, ValueError) as e:
-            raise Torn(f"{self.path(step, MANIFEST)} cannot be read: {_first_line(e)}") from e
+            raise CorruptBackupError(f"{self.path(step, MANIFEST)} cannot be read: {_first_line(e)}") from e
         if not isinstance(body, dict) or body.pop("crc32", None) != _checksum(body):
-            raise Torn(f"{self.path(step, MANIFEST)} is not what was written")
+            raise CorruptBackupError(f"{self.path(step, MANIFEST)} is not what was written")
         for name, expected in body["files"].items():
             path = self.path(step, name)
             try:
@@ -178,9 +178,9 @@ class Storage:
                     "crc32" in expected and zlib.crc32(self._bytes(step, name)),
                 )
             except (tf.errors.OpError, OSError) as e:
-                raise Torn(f"{path} is missing") from e
+                raise CorruptBackupError(f"{path} is missing") from e
             if not whole:
-                raise Torn(f"{path} is not what was written")
+                raise CorruptBackupError(f"{path} is not what was written")
         return body
 
     def clean(self, after: float | None = None) -> None:
@@ -192,8 +192,8 @@ class Storage:
         """
         steps = self.steps()
         if after is None:
-            newest = next((step for step in steps if self._has_manifest(step)), 0)
-            useless = [step for step in steps if step < newest and not self._has_manifest(step)]
+            newest = next((step for step in steps if self._is_complete(step)), 0)
+            useless = [step for step in steps if step < newest and not self._is_complete(step)]
         else:
             useless = [step for step in steps if step > after]
         for step in useless:
@@ -226,7 +226,7 @@ class Storage:
         except tf.errors.NotFoundError:
             pass
 
-    def _has_manifest(self, step: float) -> bool:
+    def _is_complete(self, step: float) -> bool:
         return tf.io.gfile.exists(self.path(step, MANIFEST))
 
     def _remove_file(self, path: str) -> None:
@@ -239,7 +239,7 @@ class Storage:
         with tf.io.gfile.GFile(self.path(step, name), "rb") as file:
             return file.read()
 
-    def _await_index(self, step: float, part: str) -> None:
+    def _wait_for_index(self, step: float, part: str) -> None:
         begun = said = time.monotonic()
         while not tf.io.gfile.exists(self.path(step, f"{part}.index")):
             now = time.monotonic()
@@ -266,7 +266,7 @@ def _checksum(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _unwritten(path: str, error: Exception) -> BackupError:
+def _write_error(path: str, error: Exception) -> BackupError:
     return BackupError(f"The backup {path} could not be written: {_first_line(error)}. The backups before it are left.")
 
 

@@ -15,7 +15,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 from tfdist.compat.keras_internals import TF_ORDERED, TF_PARALLEL, TF_TRACED
 from tfdist.data.graph import functions, nodes, walk
 from tfdist.data.random_state import random_states
-from tfdist.runtime.log import say
+from tfdist.runtime.log import log
 
 _NAMED = 3  # places that a sentence names
 _LIBRARIES = tuple(
@@ -25,13 +25,13 @@ _LIBRARIES = tuple(
 _THREADS = "call tf.config.experimental.enable_op_determinism() first, or leave out num_parallel_calls"
 
 
-def warn(doubts: Sequence[str]) -> None:
+def warn_if_inexact(doubts: Sequence[str]) -> None:
     """Says in one sentence why a resume will not be exact, if it will not."""
     if doubts:
-        say(f"resume will not be exact: {'. Nor will it be as '.join(doubts)}.")
+        log(f"resume will not be exact: {'. Nor will it be as '.join(doubts)}.")
 
 
-def of_data(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
+def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
     """Yields why the order of a training's datasets, or what they draw, differs from run to run, and the remedies."""
     if is_op_determinism_enabled():
         return
@@ -61,19 +61,19 @@ class StepWatch:
 
     def doubts(self) -> Iterator[str]:
         """Yields why a resume will not be exact, and the remedies. Call it after the second execution."""
-        yield from of_step(self._function)
+        yield from step_doubts(self._function)
         changed = [variable.name for variable, value in self._before if not np.array_equal(variable.numpy(), value)]
         if changed:
             yield f"the step changes {_listed(changed)}, which the model does not know; make it an attribute of the model or a layer"
 
 
-def of_step(function: Any) -> Iterator[str]:
+def step_doubts(function: Any) -> Iterator[str]:
     """Yields what steps draw from counters that TensorFlow keeps for itself, and the remedy.
 
     Args:
         function: What Keras calls for each execution of steps, once it has run.
     """
-    found = dict.fromkeys(place for traced in graphs(function) for place in _places(traced))
+    found = dict.fromkeys(place for traced in graphs(function) for place in _user_lines(traced))
     if found:
         yield f"the step draws with {_listed(list(found))}, whose state TensorFlow keeps to itself; draw with keras.random instead"
 
@@ -93,10 +93,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _random_nodes(function: Any) -> bool:
-    return any(map(_draws, {node.op for node in nodes(function.graph)}))
+    return any(map(_draws_from_own_counter, {node.op for node in nodes(function.graph)}))
 
 
-def _draws(kind: str) -> bool:
+def _draws_from_own_counter(kind: str) -> bool:
     """Whether operations of a kind draw random numbers from a counter of their own."""
     known = op_def_registry.get(kind)
     if known is None or not known.is_stateful or kind.startswith("Cudnn") or "Dataset" in kind:
@@ -104,18 +104,18 @@ def _draws(kind: str) -> bool:
     return {"seed", "seed2"} <= {attribute.name for attribute in known.attr}
 
 
-def _places(graph: tf.Graph) -> Iterator[str]:
+def _user_lines(graph: tf.Graph) -> Iterator[str]:
     seen = set()
     for operation in graph.get_operations():
-        if _draws(operation.type):
+        if _draws_from_own_counter(operation.type):
             seen.add(operation.name)
-            yield f"{operation.type} ({_line(operation) or operation.name})"
+            yield f"{operation.type} ({_user_line(operation) or operation.name})"
     for node in nodes(graph):
-        if _draws(node.op) and node.name not in seen:
+        if _draws_from_own_counter(node.op) and node.name not in seen:
             yield f"{node.op} ({node.name})"
 
 
-def _line(operation: tf.Operation) -> str | None:
+def _user_line(operation: tf.Operation) -> str | None:
     """Returns the user's line that made an operation, or None."""
     own = [frame for frame in operation.traceback if not frame.filename.startswith(_LIBRARIES)]
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else None

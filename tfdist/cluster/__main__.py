@@ -24,12 +24,12 @@ from tfdist.cluster import preflight
 from tfdist.cluster.jobs import job as job_lib
 from tfdist.cluster.jobs import kubernetes, slurm
 from tfdist.cluster.resolvers import discovery
-from tfdist.cluster.resolvers.environment import Found
+from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.cluster.validation import parameter_server_faults
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import flags as flags_lib
-from tfdist.errors import ClusterError, ConfigError, short
+from tfdist.errors import ClusterError, ConfigError, truncate
 
 FORMATS = ("table", "json", "env", "shell")
 TARGETS = {"slurm": slurm.script, "kubernetes": kubernetes.manifests}
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
                 f"Usage: python -m tfdist.cluster show|check|emit, with the flags that --help lists. "
                 f"Received: {' '.join(argv[1:]) or 'nothing'}"
             )
-        found = discovery.find(
+        found = discovery.resolve(
             source=values.source,
             ps=values.ps,
             timeout=values.timeout,
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     except ClusterError as e:
         print(e, file=sys.stderr)
         return 1
-    if found is None and (hint := discovery.overlooked()):
+    if found is None and (hint := discovery.misconfiguration_hint()):
         print(f"tfdist: {hint}", file=sys.stderr)
     if command == "show":
         print(show(found, values.format))
@@ -122,9 +122,9 @@ def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
         f"proxies: {', '.join(f'{name}={value}' for name, value in proxies.items()) or 'none'}; the cluster passes by them"
     )
     try:
-        with preflight.at_own_address(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
+        with preflight.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
             began = time.monotonic()
-            preflight.wait_for(cluster, [other for other in cluster.tasks() if other != task], timeout)
+            preflight.wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
             time.sleep(min(_LINGER, max(0.0, began + timeout - time.monotonic())))  # others may still look for this one
     except ClusterError as e:
         print(e, file=sys.stderr)
@@ -133,7 +133,7 @@ def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
     return 0
 
 
-def show(found: Found | None, style: str) -> str:
+def show(found: ResolvedCluster | None, style: str) -> str:
     """Returns a cluster as text, in one of `FORMATS`."""
     if found is None:
         return {
@@ -164,7 +164,7 @@ def show(found: Found | None, style: str) -> str:
         rows.append((str(task), "outside of the cluster", "this process"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    read = [f"  {name}={short(value)}" for name, value in found.variables.items()]
+    read = [f"  {name}={truncate(value)}" for name, value in found.variables.items()]
     sets = [f"and sets {name}={value}" for name, value in found.environ.items()]
     return "\n".join([f"from {found.source}", *read, *table, *sets])
 

@@ -27,11 +27,11 @@ _ANSWER = 3.0  # how long an address may take to answer
 _GREETING = b"tfdist "
 _LONGEST = 4096  # bytes of what a task says
 _LINGER = 2.0  # seconds
-WAITS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
+WAITS_FOR_OTHERS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
 _SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
 
 
-def unreachable(
+def unreachable_reason(
     address: str,
     timeout: float = _ANSWER,
     expected: str = "",
@@ -43,14 +43,14 @@ def unreachable(
     Args:
         address: `host:port`.
         timeout: Seconds to wait for an answer.
-        expected: Who should be there, as `greeting` says it: nobody else is looked for. Empty means anybody.
+        expected: Who should be there, as `encode_greeting` says it: nobody else is looked for. Empty means anybody.
         serving: Whether it must be TensorFlow's server.
         heard: Called with what the other one says of its versions.
     """
     host, port = address.rsplit(":", 1)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
-            return _mistaken(connection, expected, serving, heard) if expected else ""
+            return _unexpected_peer(connection, expected, serving, heard) if expected else ""
     except TimeoutError:
         return "no answer"
     except UnicodeError:  # of a name with too long a part, or an empty one
@@ -59,7 +59,7 @@ def unreachable(
         return (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
 
 
-def _mistaken(
+def _unexpected_peer(
     connection: socket.socket, expected: str, serving: bool, heard: Callable[[bytes], object] = lambda line: None
 ) -> str:
     """Returns who has answered, where it is neither who was expected, nor TensorFlow's server."""
@@ -79,7 +79,7 @@ def _mistaken(
     found = first.decode(errors="replace").strip()
     if found == expected:
         heard(second)
-        return WAITS if serving else ""
+        return WAITS_FOR_OTHERS if serving else ""
     (_, mine, name), (_, other, task) = expected.split(" ", 2), [*found.split(" ", 2), "", ""][:3]
     return (
         f"{task} answers there, not {name}"
@@ -88,12 +88,12 @@ def _mistaken(
     )
 
 
-def greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
+def encode_greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
     """Returns what a task says of itself: which cluster it knows, and who it is in it."""
     return f"tfdist {hashlib.sha256(repr(cluster).encode()).hexdigest()[:16]} {task}"
 
 
-def missing(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: bool = False) -> dict[TaskSpec, str]:
+def unreachable_tasks(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: bool = False) -> dict[TaskSpec, str]:
     """Returns those of `tasks` at whose addresses nothing listens, and why; the system answers for a process that is busy.
 
     Args:
@@ -103,12 +103,14 @@ def missing(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: bool = Fal
     """
 
     def why_not(task: TaskSpec, seconds: float) -> str:
-        return unreachable(cluster.address(task), seconds, greeting(cluster, task) if serving else "", serving)
+        return unreachable_reason(
+            cluster.address(task), seconds, encode_greeting(cluster, task) if serving else "", serving
+        )
 
-    return _Inquiry(why_not).ask(tasks)
+    return _ReachabilityProbe(why_not).ask(tasks)
 
 
-class _Inquiry:
+class _ReachabilityProbe:
     """Asks tasks at once, each in a thread: the system may look for a name for as long as it likes.
 
     Args:
@@ -139,12 +141,12 @@ class _Inquiry:
         self._reasons[task] = self._why_not(task, seconds)
 
 
-def describe(cluster: ClusterSpec, absent: dict[TaskSpec, str]) -> str:
+def format_tasks(cluster: ClusterSpec, absent: dict[TaskSpec, str]) -> str:
     """Returns `worker:1 at host:2222 (connection refused), ...`."""
     return ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in absent.items())
 
 
-def wait_for(
+def wait_until_reachable(
     cluster: ClusterSpec,
     tasks: Iterable[TaskSpec],
     timeout: float = START_TIMEOUT,
@@ -172,19 +174,19 @@ def wait_for(
         def heard(line: bytes) -> None:
             said[f"{task} at {cluster.address(task)}"] = task_versions.decode(line)
 
-        return unreachable(cluster.address(task), seconds, greeting(cluster, task), serving, heard)
+        return unreachable_reason(cluster.address(task), seconds, encode_greeting(cluster, task), serving, heard)
 
-    inquiry = _Inquiry(why_not)
+    inquiry = _ReachabilityProbe(why_not)
     while absent := inquiry.ask(tasks, min(_ANSWER, max(0.1, started + timeout - now))):
         now = clock()
         if now - started >= timeout:
             raise ClusterError(
-                f"Waited {timeout:.0f} s for {describe(cluster, absent)}. Is it started, and is its port open to this "
-                f"host?{_own_alone(cluster)}"
+                f"Waited {timeout:.0f} s for {format_tasks(cluster, absent)}. Is it started, and is its port open to this "
+                f"host?{_loopback_hint(cluster)}"
             )
         if now - reported >= _REPORT_EVERY:
             for each, reason in absent.items():
-                print(f"tfdist: waiting for {describe(cluster, {each: reason})}", flush=True)
+                print(f"tfdist: waiting for {format_tasks(cluster, {each: reason})}", flush=True)
             reported = now
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
@@ -198,7 +200,7 @@ def wait_for(
         )
 
 
-def _own_alone(cluster: ClusterSpec) -> str:
+def _loopback_hint(cluster: ClusterSpec) -> str:
     """Returns a hint where all addresses are such that each host has for itself, or an empty text."""
     for task in cluster.tasks():
         host = cluster.address(task).rsplit(":", 1)[0].strip("[]")
@@ -211,7 +213,7 @@ def _own_alone(cluster: ClusterSpec) -> str:
 
 
 @contextlib.contextmanager
-def at_own_address(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
+def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
     """Listens at the task's own address, and says who it is; afterwards the port is free for TensorFlow.
 
     Raises:
@@ -226,7 +228,7 @@ def at_own_address(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
         raise ClusterError(
             f"{task} cannot listen at {cluster.address(task)}: port {port} {why} give the task another port."
         ) from None
-    said = greeting(cluster, task).encode() + b"\n" + task_versions.encode() + b"\n"
+    said = encode_greeting(cluster, task).encode() + b"\n" + task_versions.encode() + b"\n"
 
     def answer() -> None:
         while True:
@@ -287,7 +289,7 @@ def _owner(port: int) -> str:
     return ""
 
 
-def pass_by_proxies(cluster: ClusterSpec) -> None:
+def bypass_proxies(cluster: ClusterSpec) -> None:
     """Has gRPC, which heeds `http_proxy` and `https_proxy`, reach the cluster's hosts without (grpc/grpc#9989)."""
     hosts = [address.rsplit(":", 1)[0].strip("[]") for task in cluster.tasks() for address in [cluster.address(task)]]
     os.environ.setdefault("no_proxy", os.environ.get("NO_PROXY", ""))  # others look at the former first
@@ -298,7 +300,7 @@ def pass_by_proxies(cluster: ClusterSpec) -> None:
 
 
 @contextlib.contextmanager
-def passed(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT) -> Iterator[None]:
+def startup_barrier(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT) -> Iterator[None]:
     """Waits until all tasks are there; for what is inside, TensorFlow's own wait for them, there is as much time again.
 
     Args:
@@ -310,15 +312,15 @@ def passed(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT)
     Raises:
         ClusterError: This task's port is taken, or other tasks are not there in time.
     """
-    pass_by_proxies(cluster)
-    with at_own_address(cluster, task):
-        wait_for(cluster, [other for other in cluster.tasks() if other != task], timeout)
-    with watched(cluster, task, timeout):
+    bypass_proxies(cluster)
+    with listening_for_peers(cluster, task):
+        wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
+    with startup_watchdog(cluster, task, timeout):
         yield
 
 
 @contextlib.contextmanager
-def watched(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> Iterator[None]:
+def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> Iterator[None]:
     """Says every 10 s whom TensorFlow waits for inside, and ends the process if it does not come back in time.
 
     Args:
@@ -332,7 +334,10 @@ def watched(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> Iterator[No
 
     def watch() -> None:
         while not done.wait(min(_REPORT_EVERY, max(0.0, ends - time.monotonic()))):
-            absent = describe(cluster, missing(cluster, others)) or "others, though all can be reached: see their logs"
+            absent = (
+                format_tasks(cluster, unreachable_tasks(cluster, others))
+                or "others, though all can be reached: see their logs"
+            )
             over = time.monotonic() >= ends
             if done.is_set():  # while the others were asked
                 return

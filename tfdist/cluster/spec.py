@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.cluster.validation import JOBS, cluster_faults, is_index, parameter_server_faults, task_faults
-from tfdist.errors import ConfigError, short
+from tfdist.errors import ConfigError, truncate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +100,14 @@ def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"TF_CONFIG is not JSON: {e}. Received: {short(text)}") from None
+        raise ConfigError(f"TF_CONFIG is not JSON: {e}. Received: {truncate(text)}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"TF_CONFIG must be a JSON object with 'cluster' and 'task'. Received: {short(text)}")
+        raise ConfigError(f"TF_CONFIG must be a JSON object with 'cluster' and 'task'. Received: {truncate(text)}")
     if "sparseCluster" in config and "cluster" not in config:
         raise ConfigError(
             "TF_CONFIG has 'sparseCluster', in which a task is told of itself and the servers alone (kubeflow/trainer#1763), "
             "while TensorFlow 2 needs the addresses of all: leave enableDynamicWorker out of the TFJob. "
-            f"Received: {short(text)}"
+            f"Received: {truncate(text)}"
         )
     faults: list[str] = []
     for part, example in (
@@ -116,10 +116,12 @@ def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
     ):
         if part not in config:
             faults.append(
-                f"{part!r} is missing: add {example}. Received: {short(', '.join(map(repr, config))) or '{}'}"
+                f"{part!r} is missing: add {example}. Received: {truncate(', '.join(map(repr, config))) or '{}'}"
             )
         elif not isinstance(config[part], dict) or not config[part]:
-            faults.append(f"{part!r} must be an object such as {example}. Received: {short(json.dumps(config[part]))}")
+            faults.append(
+                f"{part!r} must be an object such as {example}. Received: {truncate(json.dumps(config[part]))}"
+            )
     jobs, task = (value if isinstance(value := config.get(part), dict) else {} for part in ("cluster", "task"))
     member: TaskSpec | None = None
     if jobs:
@@ -132,7 +134,7 @@ def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
     elif task:
         faults.append(
             "'task' must have a 'type' (a job's name) and an 'index' (a whole number from 0). "
-            f"Received: {short(json.dumps(task))}"
+            f"Received: {truncate(json.dumps(task))}"
         )
     if faults or member is None:
         raise ConfigError(f"TF_CONFIG: {fault}" for fault in faults)

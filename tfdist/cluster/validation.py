@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tfdist.errors import short, shown, unknown
+from tfdist.errors import format_value, truncate, unknown_name_message
 
 JOBS = ("chief", "worker", "ps")
 TASK_TYPES = (*JOBS, "evaluator")
@@ -27,12 +27,12 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
     owner: dict[str, str] = {}
     for job, addresses in jobs.items():
         if job not in TASK_TYPES:
-            yield unknown("job", job, TASK_TYPES)
+            yield unknown_name_message("job", job, TASK_TYPES)
         if not isinstance(addresses, (list, tuple)):
-            yield f"job {shown(job)} must be a list of 'host:port'. Received: {shown(addresses)}"
+            yield f"job {format_value(job)} must be a list of 'host:port'. Received: {format_value(addresses)}"
             continue
         for index, address in enumerate(addresses):
-            task = f"{short(str(job))}:{index}"
+            task = f"{truncate(str(job))}:{index}"
             if fault := _address_fault(address):
                 yield f"{task}: {fault}"
             # Case and leading zeros make no other address.
@@ -51,18 +51,18 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
     chiefs = jobs.get("chief", ())
     if isinstance(chiefs, (list, tuple)) and len(chiefs) > 1:
         yield f"a cluster has at most one chief; make the others workers. Received: {len(chiefs)}."
-    if _jobs_are_sound(jobs) and jobs.get("ps"):
+    if _jobs_are_valid(jobs) and jobs.get("ps"):
         yield from parameter_server_faults(jobs)
-    elif _jobs_are_sound(jobs) and not _trains(jobs):
+    elif _jobs_are_valid(jobs) and not _trains(jobs):
         yield f"a cluster needs a worker or a chief to train: add addresses to job 'worker'. Received: {_filled(jobs)}."
 
 
 def parameter_server_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
     """Yields what a cluster lacks to train with parameter servers."""
-    if lacking := [repr(job) for job in JOBS if not jobs.get(job)]:
+    if missing := [repr(job) for job in JOBS if not jobs.get(job)]:
         yield (
             "a cluster with parameter servers needs a chief, which coordinates, a worker and a ps: add addresses to job "
-            f"{' and '.join(lacking)}. Received: {_filled(jobs)}."
+            f"{' and '.join(missing)}. Received: {_filled(jobs)}."
         )
 
 
@@ -70,7 +70,7 @@ def _filled(jobs: Mapping[str, Any]) -> str:
     return ", ".join(f"{job} ({len(addresses)})" for job, addresses in jobs.items()) or "no job"
 
 
-def _jobs_are_sound(jobs: Mapping[str, Any]) -> bool:
+def _jobs_are_valid(jobs: Mapping[str, Any]) -> bool:
     return all(job in TASK_TYPES and isinstance(addresses, (list, tuple)) for job, addresses in jobs.items())
 
 
@@ -80,17 +80,17 @@ def _trains(jobs: Mapping[str, Any]) -> bool:
 
 def _address_fault(address: Any) -> str:
     if not isinstance(address, str):
-        return f"an address is a text 'host:port'. Received: {shown(address)}"
+        return f"an address is a text 'host:port'. Received: {format_value(address)}"
     excess = [what for what, sign in (("a scheme", "://"), ("a user", "@")) if sign in address]
     if excess:
         bare = address.split("://", 1)[-1].partition("/")[0].rsplit("@", 1)[-1]
         remedy = "'host:port', such as 'host1:2222'" if _address_fault(bare) else repr(bare)
-        return f"address {shown(address)} has {' and '.join(excess)}; write {remedy}."
+        return f"address {format_value(address)} has {' and '.join(excess)}; write {remedy}."
     match = _ADDRESS.fullmatch(address)
     if not match:
-        return f"address {shown(address)} is not 'host:port', such as 'host1:2222' or '[::1]:2222'."
+        return f"address {format_value(address)} is not 'host:port', such as 'host1:2222' or '[::1]:2222'."
     if not 1 <= int(match["port"].lstrip("0")[:6] or 0) <= 65535:
-        return f"port {short(match['port'])} of {shown(address)} is out of range; expected 1 to 65535."
+        return f"port {truncate(match['port'])} of {format_value(address)} is out of range; expected 1 to 65535."
     return ""
 
 
@@ -99,7 +99,7 @@ def task_faults(kind: str, index: int, jobs: Mapping[str, Any]) -> Iterator[str]
     task = f"{kind}:{index}"
     addresses = jobs.get(kind) or ()
     if kind not in TASK_TYPES:
-        yield unknown("task type", kind, TASK_TYPES)
+        yield unknown_name_message("task type", kind, TASK_TYPES)
     elif isinstance(addresses, (list, tuple)) and addresses:
         size = len(addresses)
         if not 0 <= index < size:
@@ -107,6 +107,6 @@ def task_faults(kind: str, index: int, jobs: Mapping[str, Any]) -> Iterator[str]
     elif index < 0:
         yield f"task {task}: index {index} is out of range; expected 0 or more."
     # An evaluator need not be in the cluster; and a job that is misspelt or broken is the cluster's fault.
-    elif kind != "evaluator" and _jobs_are_sound(jobs) and _trains(jobs):
+    elif kind != "evaluator" and _jobs_are_valid(jobs) and _trains(jobs):
         filled = ", ".join(job for job, addresses in jobs.items() if addresses)
         yield f"task {task} has no job {kind!r} in the cluster, which has: {filled}."

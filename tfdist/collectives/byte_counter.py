@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.in_process import LocalGroup
-from tfdist.collectives.requests import Choice
+from tfdist.collectives.in_process import InProcessCommunicator
+from tfdist.collectives.requests import Cond
 
 
-class Counter(LocalGroup):
+class ByteCounter(InProcessCommunicator):
     """A rank of a group that is not there: counts the bytes that it would send.
 
     Args:
@@ -28,7 +28,7 @@ class Counter(LocalGroup):
         self.sent = 0.0
 
     def _answer(self, asked: list[Any]) -> list[Any]:
-        if isinstance(asked[0], Choice):  # what lasts
+        if isinstance(asked[0], Cond):  # what lasts
             return self.run([asked[0].if_false()], self._lane)
         return super()._answer(asked)
 

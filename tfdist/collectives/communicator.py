@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from tfdist.collectives.requests import AllGather, AllReduce, Choice, Member
+from tfdist.collectives.requests import AllGather, AllReduce, Cond, RankContext
 
 Result = TypeVar("Result")
 
 
-class Group(abc.ABC):
+class Communicator(abc.ABC):
     """The ranks that exchange something, of which some are this process's.
 
     Args:
@@ -30,9 +30,9 @@ class Group(abc.ABC):
         self.size = size
         self._lane = 0
 
-    def members(self, step: tf.Tensor) -> list[Member]:
+    def contexts(self, step: tf.Tensor) -> list[RankContext]:
         """Returns the members that are this process's."""
-        return [Member(rank, self.size, step) for rank in self.ranks]
+        return [RankContext(rank, self.size, step) for rank in self.ranks]
 
     def run(self, exchanges: Sequence[Generator[Any, Any, Result]], lane: int = 0) -> list[Result]:
         """Runs the exchanges of this process's ranks to their ends, and returns their results.
@@ -57,7 +57,7 @@ class Group(abc.ABC):
 
     def _answer(self, asked: list[Any]) -> list[Any]:
         first = asked[0]
-        if isinstance(first, Choice):
+        if isinstance(first, Cond):
             return tf.cond(
                 first.condition,
                 lambda: self.run([request.if_true() for request in asked], self._lane),

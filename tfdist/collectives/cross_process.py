@@ -8,16 +8,16 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import collective_ops, resource_variable_ops
 
-from tfdist.collectives.communicator import Group
-from tfdist.collectives.requests import flat, like
+from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.requests import flatten, unflatten
 from tfdist.compat.keras_internals import TF_CROSS_DEVICE_OPS, TF_LAUNCHERS
 
 _PIECES = 8  # at most, of 4 MB or less, in which a rank's part of a sum travels: one is added while the next one comes
 _LANES = 16  # at most; a collective keeps a thread for as long as it takes
-_KEYS, _KEPT_APART = 2**20, 1000  # more keys than a step has collectives; more steps than an execution has
+_KEYS, _RESERVED_KEYS = 2**20, 1000  # more keys than a step has collectives; more steps than an execution has
 
 
-class CollectiveGroup(Group):
+class CrossProcessCommunicator(Communicator):
     """Ranks in several processes.
 
     Args:
@@ -46,11 +46,11 @@ class CollectiveGroup(Group):
                 total = self._launch(
                     collective_ops.all_reduce_v2,
                     launcher,
-                    flat(same) if len(same) > 1 else same[0],
+                    flatten(same) if len(same) > 1 else same[0],
                     merge_op="Max" if largest else "Add",
                     max_subdivs_per_device=_PIECES,
                 )
-                for place, value in zip(places, like(total, same) if len(same) > 1 else [total], strict=True):
+                for place, value in zip(places, unflatten(total, same) if len(same) > 1 else [total], strict=True):
                     totals[place] = value
             results.append(totals)
         return results
@@ -72,7 +72,7 @@ class CollectiveGroup(Group):
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         # Of one execution TensorFlow takes collectives with equal keys for the same one, with the same shape. Its own gathering
         # of rows fails where two steps of an execution have different numbers of them.
-        number = (tf.cast(step % _KEPT_APART, tf.int32) + 1) * _KEYS
+        number = (tf.cast(step % _RESERVED_KEYS, tf.int32) + 1) * _KEYS
         results = []
         for each, launcher in zip(slices, self._launchers, strict=True):
 

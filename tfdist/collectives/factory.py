@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.collectives.communicator import Group
-from tfdist.collectives.cross_process import CollectiveGroup
-from tfdist.collectives.in_process import LocalGroup
+from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.cross_process import CrossProcessCommunicator
+from tfdist.collectives.in_process import InProcessCommunicator
 from tfdist.errors import ConfigError
 
 _GROUP = "_tfdist_group"  # a strategy's attribute
@@ -29,7 +29,7 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
         )
 
 
-def group_of(strategy: tf.distribute.Strategy) -> Group:
+def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
     """Returns the group of a strategy's replicas, always the same one.
 
     Raises:
@@ -39,6 +39,10 @@ def group_of(strategy: tf.distribute.Strategy) -> Group:
     if not hasattr(strategy, _GROUP):
         several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         with tf.init_scope():
-            made = CollectiveGroup(strategy) if several else LocalGroup(strategy.extended._num_replicas_in_sync)
+            made = (
+                CrossProcessCommunicator(strategy)
+                if several
+                else InProcessCommunicator(strategy.extended._num_replicas_in_sync)
+            )
         setattr(strategy, _GROUP, made)
     return getattr(strategy, _GROUP)

@@ -14,11 +14,11 @@ import zlib
 import numpy as np
 import tensorflow as tf
 
-_ATTRIBUTE = "_tfdist_processors"  # of a strategy: what `compare` has found
+_ATTRIBUTE = "_tfdist_processors"  # of a strategy: what `exchange_processor_names` has found
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
-def threads() -> int:
+def intra_op_threads() -> int:
     """Returns by how many threads TensorFlow computes one operation on this process's CPU."""
     configured = tf.config.threading.get_intra_op_parallelism_threads()
     named = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
@@ -26,7 +26,7 @@ def threads() -> int:
     return configured or (int(named) if named.isdigit() else 0) or cores
 
 
-def kind(devices: tuple[str, ...]) -> str:
+def processor_name(devices: tuple[str, ...]) -> str:
     """Returns a name of the processors that compute a replica; of GPUs their own.
 
     Args:
@@ -37,24 +37,24 @@ def kind(devices: tuple[str, ...]) -> str:
         return ", ".join(str(tf.config.experimental.get_device_details(gpu).get("device_name")) for gpu in gpus)
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{threads()} threads of {names[0] if names else platform.processor()}"
+    return f"{intra_op_threads()} threads of {names[0] if names else platform.processor()}"
 
 
-def compare(strategy: tf.distribute.MultiWorkerMirroredStrategy, workers: int) -> None:
+def exchange_processor_names(strategy: tf.distribute.MultiWorkerMirroredStrategy, workers: int) -> None:
     """Lets all workers know whether their processors differ. A collective.
 
     Args:
         strategy: The strategy.
         workers: Their number.
     """
-    mine = kind(strategy.extended.worker_devices)
+    mine = processor_name(strategy.extended.worker_devices)
     replicas = strategy.num_replicas_in_sync // workers
 
     def found(context: tf.distribute.ValueContext) -> tf.Tensor:
         worker, replica = divmod(context.replica_id_in_sync_group, replicas)
         row = np.zeros((workers, 2))
         if replica == 0:
-            row[worker] = zlib.crc32(mine.encode()), threads()
+            row[worker] = zlib.crc32(mine.encode()), intra_op_threads()
         return tf.constant(row)
 
     kinds = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(found), axis=None).numpy()
@@ -62,7 +62,7 @@ def compare(strategy: tf.distribute.MultiWorkerMirroredStrategy, workers: int) -
     setattr(strategy, _ATTRIBUTE, tuple(int(count) for _, count in kinds) if differ else ())
 
 
-def difference(strategy: tf.distribute.Strategy) -> str:
+def describe_difference(strategy: tf.distribute.Strategy) -> str:
     """Returns a phrase on how the workers' processors differ; empty if they do not, or there are no workers."""
     counts = getattr(strategy, _ATTRIBUTE, ())
     if len(set(counts)) > 1:

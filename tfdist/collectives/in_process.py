@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives.communicator import Group
+from tfdist.collectives.communicator import Communicator
 
 
-class LocalGroup(Group):
+class InProcessCommunicator(Communicator):
     """Ranks that are all in this process."""
 
     def __init__(self, size: int):

@@ -36,7 +36,7 @@ class Ranks:
         mine[self.rank] = numbers
         return self._reduce(mine).numpy()
 
-    def broadcast_number(self, mine: float) -> float:
+    def broadcast_scalar(self, mine: float) -> float:
         """Returns the chief's number. A collective."""
         return float(self.gather(float(mine))[0, 0])
 

@@ -37,7 +37,7 @@ class AllToAll:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Cond:
     """Asks for the result of one of two exchanges. All ranks have the same condition, a scalar bool."""
 
     condition: tf.Tensor
@@ -45,7 +45,7 @@ class Choice:
     if_false: Callable[[], Exchange]
 
 
-class Reduced(NamedTuple):
+class ReduceResult(NamedTuple):
     """What an exchange returns.
 
     Attributes:
@@ -54,16 +54,16 @@ class Reduced(NamedTuple):
         states: What each value's state is from now on.
     """
 
-    totals: list[tf.Tensor]
-    sent: list[tf.Tensor]
+    sums: list[tf.Tensor]
+    contributions: list[tf.Tensor]
     states: list[tuple[tf.Tensor, ...]]
 
 
-Exchange = Generator[Any, Any, Reduced]
+Exchange = Generator[Any, Any, ReduceResult]
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class RankContext:
     """A rank's place in an exchange.
 
     Attributes:
@@ -77,7 +77,7 @@ class Member:
     step: tf.Tensor
 
 
-def together(exchanges: Sequence[Exchange]) -> Generator[Any, Any, list[Reduced]]:
+def fuse(exchanges: Sequence[Exchange]) -> Generator[Any, Any, list[ReduceResult]]:
     """One exchange of several: what they ask to be summed in the same round travels in one message."""
     results: list[Any] = [None] * len(exchanges)
     asked: dict[int, Any] = {}
@@ -105,12 +105,12 @@ def together(exchanges: Sequence[Exchange]) -> Generator[Any, Any, list[Reduced]
     return results
 
 
-def flat(values: Sequence[tf.Tensor]) -> tf.Tensor:
+def flatten(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns all values' numbers, one after another."""
     return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
 
 
-def like(numbers: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns numbers in the shapes of values: what `flat` put together."""
+def unflatten(numbers: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns numbers in the shapes of values: what `flatten` put together."""
     parts = tf.split(numbers, [value.shape.num_elements() for value in values])
     return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]

@@ -20,24 +20,28 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     An optimizer that a `LossScaleOptimizer` of the list wraps is not listed. Of a layer's or a helper object's, those of
     another strategy are left out, as no step of this model can use them.
     """
-    own = attributes(model)
+    own = optimizers_in_attributes(model)
     strategy = model.distribute_strategy
-    deeper = [each for each in _of_parts(model) if getattr(_inner(each), KERAS_STRATEGY, strategy) is strategy]
-    return _unwrapped([*own, *deeper])
+    deeper = [
+        each
+        for each in _optimizers_in_parts(model)
+        if getattr(_wrapped_optimizer(each), KERAS_STRATEGY, strategy) is strategy
+    ]
+    return _without_wrapped([*own, *deeper])
 
 
-def attributes(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+def optimizers_in_attributes(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizer that a model is compiled with, and those in its attributes, lists and dicts included."""
-    values = [getattr(model, "optimizer", None), *_flat(vars(model), set())]
-    return _unwrapped([value for value in values if isinstance(value, keras.optimizers.Optimizer)])
+    values = [getattr(model, "optimizer", None), *_flatten(vars(model), set())]
+    return _without_wrapped([value for value in values if isinstance(value, keras.optimizers.Optimizer)])
 
 
-def _of_parts(model: keras.Model) -> Iterator[keras.optimizers.Optimizer]:
+def _optimizers_in_parts(model: keras.Model) -> Iterator[keras.optimizers.Optimizer]:
     """Yields the optimizers of layers, compiled sub-models and helper objects, however deep."""
     seen = {id(model)}
     parts = [model]
     while parts:
-        for value in _flat(vars(parts.pop(0)), seen):
+        for value in _flatten(vars(parts.pop(0)), seen):
             if isinstance(value, keras.optimizers.Optimizer):
                 yield value
             elif _is_open(value) and id(value) not in seen:
@@ -45,14 +49,14 @@ def _of_parts(model: keras.Model) -> Iterator[keras.optimizers.Optimizer]:
                 parts.append(value)
 
 
-def _flat(value: Any, seen: set[int]) -> Iterator[Any]:
+def _flatten(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yields what is in nested lists, tuples, sets and dicts; each of them once."""
     if not isinstance(value, (dict, list, tuple, set)):
         yield value
     elif id(value) not in seen:
         seen.add(id(value))
         for each in list(value.values() if isinstance(value, dict) else value):
-            yield from _flat(each, seen)
+            yield from _flatten(each, seen)
 
 
 def _is_open(value: Any) -> bool:
@@ -63,11 +67,11 @@ def _is_open(value: Any) -> bool:
     return not closed and hasattr(value, "__dict__")
 
 
-def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+def _wrapped_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _unwrapped(found: list[keras.optimizers.Optimizer]) -> list[keras.optimizers.Optimizer]:
+def _without_wrapped(found: list[keras.optimizers.Optimizer]) -> list[keras.optimizers.Optimizer]:
     """Returns each optimizer once, without those that another one of the list wraps."""
-    wrapped = {id(_inner(each)) for each in found if _inner(each) is not each}
+    wrapped = {id(_wrapped_optimizer(each)) for each in found if _wrapped_optimizer(each) is not each}
     return list({id(each): each for each in found if id(each) not in wrapped}.values())

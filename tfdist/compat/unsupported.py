@@ -21,7 +21,7 @@ _NO_REPLICA = ("is not available outside the replica context", "'NoneType' objec
 _TRAINER = "make the model in the scope of a tfdist.Trainer."
 
 
-def check_bare(step: Any) -> None:
+def check_without_trainer(step: Any) -> None:
     """Refuses what only the Trainer cures.
 
     Args:
@@ -32,11 +32,13 @@ def check_bare(step: Any) -> None:
         ConfigError: With every fault.
     """
     model = getattr(step, "__self__", None)
-    if isinstance(model, keras.Model) and (faults := list(_bare_faults(model, step.__name__ == "train_step"))):
+    if isinstance(model, keras.Model) and (
+        faults := list(_faults_without_trainer(model, step.__name__ == "train_step"))
+    ):
         raise ConfigError(faults)
 
 
-def _bare_faults(model: keras.Model, trains: bool) -> Iterator[str]:
+def _faults_without_trainer(model: keras.Model, trains: bool) -> Iterator[str]:
     if model.jit_compile:
         yield f"jit_compile=True compiles the collectives, too, which XLA cannot: {_TRAINER}"
     if model.steps_per_execution > 1:

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.collectives.byte_counter import Counter
-from tfdist.collectives.communicator import Group
-from tfdist.collectives.requests import AllReduce, Exchange, Member, Reduced, together
-from tfdist.compression.buckets import buckets, cut, put_together, split, split_state, whole
+from tfdist.collectives.byte_counter import ByteCounter
+from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult, fuse
+from tfdist.compression.buckets import assign_buckets, join_results, merge_results, part_sizes, split, split_state
 from tfdist.config.compression import argument_faults
 from tfdist.errors import ConfigError
 
 _LEAST = 1024  # numbers of a variable that is worth it
 
 
-class Slot(NamedTuple):
+class StateSpec(NamedTuple):
     """State that a compressor keeps for a variable, float32.
 
     Attributes:
@@ -36,7 +36,7 @@ class Slot(NamedTuple):
     initial: Callable[[tuple[int, ...], int], Any] = lambda shape, number: tf.zeros(shape)
 
 
-class Rows:
+class RowCodec:
     """How rows of numbers travel that are gathered, not summed, as those of an embedding's gradient are."""
 
     def pack(self, rows: tf.Tensor) -> tf.Tensor:
@@ -63,77 +63,79 @@ class Compressor(abc.ABC):
             raise ConfigError(faults)
 
     @property
-    def rows(self) -> Rows:
+    def row_codec(self) -> RowCodec:
         """How rows travel."""
-        return Rows()
+        return RowCodec()
 
     @property
-    def begins(self) -> int:
+    def start_step(self) -> int:
         """How many updates it leaves uncompressed at first."""
         return 0
 
     @property
-    def suits_adaptive(self) -> bool:
+    def supports_adaptive_optimizers(self) -> bool:
         """Whether optimizers do well with it that divide by what gradients have been, as Adam."""
         return True
 
     @property
-    def run_length(self) -> int:
+    def granularity(self) -> int:
         """How many numbers in a row it treats as one, wherever they are: gradients and their state may be cut between such runs.
 
         0 means that it needs a gradient whole.
         """
         return 0
 
-    def of(self, name: str, shape: tuple[int, ...]) -> Compressor:
+    def for_variable(self, name: str, shape: tuple[int, ...]) -> Compressor:
         """Returns what compresses the gradient of a variable: this one, or for vectors and small ones nothing."""
         return self if len(shape) > 1 and math.prod(shape) >= _LEAST else NONE
 
-    def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+    def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
         """Returns the state that a value of this shape has."""
         return ()
 
     @abc.abstractmethod
     def exchange(
-        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         """Yields requests, and is sent their answers.
 
         Args:
             values: This rank's, float32, of static shapes; the same shapes on all ranks.
-            states: Each value's state, as `slots` describes it.
+            states: Each value's state, as `state_specs` describes it.
             member: This rank.
 
         Returns:
-            `Reduced`.
+            `ReduceResult`.
         """
 
-    def plan(self, shapes: Sequence[tuple[int, ...]] | Mapping[str, tuple[int, ...]], num_replicas: int) -> int:
-        """Returns the bytes that each rank sends for a step, by the collectives' formulas (see `comm.Counter`).
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]] | Mapping[str, tuple[int, ...]], num_replicas: int
+    ) -> int:
+        """Returns the bytes that each rank sends for a step, by the collectives' formulas (see `comm.ByteCounter`).
 
         Args:
             shapes: Of the variables with dense gradients, float32; by name where the compressor looks at names.
             num_replicas: The number of ranks.
         """
         named = shapes if isinstance(shapes, Mapping) else {str(number): shape for number, shape in enumerate(shapes)}
-        counter = Counter(num_replicas)
+        counter = ByteCounter(num_replicas)
         with tf.Graph().as_default():
-            layout = Layout(self, list(named.items()))
+            layout = BucketedReduction(self, list(named.items()))
             values = [tf.zeros(shape) for shape in named.values()]
             states = [tuple(tf.zeros(slot.shape) for slot in slots) for slots in layout.slots]
-            (member,) = counter.members(tf.zeros([], tf.int64))
+            (member,) = counter.contexts(tf.zeros([], tf.int64))
             counter.run([layout.exchange(values, states, member)])
         return round(counter.sent)
 
     @property
-    def name(self) -> str:
+    def description(self) -> str:
         """Its name, and the arguments that are not the defaults, for people."""
         shown = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default:
                 required = field.default is dataclasses.MISSING
-                text = value.name if isinstance(value, Compressor) else repr(value)
+                text = value.description if isinstance(value, Compressor) else repr(value)
                 shown.append(text if required else f"{field.name}={text}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -142,10 +144,10 @@ class NoCompression(Compressor):
     """Sums values as they are."""
 
     def exchange(
-        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         totals = yield AllReduce(values)
-        return Reduced(totals, list(values), list(states))
+        return ReduceResult(totals, list(values), list(states))
 
 
 NONE = NoCompression()
@@ -160,38 +162,41 @@ class Wrapper(Compressor):
     def __post_init__(self) -> None:
         """As any compressor's; a wrapper needs one that sees values, not names."""
         super().__post_init__()
-        if not isinstance(self.compressor, Compressor) or type(self.compressor).of is not Compressor.of:
-            inner = self.compressor.name if isinstance(self.compressor, Compressor) else repr(self.compressor)
+        if (
+            not isinstance(self.compressor, Compressor)
+            or type(self.compressor).for_variable is not Compressor.for_variable
+        ):
+            inner = self.compressor.description if isinstance(self.compressor, Compressor) else repr(self.compressor)
             raise ConfigError(
                 f"{type(self).__name__} goes around a compressor, and inside of PerVariable. Received: {inner}."
             )
 
     @property
-    def rows(self) -> Rows:
+    def row_codec(self) -> RowCodec:
         """How rows travel."""
-        return self.compressor.rows
+        return self.compressor.row_codec
 
     @property
-    def begins(self) -> int:
+    def start_step(self) -> int:
         """How many updates it leaves uncompressed at first."""
-        return self.compressor.begins
+        return self.compressor.start_step
 
     @property
-    def suits_adaptive(self) -> bool:
+    def supports_adaptive_optimizers(self) -> bool:
         """Whether optimizers do well with it that divide by what gradients have been, as Adam."""
-        return self.compressor.suits_adaptive
+        return self.compressor.supports_adaptive_optimizers
 
     @property
-    def run_length(self) -> int:
+    def granularity(self) -> int:
         """How many numbers in a row it treats as one."""
-        return self.compressor.run_length
+        return self.compressor.granularity
 
-    def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
+    def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
         """Returns the state that a value of this shape has."""
-        return self.compressor.slots(shape)
+        return self.compressor.state_specs(shape)
 
 
-class Layout:
+class BucketedReduction:
     """Which compressor each of some variables has.
 
     Args:
@@ -206,15 +211,15 @@ class Layout:
 
     def __init__(self, compressor: Compressor, variables: Sequence[tuple[str, tuple[int, ...]]]):
         self.shapes = [tuple(shape) for _, shape in variables]
-        self.compressors = [compressor.of(name, tuple(shape)) for name, shape in variables]
+        self.compressors = [compressor.for_variable(name, tuple(shape)) for name, shape in variables]
         self._planned: dict[tuple[Compressor, tuple[int, ...]], int] = {}
-        self.slots = [c.slots(tuple(shape)) for c, (_, shape) in zip(self.compressors, variables, strict=True)]
+        self.slots = [c.state_specs(tuple(shape)) for c, (_, shape) in zip(self.compressors, variables, strict=True)]
 
     def exchange(
         self,
         values: Sequence[tf.Tensor],
         states: Sequence[tuple[tf.Tensor, ...]],
-        member: Member,
+        member: RankContext,
         variables: Sequence[int] | None = None,
     ) -> Exchange:
         """One exchange of all compressors' together, as `Compressor.exchange`.
@@ -229,25 +234,25 @@ class Layout:
         places: dict[Compressor, list[int]] = {}
         for place, number in enumerate(numbers):
             places.setdefault(self.compressors[number], []).append(place)
-        results = yield from together(
+        results = yield from fuse(
             [c.exchange([values[p] for p in mine], [states[p] for p in mine], member) for c, mine in places.items()]
         )
-        return put_together(zip(places.values(), results, strict=True), len(values))
+        return merge_results(zip(places.values(), results, strict=True), len(values))
 
     def run(
         self,
-        group: Group,
+        group: Communicator,
         values: Sequence[Sequence[tf.Tensor]],
         states: Sequence[Sequence[tuple[tf.Tensor, ...]]],
-        members: Sequence[Member],
+        members: Sequence[RankContext],
         variables: Sequence[int] | None = None,
         bucket_bytes: int = 0,
-    ) -> list[Reduced]:
+    ) -> list[ReduceResult]:
         """Runs exchanges of a group, one for each bucket of gradients, which do not wait for each other.
 
         Args:
             group: The group.
-            values: Of each of its members here, as for `exchange`; likewise `states` and `members`.
+            values: Of each of its members here, as for `exchange`; likewise `states` and `contexts`.
             states: Each value's state.
             members: The members that are here.
             variables: As for `exchange`.
@@ -255,13 +260,13 @@ class Layout:
                 0 means that there is one bucket.
         """
         numbers = list(range(len(self.compressors)) if variables is None else variables)
-        cuts = [cut(math.prod(self.shapes[n]), self.compressors[n].run_length, bucket_bytes) for n in numbers]
+        cuts = [part_sizes(math.prod(self.shapes[n]), self.compressors[n].granularity, bucket_bytes) for n in numbers]
         owners = [number for number, counts in zip(numbers, cuts, strict=True) for _ in counts]
         parts = [[part for pair in zip(v, cuts, strict=True) for part in split(*pair)] for v in values]
         kept = [[part for pair in zip(s, cuts, strict=True) for part in split_state(*pair)] for s in states]
         sizes = [self._size(number, part) if bucket_bytes else 0 for number, part in zip(owners, parts[0], strict=True)]
-        found: list[list[tuple[list[int], Reduced]]] = [[] for _ in members]
-        for lane, bucket in enumerate(buckets(sizes, bucket_bytes)):
+        found: list[list[tuple[list[int], ReduceResult]]] = [[] for _ in members]
+        for lane, bucket in enumerate(assign_buckets(sizes, bucket_bytes)):
             exchanges = [
                 self.exchange([v[p] for p in bucket], [s[p] for p in bucket], member, [owners[p] for p in bucket])
                 for v, s, member in zip(parts, kept, members, strict=True)
@@ -269,14 +274,14 @@ class Layout:
             for mine, reduced in zip(found, group.run(exchanges, lane), strict=True):
                 mine.append((bucket, reduced))
         shapes = [self.shapes[number] for number in numbers]
-        return [whole(put_together(mine, len(sizes)), cuts, shapes) for mine in found]
+        return [join_results(merge_results(mine, len(sizes)), cuts, shapes) for mine in found]
 
     def _size(self, number: int, part: tf.Tensor) -> int:
         """Returns the bytes for which a variable's gradient, or a part of it, counts in a bucket."""
         compressor, shape = self.compressors[number], self.shapes[number]
-        if compressor == NONE or compressor.run_length:
+        if compressor == NONE or compressor.granularity:
             return part.shape.num_elements() * part.dtype.size
         key = compressor, shape
         if key not in self._planned:
-            self._planned[key] = compressor.plan([shape], 2)  # two ranks send once all there is
+            self._planned[key] = compressor.bytes_per_step([shape], 2)  # two ranks send once all there is
         return self._planned[key]

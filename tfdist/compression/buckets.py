@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives.requests import Reduced
+from tfdist.collectives.requests import ReduceResult
 
 _BYTES = 4  # of a number
 
 
-def buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
+def assign_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
     """Returns the places of gradients that are summed at the same time, bucket by bucket.
 
     They begin with the last one, as backward does, so that the first buckets travel while backward computes the others (Li et
@@ -32,7 +32,7 @@ def buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
     return found
 
 
-def cut(count: int, run_length: int, most: int) -> list[int]:
+def part_sizes(count: int, granularity: int, most: int) -> list[int]:
     """Returns how many numbers each part of a gradient has, so that none has many more bytes than `most`.
 
     Args:
@@ -40,10 +40,10 @@ def cut(count: int, run_length: int, most: int) -> list[int]:
         run_length: How many in a row stay together; 0 means all.
         most: Bytes; 0 means no limit.
     """
-    if not (run_length and most) or count * _BYTES <= most:
+    if not (granularity and most) or count * _BYTES <= most:
         return [count]
     parts = -(-count * _BYTES // most)
-    each = -(-count // (parts * run_length)) * run_length
+    each = -(-count // (parts * granularity)) * granularity
     return [min(each, count - begin) for begin in range(0, count, each)]
 
 
@@ -52,7 +52,7 @@ def split(value: tf.Tensor, counts: Sequence[int]) -> list[tf.Tensor]:
     return [value] if len(counts) == 1 else tf.split(tf.reshape(value, [-1]), counts)
 
 
-def joined(parts: Sequence[tf.Tensor], shape: tuple[int, ...]) -> tf.Tensor:
+def join(parts: Sequence[tf.Tensor], shape: tuple[int, ...]) -> tf.Tensor:
     """Returns the value of this shape that `split` has cut."""
     return parts[0] if len(parts) == 1 else tf.reshape(tf.concat(parts, 0), shape)
 
@@ -62,22 +62,24 @@ def split_state(state: tuple[tf.Tensor, ...], counts: Sequence[int]) -> list[tup
     return list(zip(*(split(each, counts) for each in state), strict=True)) if state else [()] * len(counts)
 
 
-def whole(reduced: Reduced, cuts: Sequence[Sequence[int]], shapes: Sequence[tuple[int, ...]]) -> Reduced:
+def join_results(
+    reduced: ReduceResult, cuts: Sequence[Sequence[int]], shapes: Sequence[tuple[int, ...]]
+) -> ReduceResult:
     """Returns the gradients of which parts have been reduced."""
-    found = Reduced([], [], [])
+    found = ReduceResult([], [], [])
     begin = 0
     for counts, shape in zip(cuts, shapes, strict=True):
         totals, sent, states = (each[begin : begin + len(counts)] for each in reduced)
-        found.totals.append(joined(totals, shape))
-        found.sent.append(joined(sent, shape))
-        found.states.append(tuple(joined(each, shape) for each in zip(*states, strict=True)))
+        found.sums.append(join(totals, shape))
+        found.contributions.append(join(sent, shape))
+        found.states.append(tuple(join(each, shape) for each in zip(*states, strict=True)))
         begin += len(counts)
     return found
 
 
-def put_together(parts: Iterable[tuple[Sequence[int], Reduced]], count: int) -> Reduced:
+def merge_results(parts: Iterable[tuple[Sequence[int], ReduceResult]], count: int) -> ReduceResult:
     """Returns as one what has been reduced in parts, each of which has some places."""
-    found = Reduced([None] * count, [None] * count, [()] * count)
+    found = ReduceResult([None] * count, [None] * count, [()] * count)
     for places, reduced in parts:
         for each, into in zip(reduced, found, strict=True):
             for place, value in zip(places, each, strict=True):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives.requests import AllReduce, Exchange, Member, Reduced
-from tfdist.compression.base import Compressor, Rows
+from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult
+from tfdist.compression.base import Compressor, RowCodec
 
 
-class _Rows(Rows):
+class _CastRowCodec(RowCodec):
     def __init__(self, dtype: tf.DType):
         self._dtype = dtype
 
@@ -29,21 +29,21 @@ class _Cast(Compressor):
     dtype: tf.DType
 
     @property
-    def rows(self) -> Rows:
-        return _Rows(self.dtype)
+    def row_codec(self) -> RowCodec:
+        return _CastRowCodec(self.dtype)
 
     @property
-    def run_length(self) -> int:
+    def granularity(self) -> int:
         return 1
 
     def exchange(
-        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         shares = self._shares(member.size)
         low = [tf.cast(value / shares, self.dtype) for value in values]
         totals = yield AllReduce(low)
         as_sent = [tf.cast(value, tf.float32) * shares for value in low]
-        return Reduced([tf.cast(total, tf.float32) * shares for total in totals], as_sent, list(states))
+        return ReduceResult([tf.cast(total, tf.float32) * shares for total in totals], as_sent, list(states))
 
     def _shares(self, size: int) -> float:
         """Returns by what each rank divides before the sum."""

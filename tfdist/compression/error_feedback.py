@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives.requests import Exchange, Member
-from tfdist.compression.base import Slot, Wrapper
+from tfdist.collectives.requests import Exchange, RankContext
+from tfdist.compression.base import StateSpec, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,13 @@ class ErrorFeedback(Wrapper):
         ConfigError: It is no compressor, or one that chooses by name.
     """
 
-    def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
-        return (Slot("residual", shape), *self.compressor.slots(shape))
+    def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
+        return (StateSpec("residual", shape), *self.compressor.state_specs(shape))
 
     def exchange(
-        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         whole = [value + residual for value, (residual, *_) in zip(values, states, strict=True)]
         reduced = yield from self.compressor.exchange(whole, [state[1:] for state in states], member)
-        left = [value - sent for value, sent in zip(whole, reduced.sent, strict=True)]
+        left = [value - sent for value, sent in zip(whole, reduced.contributions, strict=True)]
         return reduced._replace(states=[(rest, *state) for rest, state in zip(left, reduced.states, strict=True)])

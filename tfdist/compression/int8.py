@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.requests import AllGather, AllReduce, AllToAll, Exchange, Member, Reduced
-from tfdist.compression.base import Compressor, Rows
+from tfdist.collectives.requests import AllGather, AllReduce, AllToAll, Exchange, RankContext, ReduceResult
+from tfdist.compression.base import Compressor, RowCodec
 from tfdist.errors import ConfigError
 
 _Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]
@@ -18,7 +18,7 @@ _LEVELS = 127
 _PIECES = 32  # at most
 
 
-class _Rows(Rows):
+class _Int8RowCodec(RowCodec):
     """With a scale for each row."""
 
     def pack(self, rows: tf.Tensor) -> tf.Tensor:
@@ -46,15 +46,15 @@ class Int8(Compressor):
     transport: str = "two_shot"
 
     @property
-    def rows(self) -> Rows:
-        return _Rows()
+    def row_codec(self) -> RowCodec:
+        return _Int8RowCodec()
 
     @property
-    def run_length(self) -> int:
+    def granularity(self) -> int:
         return self.block
 
     def exchange(
-        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         exchange = self._two_shot if self.transport == "two_shot" else self._sum
         results = yield from exchange([self._blocks(value) for value in values], member)
@@ -65,7 +65,7 @@ class Int8(Compressor):
             ]
             for blocks in results
         )
-        return Reduced(totals, sent, list(states))
+        return ReduceResult(totals, sent, list(states))
 
     def _blocks(self, value: tf.Tensor) -> tf.Tensor:
         """Returns `[blocks, block]`, the last one filled up with zeros."""
@@ -74,7 +74,7 @@ class Int8(Compressor):
             numbers = tf.pad(numbers, [[0, rest]])
         return tf.reshape(numbers, [-1, self.block])
 
-    def _two_shot(self, values: Sequence[tf.Tensor], member: Member) -> _Blocks:
+    def _two_shot(self, values: Sequence[tf.Tensor], member: RankContext) -> _Blocks:
         packed = [_pack(blocks) for blocks in values]
         counts = [blocks.shape[0] for blocks in values]
         rest = -sum(counts) % member.size
@@ -89,7 +89,7 @@ class Int8(Compressor):
             [_unpack(p) - e for p, e in zip(packed, tf.split(errors, [*counts, rest])[:-1], strict=True)],
         )
 
-    def _sum(self, values: Sequence[tf.Tensor], member: Member) -> _Blocks:
+    def _sum(self, values: Sequence[tf.Tensor], member: RankContext) -> _Blocks:
         # Each lane holds the sum of all ranks' levels, 0 to 254, so that none carries into the next.
         levels = _LEVELS // member.size
         if not levels:

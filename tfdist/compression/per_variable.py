@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives.requests import Exchange, Member
+from tfdist.collectives.requests import Exchange, RankContext
 from tfdist.compression.base import NONE, Compressor
 from tfdist.errors import ConfigError
 
@@ -45,25 +45,25 @@ class PerVariable(Compressor):
         return [compressor for compressor in (self.default, *self.rules.values()) if compressor not in (None, NONE)]
 
     @property
-    def begins(self) -> int:
-        return min((compressor.begins for compressor in self._all()), default=0)
+    def start_step(self) -> int:
+        return min((compressor.start_step for compressor in self._all()), default=0)
 
     @property
-    def suits_adaptive(self) -> bool:
-        return all(compressor.suits_adaptive for compressor in self._all())
+    def supports_adaptive_optimizers(self) -> bool:
+        return all(compressor.supports_adaptive_optimizers for compressor in self._all())
 
     @property
-    def name(self) -> str:
-        rules = {pattern: (compressor or NONE).name for pattern, compressor in self.rules.items()}
-        return f"PerVariable({rules}, {(self.default or NONE).name})"
+    def description(self) -> str:
+        rules = {pattern: (compressor or NONE).description for pattern, compressor in self.rules.items()}
+        return f"PerVariable({rules}, {(self.default or NONE).description})"
 
-    def of(self, name: str, shape: tuple[int, ...]) -> Compressor:
+    def for_variable(self, name: str, shape: tuple[int, ...]) -> Compressor:
         for pattern, compressor in self.rules.items():
             if re.search(pattern, name):
                 return compressor or NONE
-        return (self.default or NONE).of(name, shape)
+        return (self.default or NONE).for_variable(name, shape)
 
     def exchange(
-        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
-        raise NotImplementedError("Layout asks `of` which compressor's exchange a variable has.")
+        raise NotImplementedError("Layout asks `for_variable` which compressor's exchange a variable has.")

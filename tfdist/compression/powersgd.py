@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.requests import AllReduce, Exchange, Member, Reduced
-from tfdist.compression.base import Compressor, Slot
+from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult
+from tfdist.compression.base import Compressor, StateSpec
 
 _NOTHING = 1e-5  # of a column's length: float32 has no more digits
 
@@ -38,11 +38,11 @@ class PowerSGD(Compressor):
     orthogonalization_epsilon: float = 1e-8
     random_seed: int = 0
 
-    def slots(self, shape: tuple[int, ...]) -> tuple[Slot, ...]:
-        thin = self._thin(shape)
-        return (Slot("q", thin, True, self._random),) if thin and self.warm_start else ()
+    def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
+        q_shape = self._q_shape(shape)
+        return (StateSpec("q", q_shape, True, self._random),) if q_shape and self.warm_start else ()
 
-    def _thin(self, shape: Sequence[int]) -> tuple[int, int] | None:
+    def _q_shape(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Returns the shape of Q, or None where it does not pay."""
         if len(shape) < 2 or 0 in shape:
             return None
@@ -55,33 +55,35 @@ class PowerSGD(Compressor):
         return tf.random.stateless_normal(shape, [self.random_seed + number, step])
 
     def exchange(
-        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
-        thin = [self._thin(value.shape) for value in values]
-        low = [place for place, shape in enumerate(thin) if shape]
-        rest = [place for place, shape in enumerate(thin) if not shape]
-        matrices = [tf.reshape(values[place], [-1, values[place].shape[-1]]) for place in low]
-        before = [
-            states[place][0] if self.warm_start else self._random(thin[place] or (), place, member.step)
-            for place in low
+        q_shapes = [self._q_shape(value.shape) for value in values]
+        compressible = [index for index, shape in enumerate(q_shapes) if shape]
+        uncompressed = [index for index, shape in enumerate(q_shapes) if not shape]
+        matrices = [tf.reshape(values[index], [-1, values[index].shape[-1]]) for index in compressible]
+        previous_q = [
+            states[index][0] if self.warm_start else self._random(q_shapes[index] or (), index, member.step)
+            for index in compressible
         ]
-        sums = yield AllReduce([values[p] for p in rest] + [m @ q for m, q in zip(matrices, before, strict=True)])
-        ps = self._orthogonal(sums[len(rest) :])
-        own = [tf.matmul(m, p, transpose_a=True) for m, p in zip(matrices, ps, strict=True)]
-        qs = yield AllReduce(own)
+        sums = yield AllReduce(
+            [values[p] for p in uncompressed] + [m @ q for m, q in zip(matrices, previous_q, strict=True)]
+        )
+        p_matrices = self._orthogonal(sums[len(uncompressed) :])
+        local_q = [tf.matmul(m, p, transpose_a=True) for m, p in zip(matrices, p_matrices, strict=True)]
+        q_matrices = yield AllReduce(local_q)
 
-        totals, sent, after = list(values), list(values), list(states)
-        for place, total in zip(rest, sums, strict=False):
-            totals[place] = total
-        for place, p, q, mine, old in zip(low, ps, qs, own, before, strict=True):
+        totals, contributions, new_states = list(values), list(values), list(states)
+        for index, total in zip(uncompressed, sums, strict=False):
+            totals[index] = total
+        for index, p, q, rank_q, old in zip(compressible, p_matrices, q_matrices, local_q, previous_q, strict=True):
             mean = q / member.size
             # The sum is the same if each rank counts the mean's part as its own, as torch does; but then in what it has left,
             # the ranks' differences add up step by step, and its length grows without bounds.
-            sent[place] = tf.reshape(tf.matmul(p, mine, transpose_b=True), values[place].shape)
-            totals[place] = tf.reshape(tf.matmul(p, q, transpose_b=True), values[place].shape)
+            contributions[index] = tf.reshape(tf.matmul(p, rank_q, transpose_b=True), values[index].shape)
+            totals[index] = tf.reshape(tf.matmul(p, q, transpose_b=True), values[index].shape)
             if self.warm_start:  # a column of zeros would stay so for ever
-                after[place] = (tf.where(tf.reduce_any(tf.not_equal(mean, 0), 0), mean, old),)
-        return Reduced(totals, sent, after)
+                new_states[index] = (tf.where(tf.reduce_any(tf.not_equal(mean, 0), 0), mean, old),)
+        return ReduceResult(totals, contributions, new_states)
 
     def _orthogonal(self, matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns orthonormal columns with the spans of the matrices' (Gram-Schmidt), equal shapes at once.

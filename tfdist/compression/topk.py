@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives.requests import AllGather, Exchange, Member, Reduced
+from tfdist.collectives.requests import AllGather, Exchange, RankContext, ReduceResult
 from tfdist.compression.base import Compressor
 
 _SMALLEST = 2.0**-126  # what is less is zero to TensorFlow
@@ -34,28 +34,28 @@ class TopK(Compressor):
     samples: int = 4096
 
     @property
-    def suits_adaptive(self) -> bool:
+    def supports_adaptive_optimizers(self) -> bool:
         return False  # their second moments become those of rare, large numbers
 
     def exchange(
-        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         numbers = [tf.reshape(value, [-1]) for value in values]
-        places, found = zip(*(self._choose(each, member.step) for each in numbers), strict=True)
-        largest = [
+        indices, num_selected = zip(*(self._choose(each, member.step) for each in numbers), strict=True)
+        selected = [
             tf.where(tf.range(p.shape[0]) < f, tf.gather(n, p), 0)
-            for n, p, f in zip(numbers, places, found, strict=True)
+            for n, p, f in zip(numbers, indices, num_selected, strict=True)
         ]
-        message = tf.stack([tf.concat(places, 0), tf.bitcast(tf.concat(largest, 0), tf.int32)])
+        message = tf.stack([tf.concat(indices, 0), tf.bitcast(tf.concat(selected, 0), tf.int32)])
         gathered = yield AllGather(message)
-        sizes = [each.shape[0] for each in places]
-        all_places = tf.split(gathered[:, 0], sizes, 1)
-        all_numbers = tf.split(tf.bitcast(gathered[:, 1], tf.float32), sizes, 1)
-        return Reduced(
-            [_scatter(p, n, value) for p, n, value in zip(all_places, all_numbers, values, strict=True)],
+        sizes = [each.shape[0] for each in indices]
+        all_indices = tf.split(gathered[:, 0], sizes, 1)
+        all_values = tf.split(tf.bitcast(gathered[:, 1], tf.float32), sizes, 1)
+        return ReduceResult(
+            [_scatter(p, n, value) for p, n, value in zip(all_indices, all_values, values, strict=True)],
             [
                 _scatter(p[tf.newaxis], n[tf.newaxis], value)
-                for p, n, value in zip(places, largest, values, strict=True)
+                for p, n, value in zip(indices, selected, values, strict=True)
             ],
             list(states),
         )
@@ -64,27 +64,27 @@ class TopK(Compressor):
         """Returns `[k]` int32 places, and how many of them count."""
         count = numbers.shape[0]
         k = math.ceil(self.compress_ratio * count)
-        sizes = tf.abs(numbers)
+        magnitudes = tf.abs(numbers)
         if self.selection == "exact" or count <= self.samples:
-            return tf.math.top_k(sizes, k, sorted=False).indices, tf.constant(k)
+            return tf.math.top_k(magnitudes, k, sorted=False).indices, tf.constant(k)
         stride = count // self.samples
-        sample = sizes[tf.cast(step % stride, tf.int32) :: stride]
+        sample = magnitudes[tf.cast(step % stride, tf.int32) :: stride]
         threshold = tf.math.top_k(sample, math.ceil(self.compress_ratio * self.samples)).values[-1]
-        places = tf.cast(tf.where(sizes >= tf.maximum(threshold, _SMALLEST))[:, 0], tf.int32)
+        indices = tf.cast(tf.where(magnitudes >= tf.maximum(threshold, _SMALLEST))[:, 0], tf.int32)
         # Of too many, others are left out at each step.
-        first = step * k % tf.maximum(tf.size(places, tf.int64), 1)
-        places = tf.roll(places, -first, 0)[:k]
-        found = tf.size(places)
-        return tf.ensure_shape(tf.pad(places, [[0, k - found]]), [k]), found
+        first = step * k % tf.maximum(tf.size(indices, tf.int64), 1)
+        indices = tf.roll(indices, -first, 0)[:k]
+        num_selected = tf.size(indices)
+        return tf.ensure_shape(tf.pad(indices, [[0, k - num_selected]]), [k]), num_selected
 
 
-def _scatter(places: tf.Tensor, numbers: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+def _scatter(indices: tf.Tensor, values: tf.Tensor, template: tf.Tensor) -> tf.Tensor:
     """Returns the numbers, of one rank after another, added up at their places, in the same order on all ranks."""
-    count = like.shape.num_elements()
+    count = template.shape.num_elements()
     if not tf.config.get_visible_devices("GPU"):
-        total = tf.math.unsorted_segment_sum(tf.reshape(numbers, [-1]), tf.reshape(places, [-1]), count)
+        total = tf.math.unsorted_segment_sum(tf.reshape(values, [-1]), tf.reshape(indices, [-1]), count)
     else:  # which adds what meets at a place in any order, so that ranks would drift apart: one rank after another
         total = tf.zeros([count])
-        for each, theirs in zip(tf.unstack(places), tf.unstack(numbers), strict=True):
-            total = tf.tensor_scatter_nd_add(total, each[:, tf.newaxis], theirs)
-    return tf.reshape(total, like.shape)
+        for rank_indices, rank_values in zip(tf.unstack(indices), tf.unstack(values), strict=True):
+            total = tf.tensor_scatter_nd_add(total, rank_indices[:, tf.newaxis], rank_values)
+    return tf.reshape(total, template.shape)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives.requests import Choice, Exchange, Member
+from tfdist.collectives.requests import Cond, Exchange, RankContext
 from tfdist.compression.base import NONE, Wrapper
 
 
@@ -26,14 +26,14 @@ class Warmup(Wrapper):
     steps: int = 0
 
     @property
-    def begins(self) -> int:
+    def start_step(self) -> int:
         return self.steps
 
     def exchange(
-        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: Member
+        self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         return (
-            yield Choice(
+            yield Cond(
                 member.step < self.steps,
                 lambda: NONE.exchange(values, states, member),
                 lambda: self.compressor.exchange(values, states, member),

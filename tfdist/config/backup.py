@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
-from tfdist.errors import shown
+from tfdist.errors import format_value
 
 _MOST_DIGITS = 15
 
@@ -38,7 +38,7 @@ class BackupConfig:
             and self.save_freq.isdecimal()
             and 0 < len(self.save_freq.strip("0")) <= _MOST_DIGITS
         ):
-            yield f"backup.save_freq must be 'epoch', 'never' or a number of steps, 1 or more. Received: {shown(self.save_freq)}."
+            yield f"backup.save_freq must be 'epoch', 'never' or a number of steps, 1 or more. Received: {format_value(self.save_freq)}."
         if not 0 <= self.save_every_seconds < float("inf"):
             yield f"backup.save_every_seconds must be 0 (off) or more, and finite. Received: {self.save_every_seconds}."
         if self.keep < 1:

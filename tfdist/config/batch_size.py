@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfdist.errors import ConfigError
 
 
-def indivisible(batch_size: int, replicas: int) -> str:
+def divisibility_fault(batch_size: int, replicas: int) -> str:
     """Returns the sentence for a global batch size that the replicas do not divide, or an empty text."""
     if batch_size % replicas == 0:
         return ""
@@ -20,6 +20,6 @@ def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
     Raises:
         ConfigError: The replicas do not divide the batch. An uneven split would weigh examples unequally.
     """
-    if fault := indivisible(global_batch_size, num_replicas):
+    if fault := divisibility_fault(global_batch_size, num_replicas):
         raise ConfigError(fault)
     return global_batch_size // num_replicas

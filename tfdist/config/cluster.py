@@ -27,7 +27,7 @@ class ClusterConfig:
     hostfile: str = ""
     task: str = ""
 
-    def asked(self) -> dict[str, Any]:
+    def resolver_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `discovery.find`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "workers"}
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tfdist.errors import unknown
+from tfdist.errors import unknown_name_message
 
 # Compressor name to its class and the arguments that it takes.
 COMPRESSORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -77,7 +77,7 @@ class CompressionConfig:
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the name and the arguments."""
         if self.name not in COMPRESSORS:
-            yield unknown("compression", self.name, tuple(COMPRESSORS))
+            yield unknown_name_message("compression", self.name, tuple(COMPRESSORS))
             return
         takes = COMPRESSORS[self.name][1]
         for field in dataclasses.fields(self):

@@ -16,7 +16,7 @@ from typing import Any
 from tfdist import config as config_lib
 from tfdist.config import validation
 from tfdist.config.train import TrainConfig
-from tfdist.errors import ConfigError, did_you_mean, shown, told
+from tfdist.errors import ConfigError, did_you_mean, format_value, told
 
 _PRESETS = pathlib.Path(__file__).parents[1] / "presets"
 
@@ -62,7 +62,7 @@ def _of_program(path: str, source: bytes) -> TrainConfig:
         if isinstance(e, KeyError) and "get_config" not in namespace:
             raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
         text = told(e)
-        line, origin = _place(e, path)
+        line, origin = _error_location(e, path)
         raise ConfigError(f"--config={path}{line}: {text}{_nearest_field(text, namespace)}{origin}") from None
     if not isinstance(config, TrainConfig):
         raise ConfigError(
@@ -78,7 +78,7 @@ def _of_json(path: str, source: bytes) -> TrainConfig:
         raise ConfigError(f"--config={path}: no JSON: {told(e)}") from None
     if not isinstance(values, dict):
         raise ConfigError(
-            f"--config={path}: expected an object with the fields of a TrainConfig. Received: {shown(values)}."
+            f"--config={path}: expected an object with the fields of a TrainConfig. Received: {format_value(values)}."
         )
     config = TrainConfig()
     if isinstance(task := values.get("task"), str):
@@ -101,7 +101,7 @@ def _assign(holder: Any, values: dict[str, Any], path: str) -> Iterator[str]:
             setattr(holder, name, tuple(value) if wants is tuple and isinstance(value, list) else value)
 
 
-def _place(error: BaseException, path: str) -> tuple[str, str]:
+def _error_location(error: BaseException, path: str) -> tuple[str, str]:
     """Returns the config file's own line in an error, and where outside of the file the error was raised, or nothing."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.lineno:

@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from tfdist.config import cluster, field_help, files, validation
 from tfdist.config.train import TrainConfig
-from tfdist.errors import ConfigError, collected, did_you_mean, short, shown, told
+from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_value, told, truncate
 
 _CONFIG_HELP = (
     "A preset's name, a Python file whose get_config() returns a tfdist.TrainConfig, or the config.json of a run."
@@ -54,7 +54,7 @@ def parse(
         flags.DEFINE_string("config", None, _CONFIG_HELP, flag_values=values)
         asked = _config_path(argv[1:])
         config, of = TrainConfig(), "TrainConfig"
-        with collected(faults):
+        with collect_errors(faults):
             if asked:
                 config, of = files.load(asked), asked
         names = ", ".join(files.preset_names())
@@ -69,7 +69,7 @@ def parse(
         raise ConfigError(f"--flagfile: {e}") from None
     if included := said.getvalue().strip():
         raise ConfigError(f"--flagfile: {included.rpartition(' ')[2]} includes itself; remove the line that does.")
-    arguments = [_in_full(argument) for argument in arguments]
+    arguments = [_expand_cluster_flag(argument) for argument in arguments]
     path = _config_path(arguments)
     if not path:
         raise ConfigError(
@@ -81,16 +81,16 @@ def parse(
     if isinstance(task, str) and (task != config.task or config.task_options is None):
         with contextlib.suppress(ConfigError):  # which the check says, too
             config.choose_task(task)
-    sound = [argv[0], f"--config={path}", *_sound_arguments(config, arguments, faults)]
+    valid = [argv[0], f"--config={path}", *_valid_arguments(config, arguments, faults)]
     try:
         # The file has been run, once: its value stands for its name.
         config_flags.DEFINE_config_dataclass(
-            "config", config, _CONFIG_HELP, flag_values=values, sys_argv=sound, parse_fn=lambda path: config
+            "config", config, _CONFIG_HELP, flag_values=values, sys_argv=valid, parse_fn=lambda path: config
         )
-        values(sound)
+        values(valid)
     except Exception as e:  # what it raises at values that it cannot take is not documented
         raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {told(e)}"]) from None
-    with collected(faults):
+    with collect_errors(faults):
         validation.check(values.config, workers(values.config))
     if faults:
         raise ConfigError(faults)
@@ -104,7 +104,7 @@ def _split(argument: str) -> tuple[str, str | None]:
     return (name if argument.startswith("-") else ""), (value if equals else None)
 
 
-def _in_full(argument: str) -> str:
+def _expand_cluster_flag(argument: str) -> str:
     """Returns `--config.cluster.hosts=...` for `--hosts=...`, and likewise for the others of `cluster.FLAGS`."""
     name, value = _split(argument)
     if name not in cluster.FLAGS:
@@ -131,17 +131,17 @@ def _last_value(arguments: Sequence[str], flag: str) -> str | None:
     return found
 
 
-def _sound_arguments(config: TrainConfig, arguments: Sequence[str], faults: list[str]) -> Iterator[str]:
+def _valid_arguments(config: TrainConfig, arguments: Sequence[str], faults: list[str]) -> Iterator[str]:
     """Yields the arguments besides `--config` that can be parsed, as `--name=value`; adds a fault for each other one."""
     following = list(arguments)
     while following:
         flag, value = _split(argument := following.pop(0))
-        written = f"--{short(flag)}"
+        written = f"--{truncate(flag)}"
         is_field = flag.startswith(("config.", "noconfig."))
         if argument == "--":
             continue
         if not flag:
-            fault = f"{shown(argument)} is no flag. Fields are set as --config.field=value."
+            fault = f"{format_value(argument)} is no flag. Fields are set as --config.field=value."
         elif is_field or flag in ("config", "workdir"):
             kind, fault = _field(config, flag, written) if is_field else (str, "")
             if value is None and kind is not bool and not flag.startswith("no"):
@@ -195,10 +195,10 @@ def _is_settable(kind: Any) -> bool:
 
 def _value_fault(kind: Any, flag: str, written: str, value: str | None) -> str:
     if flag.startswith("no"):
-        sound = kind is bool and value is None
+        valid = kind is bool and value is None
         return (
             ""
-            if sound
+            if valid
             else f"{written}: only a field that is true or false is turned off in this way, without a value."
         )
     expected = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind)
@@ -206,5 +206,5 @@ def _value_fault(kind: Any, flag: str, written: str, value: str | None) -> str:
         if expected and value is not None:
             (flags.BooleanParser().parse if kind is bool else kind)(value)
     except ValueError:
-        return f"{written}: expected {expected}. Received: {shown(value)}."
+        return f"{written}: expected {expected}. Received: {format_value(value)}."
     return ""

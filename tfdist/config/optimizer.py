@@ -75,7 +75,7 @@ class OptimizerConfig:
     ema_momentum: float = 0.99
     gradient_accumulation_steps: int = 0
 
-    def changed(self) -> dict[str, Any]:
+    def non_default_arguments(self) -> dict[str, Any]:
         """Returns the arguments that differ from their defaults: those to give to the optimizer."""
         return {
             field.name: value
@@ -104,7 +104,7 @@ class OptimizerConfig:
                 limit = f"{least:g} to {most:g}" if most is not None else f"{least:g} or more, and less than {below:g}"
                 yield f"optimizer.{name} must be {limit}. Received: {value}."
         takes = OPTIMIZERS[self.name]
-        for name in self.changed():
+        for name in self.non_default_arguments():
             if name not in takes and name not in _EVERY_OPTIMIZER:
                 yield f"optimizer {self.name!r} takes no {name!r}. It takes: {', '.join((*takes, *_EVERY_OPTIMIZER))}."
         clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(self, name)]

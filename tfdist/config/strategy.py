@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from tfdist.errors import shown, unknown
+from tfdist.errors import format_value, unknown_name_message
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "parameter_server", "central_storage", "tpu")
 PLACEMENTS = ("round_robin", "by_bytes")
@@ -64,12 +64,12 @@ class StrategyConfig:
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the strategy and its options."""
         if self.name not in STRATEGIES:
-            yield unknown("strategy", self.name, STRATEGIES)
+            yield unknown_name_message("strategy", self.name, STRATEGIES)
             return
         if self.implementation not in IMPLEMENTATIONS:
-            yield unknown("strategy.implementation", self.implementation, IMPLEMENTATIONS)
+            yield unknown_name_message("strategy.implementation", self.implementation, IMPLEMENTATIONS)
         if self.placement not in PLACEMENTS:
-            yield unknown("strategy.placement", self.placement, PLACEMENTS)
+            yield unknown_name_message("strategy.placement", self.placement, PLACEMENTS)
         if not (self.bucket_bytes >= 0 and self.timeout_seconds >= 0):  # so that NaN is a fault, too
             yield (
                 "strategy.bucket_bytes and strategy.timeout_seconds must be 0 (off) or more. "
@@ -80,9 +80,9 @@ class StrategyConfig:
         elif self.devices and not self.virtual_cpus and self.name != "tpu":
             names = [name.upper() for name in self.device_names]
             if strange := [name for name in names if not _DEVICE.fullmatch(name)]:
-                yield f"strategy.devices must be names such as GPU:0, or a number of virtual CPUs. Received: {shown(strange[0])}."
+                yield f"strategy.devices must be names such as GPU:0, or a number of virtual CPUs. Received: {format_value(strange[0])}."
             elif len(set(names)) < len(names):
-                yield f"strategy.devices names a device twice. Received: {shown(self.devices)}."
+                yield f"strategy.devices names a device twice. Received: {format_value(self.devices)}."
         if self.name in ("multi_worker_mirrored", "parameter_server") and self.devices:
             yield (
                 f"strategy.devices does not apply to {self.name}, which uses all GPUs it sees, or the CPU; "

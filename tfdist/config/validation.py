@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from tfdist.config import registry
-from tfdist.config.batch_size import indivisible
+from tfdist.config.batch_size import divisibility_fault
 from tfdist.config.strategy import MAX_VIRTUAL_CPUS, STRATEGIES, StrategyConfig
 from tfdist.config.train import PRECISIONS, TrainConfig
-from tfdist.errors import ConfigError, did_you_mean, shown, unknown
+from tfdist.errors import ConfigError, did_you_mean, format_value, unknown_name_message
 
 
 def check(config: TrainConfig, workers: int | None = None) -> None:
@@ -58,10 +58,12 @@ def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[st
             )
         elif typed("cluster", "strategy"):
             workers = config.cluster.workers if environment_workers is None else environment_workers
-            if (replicas := _known_replicas(config.strategy, workers)) and (fault := indivisible(sizes[0], replicas)):
+            if (replicas := _known_replicas(config.strategy, workers)) and (
+                fault := divisibility_fault(sizes[0], replicas)
+            ):
                 yield fault
     if typed("precision") and config.precision not in PRECISIONS:
-        yield unknown("precision", config.precision, PRECISIONS)
+        yield unknown_name_message("precision", config.precision, PRECISIONS)
     if typed("jit_compile", "precision", "optimizer", "strategy") and config.strategy.name == "central_storage":
         yield from _central_storage_faults(config)
     if typed("jit_compile", "precision", "optimizer", "strategy") and config.strategy.name == "parameter_server":
@@ -167,7 +169,7 @@ def _known_replicas(strategy: StrategyConfig, workers: int) -> int:
 def unknown_field(path: str, name: str, known: Collection[str]) -> str:
     """Returns the sentence for a field that a group of fields (or what is no group) has not."""
     fields = f"Known: {', '.join(known)}." if known else "It has no fields."
-    return f"{path}: unknown config field {shown(name)}{did_you_mean(name, known)} {fields}"
+    return f"{path}: unknown config field {format_value(name)}{did_you_mean(name, known)} {fields}"
 
 
 def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -189,6 +191,6 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
             and expected is not Any  # a class since Python 3.11
             and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
         ):
-            yield where, f"{where} must be {expected.__name__}. Received: {shown(value)}."
+            yield where, f"{where} must be {expected.__name__}. Received: {format_value(value)}."
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _type_faults(value, where)

@@ -14,13 +14,13 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-from tfdist.runtime.log import say
+from tfdist.runtime.log import log
 
 _ARRAY = "array of "
 _REMEDY = "give it state_dict() and load_state_dict(state), as a callback has"
 
 
-class PythonData:
+class PythonDataState:
     """What Python code that makes data draws from: the global generators of `random` and `numpy.random`, and a PyDataset.
 
     Args:
@@ -33,9 +33,9 @@ class PythonData:
         order: A checksum of a PyDataset's first batch in the present epoch, if its hooks may change it, else None.
     """
 
-    def __init__(self, adapter: Any, calls_python: bool, notes_order: bool):
+    def __init__(self, adapter: Any, calls_python: bool, records_order: bool):
         self._data: Any = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) else None
-        self._notes_order = notes_order
+        self._records_order = records_order
         self._keeps = hasattr(self._data, "state_dict")
         self.is_used = self._data is not None or calls_python
         self.order: int | None = None
@@ -44,7 +44,7 @@ class PythonData:
         """Returns the state, as plain JSON, or None if no Python code makes the data."""
         if not self.is_used:
             return None
-        state = _drawn()
+        state = _global_generator_states()
         if self._keeps:
             state["data"] = json.loads(json.dumps(self._data.state_dict(), default=_plain))
         return state
@@ -52,26 +52,26 @@ class PythonData:
     def restore(self, state: Any) -> None:
         """Restores what `state` returned."""
         if state:
-            _draw_as(state)
+            _set_global_generator_states(state)
             if self._keeps:
-                self._data.load_state_dict(json.loads(json.dumps(state["data"]), object_hook=_revived))
+                self._data.load_state_dict(json.loads(json.dumps(state["data"]), object_hook=_decode_states))
 
     def doubts(self) -> Iterator[str]:
         """Yields why a resume will not be exact, and the remedies. Has a PyDataset make its first batch twice."""
         if self._data is None or self._keeps:
             return
-        with _undrawn():
-            drawn = _drawn()
+        with _preserve_global_generators():
+            drawn = _global_generator_states()
             first = _checksum(self._data)
-            _draw_as(drawn)
+            _set_global_generator_states(drawn)
             second = _checksum(self._data)
         if first != second:
             yield f"the PyDataset {type(self._data).__name__} draws from a generator of its own for each batch; {_REMEDY}"
 
-    def note_order(self) -> None:
+    def record_order(self) -> None:
         """Notes the order of the epoch that begins next. No other thread may read the data meanwhile."""
-        if self._notes_order and self._data is not None and not self._keeps and _has_hooks(self._data):
-            with _undrawn():
+        if self._records_order and self._data is not None and not self._keeps and _has_hooks(self._data):
+            with _preserve_global_generators():
                 self.order = _checksum(self._data)
 
     def end_epochs(self, number: int, order: int | None) -> None:
@@ -86,9 +86,9 @@ class PythonData:
         for _ in range(number):
             self._data.on_epoch_begin()
             self._data.on_epoch_end()
-        self.note_order()
+        self.record_order()
         if order is not None and order != self.order:
-            say(
+            log(
                 f"resume is not exact: the PyDataset {type(self._data).__name__} comes in another order than before; seed the "
                 f"generator that its on_epoch_end draws from, or {_REMEDY}."
             )
@@ -108,13 +108,13 @@ def _checksum(data: keras.utils.PyDataset) -> int:
     return checksum
 
 
-def _drawn() -> dict[str, Any]:
+def _global_generator_states() -> dict[str, Any]:
     """Returns the state of the global generators."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {"random": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
 
 
-def _draw_as(state: dict[str, Any]) -> None:
+def _set_global_generator_states(state: dict[str, Any]) -> None:
     version, numbers, gauss = state["random"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]
@@ -122,13 +122,13 @@ def _draw_as(state: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _undrawn() -> Iterator[None]:
+def _preserve_global_generators() -> Iterator[None]:
     """Leaves the global generators as they are."""
-    state = _drawn()
+    state = _global_generator_states()
     try:
         yield
     finally:
-        _draw_as(state)
+        _set_global_generator_states(state)
 
 
 def _plain(value: Any) -> Any:
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"state_dict() must return plain values and arrays. Received: {type(value).__name__}.")
 
 
-def _revived(values: dict[str, Any]) -> Any:
+def _decode_states(values: dict[str, Any]) -> Any:
     if len(values) == 1 and (name := next(iter(values))).startswith(_ARRAY):
         return np.asarray(values[name], name.removeprefix(_ARRAY))
     return values

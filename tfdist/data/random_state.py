@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.compat.keras_internals import KERAS_EPOCH_END, KERAS_SEED_STATE, TF_GENERATOR_STATE
 from tfdist.data.graph import functions, nodes, walk
-from tfdist.data.python_state import PythonData
+from tfdist.data.python_state import PythonDataState
 
 PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 _PYTHON = "data/python"
@@ -36,13 +36,13 @@ def calls_python(dataset: tf.data.Dataset) -> bool:
     return any(node.op in PYTHON_OPS for function in functions(dataset) for node in nodes(function.graph))
 
 
-class DataState:
+class DatasetRandomState:
     """The random state of a training's data.
 
     Args:
         datasets: This process's datasets, in an order that is the same in the next run.
         adapter: Keras' data adapter, which calls its own `on_epoch_end` at the end of each epoch's data.
-        is_backed_up: Whether `take` will be called.
+        is_backed_up: Whether `capture` will be called.
 
     Attributes:
         is_random: Whether the data have a state of which this knows.
@@ -52,9 +52,9 @@ class DataState:
     def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: Any, is_backed_up: bool):
         every = [each for dataset in datasets for each in walk(dataset)]
         self._variables = list({id(v): v for each in every for v in random_states(each)}.values())
-        self._python = PythonData(adapter, any(map(calls_python, every)), is_backed_up)
+        self._python = PythonDataState(adapter, any(map(calls_python, every)), is_backed_up)
         self.is_random = bool(self._variables) or self._python.is_used
-        self.stays = self._ended_before = False
+        self.stays = self._epochs_before_resume = False
         self._has_begun = False
         self._epochs = 0  # whose data have ended
         self._is_over = False  # the present epoch's data
@@ -71,7 +71,7 @@ class DataState:
         self._has_begun, self._is_over = True, False
 
     @contextlib.contextmanager
-    def undrawn(self) -> Iterator[None]:
+    def preserve_seed_generators(self) -> Iterator[None]:
         """Leaves the seed generators as they are."""
         before = [variable.numpy() for variable in self._variables]
         try:
@@ -89,10 +89,10 @@ class DataState:
         self._states["pass"] = self._now()
         if number == 1:
             self._states["first"] = self._states["pass"]
-            self._python.note_order()
+            self._python.record_order()
 
-    def take(self) -> dict[str, tf.Tensor]:
-        """Returns what `put` needs, of this process."""
+    def capture(self) -> dict[str, tf.Tensor]:
+        """Returns what `load` needs, of this process."""
         if not self.is_random:
             return {}
         taken: dict[str, tf.Tensor] = {}
@@ -103,11 +103,11 @@ class DataState:
         hooks = {"epochs": self._epochs, "is_over": self._is_over, "order": self._python.order}
         return {**taken, _PYTHON: tf.constant(json.dumps({"moments": python, **hooks}))}
 
-    def put(self, own: Mapping[str, Any], goes_on: bool) -> None:
-        """Makes what `take` returned known to `restore`, and lets a `PyDataset` end the epochs that had ended.
+    def load(self, own: Mapping[str, Any], goes_on: bool) -> None:
+        """Makes what `capture` returned known to `restore`, and lets a `PyDataset` end the epochs that had ended.
 
         Args:
-            own: What `take` returned, and more.
+            own: What `capture` returned, and more.
             goes_on: Whether the training goes on in the epoch, not with a new one.
         """
         if not self.is_random or _PYTHON not in own:  # a backup of an earlier version
@@ -118,7 +118,7 @@ class DataState:
             for moment, drawn in body["moments"].items()
         }
         self._epochs, self._is_over, self.stays = body["epochs"], body["is_over"], goes_on
-        self._ended_before = body["is_over"]
+        self._epochs_before_resume = body["is_over"]
         repeats = goes_on and body["is_over"]  # Keras ends the epoch once more
         self._epochs -= repeats
         self._python.end_epochs(self._epochs, None if repeats else body["order"])
@@ -128,7 +128,7 @@ class DataState:
         if moment in self._states:
             self._assign(self._states[moment])
 
-    def resumption(self, number: int, goes_on: bool) -> Callable[[], None]:
+    def prepare_replay(self, number: int, goes_on: bool) -> Callable[[], None]:
         """Prepares that the passes before are replayed; returns what to call before the iterator of this pass is made.
 
         Args:
@@ -159,10 +159,10 @@ class DataState:
         if not self._has_begun:  # as Keras does before the first epoch
             end()
             return
-        if self.stays and not self._ended_before:
+        if self.stays and not self._epochs_before_resume:
             self.restore("now")
         end()
-        if self.stays and self._ended_before:
+        if self.stays and self._epochs_before_resume:
             self.restore("now")
         self._epochs, self._is_over = self._epochs + 1, True
-        self._python.note_order()
+        self._python.record_order()

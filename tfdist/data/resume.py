@@ -34,12 +34,12 @@ def replay(dataset: tf.data.Dataset, passes: int, reads: bool = True) -> None:
     if passes and reads and any(isinstance(each, CacheDataset) for each in walk(dataset)):
         collections.deque(iter(dataset), maxlen=0)
         passes -= 1
-    for each, times in _shuffling(dataset, passes, passes):
+    for each, times in _reshuffling_datasets(dataset, passes, passes):
         for _ in range(times):
             iter(each)  # moves its own order alone: it begins the dataset that it is made from when it is first read
 
 
-def _shuffling(dataset: tf.data.Dataset, begun: int, read: int) -> Iterator[tuple[tf.data.Dataset, int]]:
+def _reshuffling_datasets(dataset: tf.data.Dataset, begun: int, read: int) -> Iterator[tuple[tf.data.Dataset, int]]:
     """Yields the datasets that come in another order each time they begin, and how often they begin.
 
     Args:
@@ -54,10 +54,10 @@ def _shuffling(dataset: tf.data.Dataset, begun: int, read: int) -> Iterator[tupl
         count = max(int(getattr(dataset, TF_COUNT)), 1)
         begun, read = begun + read * count, read * count  # it begins anew even after the last time
     for each in getattr(dataset, TF_INPUTS)():
-        yield from _shuffling(each, begun, read)
+        yield from _reshuffling_datasets(each, begun, read)
 
 
-def starting_at(data: Any, number: int, steps: int, ready: Callable[[], None]) -> Any:
+def iterator_from_step(data: Any, number: int, steps: int, ready: Callable[[], None]) -> Any:
     """Returns an iterator of a pass over data.
 
     Args:

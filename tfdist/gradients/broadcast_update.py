@@ -14,13 +14,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import hardware
-from tfdist.collectives.factory import group_of
-from tfdist.collectives.requests import AllReduce, Member
-from tfdist.gradients.reduction import sums_here
+from tfdist.collectives.factory import communicator_for
+from tfdist.collectives.requests import AllReduce, RankContext
+from tfdist.gradients.reduction import uses_bucketed_all_reduce
 
 _LANE = -3  # beside those of gradients
 # Optimizers that work on each number by itself.
-_BY_NUMBER = (
+_ELEMENTWISE_OPTIMIZERS = (
     keras.optimizers.SGD,
     keras.optimizers.RMSprop,
     keras.optimizers.Adam,
@@ -33,7 +33,9 @@ _BY_NUMBER = (
 )
 
 
-def may_differ(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy, clips: bool) -> bool:
+def may_differ_between_workers(
+    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy, clips: bool
+) -> bool:
     """Whether an update may end in another bit on another worker.
 
     Args:
@@ -41,13 +43,13 @@ def may_differ(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.St
         strategy: Under which it updates.
         clips: Whether it clips by a norm what all workers have reduced.
     """
-    if not (hardware.difference(strategy) and sums_here(strategy)):
+    if not (hardware.describe_difference(strategy) and uses_bucketed_all_reduce(strategy)):
         return False
-    by_number = any(type(optimizer).update_step is kind.update_step for kind in _BY_NUMBER)
+    by_number = any(type(optimizer).update_step is kind.update_step for kind in _ELEMENTWISE_OPTIMIZERS)
     return not by_number or (clips and bool(optimizer.clipnorm or optimizer.global_clipnorm))
 
 
-def agree(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer) -> None:
+def broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer) -> None:
     """Gives all workers the variables that the chief's update has made. In cross-replica context; a collective.
 
     Args:
@@ -55,26 +57,26 @@ def agree(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimize
         optimizer: Whose variables, and those that it trains.
     """
     warnings.warn(
-        f"The workers differ in {hardware.difference(strategy)}, by which {type(optimizer).__name__}'s sums are rounded: the "
+        f"The workers differ in {hardware.describe_difference(strategy)}, by which {type(optimizer).__name__}'s sums are rounded: the "
         "chief's variables are sent to all of them after each update. To save that, set TF_NUM_INTRAOP_THREADS to the same "
         "number on all workers.",
         stacklevel=2,
     )
-    group, local = group_of(strategy), strategy.experimental_local_results
+    group, local = communicator_for(strategy), strategy.experimental_local_results
     own = [*optimizer._trainable_variables, *optimizer.variables]
-    values = {id(variable.value): variable.value for variable in own if _agreed(variable.value)}.values()
+    values = {id(variable.value): variable.value for variable in own if _is_replicated(variable.value)}.values()
 
-    def chiefs(place: int, member: Member) -> Generator[Any, Any, Sequence[tf.Tensor]]:
+    def chiefs(place: int, member: RankContext) -> Generator[Any, Any, Sequence[tf.Tensor]]:
         mine = [tf.cast(local(value)[place], _carrier(value.dtype)) for value in values]
         return (yield AllReduce(mine if member.rank == 0 else [tf.zeros_like(value) for value in mine]))
 
-    members = group.members(tf.constant(0, tf.int64))
-    for place, news in enumerate(group.run([chiefs(*each) for each in enumerate(members)], _LANE)):
-        for value, new in zip(values, news, strict=True):
+    members = group.contexts(tf.constant(0, tf.int64))
+    for place, new_values in enumerate(group.run([chiefs(*each) for each in enumerate(members)], _LANE)):
+        for value, new in zip(values, new_values, strict=True):
             local(value)[place].assign(tf.cast(new, value.dtype))
 
 
-def _agreed(value: tf.Variable) -> bool:
+def _is_replicated(value: tf.Variable) -> bool:
     """Whether all replicas should hold the same numbers, other than accumulators of gradients."""
     return value.dtype.is_floating and value.synchronization != tf.VariableSynchronization.ON_READ
 

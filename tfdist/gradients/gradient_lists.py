@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 
-def on_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
+def map_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
     """Returns what a function makes of a gradient's numbers, be they rows or all."""
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
@@ -20,31 +20,31 @@ def factor(number: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:
     return tf.convert_to_tensor(number, dtype) if isinstance(number, (int, float)) else tf.cast(number, dtype)
 
 
-def times(grads: Sequence[Any], number: tf.Tensor | float) -> list[Any]:
+def scale(grads: Sequence[Any], number: tf.Tensor | float) -> list[Any]:
     """Returns the gradients times a number."""
-    return [on_values(lambda value: value * factor(number, value.dtype), grad) for grad in grads]
+    return [map_values(lambda value: value * factor(number, value.dtype), grad) for grad in grads]
 
 
-def plus(grads: Sequence[Any], number: tf.Tensor) -> list[Any]:
+def add_scalar(grads: Sequence[Any], number: tf.Tensor) -> list[Any]:
     """Returns the gradients with a number added to each of theirs."""
-    return [on_values(lambda value: value + tf.cast(number, value.dtype), grad) for grad in grads]
+    return [map_values(lambda value: value + tf.cast(number, value.dtype), grad) for grad in grads]
 
 
-def share_of(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
+def scale_no_nan(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
     """Returns the gradients times `share`; 0 makes 0 of NaN, too."""
-    return [on_values(lambda value: tf.math.multiply_no_nan(value, factor(share, value.dtype)), g) for g in grads]
+    return [map_values(lambda value: tf.math.multiply_no_nan(value, factor(share, value.dtype)), g) for g in grads]
 
 
-def without_nan(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
+def zero_if_no_examples(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
     """Returns the gradients, or zeros where this replica has no examples: the mean over none is NaN."""
     if isinstance(share, float):
         return list(grads)
     present = [grad for grad in grads if grad is not None]
-    values = iter(tf.cond(share > 0, lambda: present, lambda: share_of(present, share)))
+    values = iter(tf.cond(share > 0, lambda: present, lambda: scale_no_nan(present, share)))
     return [None if grad is None else next(values) for grad in grads]
 
 
-def summed_rows(grads: Sequence[Any]) -> list[Any]:
+def deduplicate_rows(grads: Sequence[Any]) -> list[Any]:
     """Returns the gradients, those of embeddings with one row for each id that occurs.
 
     The sum of the rows of an id is its gradient. Keras 3.15 applies each row by itself, so that optimizers that square
@@ -66,25 +66,25 @@ class _Rows(tf.IndexedSlices):
         return tf.IndexedSlices(self.values / factor(number, self.dtype), self.indices, self.dense_shape)
 
 
-def divisible(grads: Sequence[Any]) -> list[Any]:
+def with_divisible_rows(grads: Sequence[Any]) -> list[Any]:
     """Returns the gradients, rows so that Keras 3.15 can divide them by an optimizer's `loss_scale_factor`."""
     return [_Rows(g.values, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else g for g in grads]
 
 
-def nothing_if_finite(grads: Sequence[Any]) -> tf.Tensor:
+def nan_unless_finite(grads: Sequence[Any]) -> tf.Tensor:
     """Returns 0 if all are finite, else NaN: summed over ranks it tells all of them."""
     numbers = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]
     finite = [tf.reduce_all(tf.math.is_finite(each)) for each in numbers if each.dtype.is_floating]
     return tf.where(tf.reduce_all(finite), 0.0, float("nan"))
 
 
-def finite_on_all_or_none(grads: Sequence[Any]) -> list[Any]:
+def propagate_non_finite(grads: Sequence[Any]) -> list[Any]:
     """Returns this replica's gradients, or NaN if any replica's is not finite: it sends a number for all of them."""
-    (nothing,) = all_reduce(tf.distribute.ReduceOp.SUM, [nothing_if_finite(grads)])
-    return plus(grads, nothing)
+    (nothing,) = all_reduce(tf.distribute.ReduceOp.SUM, [nan_unless_finite(grads)])
+    return add_scalar(grads, nothing)
 
 
-def of_known_shape(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def with_static_shapes(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Returns the gradients, dense ones with their variables' shapes: an operation may not know what it returns."""
     return [
         tf.ensure_shape(grad, variable.shape) if isinstance(grad, tf.Tensor) and grad.shape != variable.shape else grad

@@ -25,8 +25,8 @@ from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
-from tfdist.gradients.reduction import Reduction, sums, sums_here, sums_of_rows
-from tfdist.gradients.update import Update
+from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
+from tfdist.gradients.update import AccumulatingUpdate
 
 _COMPRESSOR = "_tfdist_compressor"
 _STATE = "_tfdist_compression"
@@ -64,8 +64,8 @@ def distribute_optimizer(
     if getattr(leaf, DISTRIBUTED, False) or getattr(optimizer, DISTRIBUTED, False):
         if compressor not in (None, before):
             raise ConfigError(
-                f"compression {compressor.name} comes too late: this {type(leaf).__name__} already has "
-                f"{before.name if before else 'none'}; compile the model with a new optimizer."
+                f"compression {compressor.description} comes too late: this {type(leaf).__name__} already has "
+                f"{before.description if before else 'none'}; compile the model with a new optimizer."
             )
         compressor = before  # as when Keras has put a LossScaleOptimizer around it
     if getattr(optimizer, DISTRIBUTED, False):
@@ -74,23 +74,23 @@ def distribute_optimizer(
         vars(leaf).pop(name, None)  # it was used without its LossScaleOptimizer before, or with another one
     setattr(optimizer, DISTRIBUTED, True)
     setattr(leaf, _COMPRESSOR, compressor)
-    update = Update(leaf, scaled, clip_after_reduce)
+    update = AccumulatingUpdate(leaf, scaled, clip_after_reduce)
     if compressor is not None:
         if tf.distribute.has_strategy():
             check_strategy(tf.distribute.get_strategy())
-        _warn_of_adaptive(leaf, compressor)
+        _warn_if_adaptive(leaf, compressor)
         update.compressor = compressor
-        leaf.build = _Build(leaf, compressor, update)
+        leaf.build = _BuildCompressionState(leaf, compressor, update)
     setattr(leaf, KERAS_REDUCTION, list)
     if scaled:
-        leaf.apply = _InnerApply(leaf)
+        leaf.apply = _ApplyReduced(leaf)
     setattr(leaf, KERAS_UPDATE, update)
-    optimizer.apply = _Reduce(optimizer, update)
-    optimizer.scale_loss = _ScaleLoss(optimizer)
+    optimizer.apply = _ReduceThenApply(optimizer, update)
+    optimizer.scale_loss = _WeightedLoss(optimizer)
     return optimizer
 
 
-def reduction_of(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
+def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
     """Returns what sums an optimizer's gradients through a compressor, once it is built; None without one."""
     return getattr(getattr(optimizer, "inner_optimizer", optimizer), _STATE, None)
 
@@ -100,19 +100,19 @@ def _replicas() -> int:
     return int(tf.distribute.get_strategy().extended._num_replicas_in_sync)
 
 
-def _warn_of_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
+def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
     kinds = [keras.optimizers.Adam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta]
     kinds += [keras.optimizers.Adamax, keras.optimizers.Nadam, keras.optimizers.Lamb]
-    if not compressor.suits_adaptive and isinstance(optimizer, tuple(kinds)):
+    if not compressor.supports_adaptive_optimizers and isinstance(optimizer, tuple(kinds)):
         warnings.warn(
-            f"{type(optimizer).__name__} divides by what gradients have been, which {compressor.name} makes rare and "
+            f"{type(optimizer).__name__} divides by what gradients have been, which {compressor.description} makes rare and "
             "large: it may train worse, or not at all. Use compression 'powersgd' or 'int8' with it, or SGD with momentum.",
             stacklevel=3,
         )
 
 
 @contextlib.contextmanager
-def sharing(
+def gradient_weight(
     share: tf.Tensor | float | None, compiled: keras.optimizers.Optimizer | None = None, by_loss: bool = False
 ) -> Iterator[None]:
     """Multiplies this replica's gradients by `share`, its part in the mean over all replicas, in a step of the Trainer.
@@ -133,7 +133,7 @@ def sharing(
         _replica.compiled = _replica.scales = None
 
 
-def gradient_share() -> tf.Tensor | float | None:
+def current_gradient_weight() -> tf.Tensor | float | None:
     """Returns by what this replica's gradients will be multiplied, in a step that does not multiply its loss; None if by nothing."""
     if getattr(_replica, "scales", None) is not None:
         return None
@@ -142,7 +142,7 @@ def gradient_share() -> tf.Tensor | float | None:
 
 
 @contextlib.contextmanager
-def capturing() -> Iterator[list[tuple[Sequence[Any], Sequence[Any] | None]]]:
+def deferred_apply() -> Iterator[list[tuple[Sequence[Any], Sequence[Any] | None]]]:
     """Keeps the arguments of this replica's `apply` calls, instead of applying them."""
     captured: list[tuple[Sequence[Any], Sequence[Any] | None]] = []
     _replica.captured = captured
@@ -152,7 +152,7 @@ def capturing() -> Iterator[list[tuple[Sequence[Any], Sequence[Any] | None]]]:
         _replica.captured = None
 
 
-class _ScaleLoss:
+class _WeightedLoss:
     """`scale_loss`, which Keras calls before it computes gradients."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
@@ -168,7 +168,7 @@ class _ScaleLoss:
         return loss * gradient_lists.factor(_replica.share, loss.dtype)
 
 
-class _InnerApply:
+class _ApplyReduced:
     """`apply` of an optimizer that a `LossScaleOptimizer` wraps: the wrapper reduces, and alone may call it in a step."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
@@ -184,10 +184,10 @@ class _InnerApply:
         self._apply(grads, trainable_variables)
 
 
-class _Reduce:
+class _ReduceThenApply:
     """`apply` of the outermost optimizer: reduces, then goes on as Keras does."""
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, update: Update):
+    def __init__(self, optimizer: keras.optimizers.Optimizer, update: AccumulatingUpdate):
         self._optimizer = optimizer
         self._keras_apply = optimizer.apply
         self._update = update
@@ -195,9 +195,9 @@ class _Reduce:
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if (share := getattr(_replica, "share", None)) is not None:
             grads = (
-                gradient_lists.without_nan(grads, share)
+                gradient_lists.zero_if_no_examples(grads, share)
                 if _replica.scales is self._optimizer
-                else gradient_lists.share_of(grads, share)
+                else gradient_lists.scale_no_nan(grads, share)
             )
         if (captured := getattr(_replica, "captured", None)) is not None:
             captured.append((grads, trainable_variables))
@@ -210,26 +210,26 @@ class _Reduce:
 
     def _reduce(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
         self._check_built()
-        grads = gradient_lists.summed_rows(grads)  # fewer travel
-        if not self._update.reduces:
-            grads = self._update.clip_first(grads, self._scale())
+        grads = gradient_lists.deduplicate_rows(grads)  # fewer travel
+        if not self._update.accumulates:
+            grads = self._update.clip_local(grads, self._scale())
         context = tf.distribute.get_replica_context()
-        if context and self._update.reduction and not self._update.reduces:
+        if context and self._update.reduction and not self._update.accumulates:
             variables = self._update.variables if trainable_variables is None else trainable_variables
-            grads = gradient_lists.of_known_shape(grads, variables)
+            grads = gradient_lists.with_static_shapes(grads, variables)
             present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
             if present:
                 mine, variables = zip(*present, strict=True)
                 context.merge_call(functools.partial(self._compressed, variables=variables), args=(list(mine),))
                 return
-        if not self._update.reduces:
+        if not self._update.accumulates:
             grads = self._summed(context, grads, trainable_variables)
         elif self._update.scaled:
-            grads = gradient_lists.finite_on_all_or_none(grads)
+            grads = gradient_lists.propagate_non_finite(grads)
         self._apply(grads, trainable_variables)
 
     def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
-        self._keras_apply(gradient_lists.divisible(grads), trainable_variables)
+        self._keras_apply(gradient_lists.with_divisible_rows(grads), trainable_variables)
 
     def _check_built(self) -> None:
         if self._optimizer.built:
@@ -254,21 +254,23 @@ class _Reduce:
         variables: Sequence[Any] | None,
     ) -> list[Any]:
         """Returns the gradients, None where there is none, summed over all replicas."""
-        if not (context and sums_here(context.strategy)):
+        if not (context and uses_bucketed_all_reduce(context.strategy)):
             rows = [place for place, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
             if not (context and rows and isinstance(context.strategy, tf.distribute.MirroredStrategy)):
                 return gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, grads)
             dense = [None if place in rows else grad for place, grad in enumerate(grads)]
             reduced = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, dense)
-            gathered = context.merge_call(sums_of_rows, args=([grads[place] for place in rows],))
+            gathered = context.merge_call(gather_rows_in_process, args=([grads[place] for place in rows],))
             for place, total in zip(rows, gathered, strict=True):
                 reduced[place] = total
             return reduced
-        grads = gradient_lists.of_known_shape(grads, self._update.variables if variables is None else variables)
+        grads = gradient_lists.with_static_shapes(grads, self._update.variables if variables is None else variables)
         places = [place for place, grad in enumerate(grads) if grad is not None]
         present = [grads[place] for place in places]
         step = tf.cast(self._optimizer.iterations, tf.int64)
-        totals = context.merge_call(functools.partial(sums, step=step), args=(present,)) if present else []
+        totals = (
+            context.merge_call(functools.partial(bucketed_all_reduce, step=step), args=(present,)) if present else []
+        )
         summed = dict(zip(places, totals, strict=True))
         return [summed.get(place) for place in range(len(grads))]
 
@@ -286,10 +288,10 @@ class _Reduce:
             tf.cond(finite, each, lambda: None)
 
 
-class _Build:
+class _BuildCompressionState:
     """`build` of the optimizer: makes the compressor's state, too."""
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, compression: Compressor, update: Update):
+    def __init__(self, optimizer: keras.optimizers.Optimizer, compression: Compressor, update: AccumulatingUpdate):
         self._optimizer = optimizer
         self._build = optimizer.build
         self._compression = compression

@@ -16,10 +16,10 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
-from tfdist.collectives.communicator import Group
-from tfdist.collectives.factory import group_of
-from tfdist.collectives.requests import Member
-from tfdist.compression.base import NONE, Compressor, Layout, Rows, Slot
+from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.factory import communicator_for
+from tfdist.collectives.requests import RankContext
+from tfdist.compression.base import NONE, BucketedReduction, Compressor, RowCodec, StateSpec
 from tfdist.gradients import gradient_lists
 
 _NOTES, _OTHERS = -1, -2  # lanes beside those of buckets
@@ -42,18 +42,18 @@ class Reduction(tf.Module):
     def __init__(self, compressor: Compressor, variables: Sequence[keras.Variable]):
         super().__init__(name="compression")
         self._strategy = variables[0].value.distribute_strategy
-        self._group = group_of(self._strategy)
+        self._group = communicator_for(self._strategy)
         self._bucket_bytes = _bucket_bytes(self._strategy)
         self.compressor = compressor
-        self._layout = Layout(compressor, [(v.path, tuple(v.shape)) for v in variables])
+        self._layout = BucketedReduction(compressor, [(v.path, tuple(v.shape)) for v in variables])
         self.slots = self._layout.slots
-        self.left_out = self._state(Slot("left_out", (), True), 0, "compression")
+        self.left_out = self._state(StateSpec("left_out", (), True), 0, "compression")
         self.states = [
             [self._state(slot, number, variable.path) for slot in slots]
             for number, (slots, variable) in enumerate(zip(self._layout.slots, variables, strict=True))
         ]
 
-    def _state(self, slot: Slot, number: int, path: str) -> tf.Variable:
+    def _state(self, slot: StateSpec, number: int, path: str) -> tf.Variable:
         with self._strategy.scope(), tf.init_scope():
             return tf.Variable(
                 slot.initial(slot.shape, number),
@@ -84,7 +84,7 @@ class Reduction(tf.Module):
         other = [place for place in range(len(grads)) if place not in (*dense, *sparse)]
         owners = [numbers[place] for place in dense]
 
-        members = self._group.members(tf.cast(step, tf.int64))
+        members = self._group.contexts(tf.cast(step, tf.int64))
         states = [
             [tuple(local(s)[place].read_value() for s in self.states[number]) for number in owners]
             for place in range(len(mine))
@@ -94,25 +94,29 @@ class Reduction(tf.Module):
         )
         # What tells all of a number that is none needs every gradient: it has a lane of its own, and where there is one order
         # for all, it comes last.
-        others = self._as_they_are([[values[p] for p in other] for values in mine], members, _OTHERS)
-        notes = self._as_they_are([[gradient_lists.nothing_if_finite(values)] for values in mine], members, _NOTES)
+        others = self._all_reduce_uncompressed([[values[p] for p in other] for values in mine], members, _OTHERS)
+        notes = self._all_reduce_uncompressed(
+            [[gradient_lists.nan_unless_finite(values)] for values in mine], members, _NOTES
+        )
         reduced: list[list[Any]] = [[None] * len(grads) for _ in mine]
         for into, of_dense, of_others in zip(reduced, packed, others, strict=True):
-            for p, total in zip((*dense, *other), (*of_dense.totals, *of_others), strict=True):
+            for p, total in zip((*dense, *other), (*of_dense.sums, *of_others), strict=True):
                 into[p] = total
         for p in sparse:
-            rows = self._layout.compressors[numbers[p]].rows if p in compressed else NONE.rows
-            for place, total in enumerate(sum_rows(self._group, [values[p] for values in mine], rows, members[0].step)):
+            rows = self._layout.compressors[numbers[p]].row_codec if p in compressed else NONE.row_codec
+            for place, total in enumerate(
+                gather_deduplicated_rows(self._group, [values[p] for values in mine], rows, members[0].step)
+            ):
                 reduced[place][p] = total
         if scale is not None:
             reduced = [_times(values, compressed, scale) for values in reduced]
         # What has been sent is finite everywhere, and so is what has come of it, which is the same everywhere.
-        finite = tf.math.is_finite(notes[0][0] + gradient_lists.nothing_if_finite(reduced[0]))
+        finite = tf.math.is_finite(notes[0][0] + gradient_lists.nan_unless_finite(reduced[0]))
 
         def keep() -> tf.Tensor:
             for place, found in enumerate(packed):
-                for number, news in zip(owners, found.states, strict=True):
-                    for variable, state in zip(self.states[number], news, strict=True):
+                for number, new_states in zip(owners, found.states, strict=True):
+                    for variable, state in zip(self.states[number], new_states, strict=True):
                         local(variable)[place].assign(state)
             return tf.constant(True)
 
@@ -124,17 +128,19 @@ class Reduction(tf.Module):
         tf.cond(finite, keep, leave_out)
         if scale is not None:
             # What is no number in a gradient may be one in what was sent, and whoever scales looks for it.
-            reduced = [gradient_lists.times(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
+            reduced = [gradient_lists.scale(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
         return [distribute_utils.regroup(each) for each in zip(*reduced, strict=True)], finite
 
-    def _as_they_are(self, values: Sequence[list[Any]], members: Sequence[Member], lane: int) -> list[list[Any]]:
+    def _all_reduce_uncompressed(
+        self, values: Sequence[list[Any]], members: Sequence[RankContext], lane: int
+    ) -> list[list[Any]]:
         """Returns the sums of some values for each of this process's ranks."""
         if not values[0]:
             return [[] for _ in values]
         exchanges = [
             NONE.exchange(each, [()] * len(each), member) for each, member in zip(values, members, strict=True)
         ]
-        return [reduced.totals for reduced in self._group.run(exchanges, lane)]
+        return [reduced.sums for reduced in self._group.run(exchanges, lane)]
 
     def seconds(self, repeats: int = 3) -> tuple[float, float]:
         """Returns how long gradients take to be summed through the compressor, and how long without. A collective.
@@ -143,10 +149,10 @@ class Reduction(tf.Module):
             repeats: Of how many exchanges the median is taken.
         """
 
-        def timed(layout: Layout) -> float:
+        def timed(layout: BucketedReduction) -> float:
             @functools.partial(tf.function, autograph=False)
             def exchange() -> tf.Tensor:
-                members = self._group.members(tf.constant(2**40, tf.int64))  # when warming up is long over
+                members = self._group.contexts(tf.constant(2**40, tf.int64))  # when warming up is long over
                 values = [tf.random.stateless_normal(shape, [1, 2]) for shape in layout.shapes]
                 states = [tuple(tf.zeros(slot.shape) for slot in slots) for slots in layout.slots]
                 results = layout.run(
@@ -156,7 +162,7 @@ class Reduction(tf.Module):
                     members,
                     bucket_bytes=self._bucket_bytes,
                 )
-                return tf.add_n([tf.reduce_sum(total) for total in results[0].totals])
+                return tf.add_n([tf.reduce_sum(total) for total in results[0].sums])
 
             exchange()
             found = []
@@ -166,11 +172,11 @@ class Reduction(tf.Module):
                 found.append(time.perf_counter() - began)
             return statistics.median(found)
 
-        return timed(self._layout), timed(Layout(NONE, [("", shape) for shape in self._layout.shapes]))
+        return timed(self._layout), timed(BucketedReduction(NONE, [("", shape) for shape in self._layout.shapes]))
 
 
-def sums_here(strategy: tf.distribute.Strategy) -> bool:
-    """Whether `sums` is for this strategy; TensorFlow itself sums the gradients of others."""
+def uses_bucketed_all_reduce(strategy: tf.distribute.Strategy) -> bool:
+    """Whether `bucketed_all_reduce` is for this strategy; TensorFlow itself sums the gradients of others."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return False
     # Eagerly one device's collective would wait for the next one's, which TensorFlow calls from a thread each.
@@ -178,7 +184,7 @@ def sums_here(strategy: tf.distribute.Strategy) -> bool:
     return strategy.extended._num_replicas_in_sync > 1 and not waits
 
 
-def sums(strategy: tf.distribute.Strategy, grads: Sequence[Any], step: tf.Tensor) -> list[Any]:
+def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Any], step: tf.Tensor) -> list[Any]:
     """Returns the gradients' sums over all replicas, in buckets. In cross-replica context.
 
     Args:
@@ -186,20 +192,22 @@ def sums(strategy: tf.distribute.Strategy, grads: Sequence[Any], step: tf.Tensor
         grads: A value per replica for each gradient, dense or `tf.IndexedSlices`.
         step: How many updates there have been.
     """
-    group, local = group_of(strategy), strategy.experimental_local_results
+    group, local = communicator_for(strategy), strategy.experimental_local_results
     mine = [[local(grad)[place] for grad in grads] for place in range(len(group.ranks))]
     dense = [place for place, grad in enumerate(mine[0]) if not isinstance(grad, tf.IndexedSlices)]
     shapes = [("", tuple(mine[0][place].shape)) for place in dense]
     values = [[each[place] for place in dense] for each in mine]
     states = [[()] * len(dense) for _ in mine]
-    totals = Layout(NONE, shapes).run(group, values, states, group.members(step), bucket_bytes=_bucket_bytes(strategy))
-    summed = dict(zip(dense, zip(*(each.totals for each in totals), strict=True), strict=True))
+    totals = BucketedReduction(NONE, shapes).run(
+        group, values, states, group.contexts(step), bucket_bytes=_bucket_bytes(strategy)
+    )
+    summed = dict(zip(dense, zip(*(each.sums for each in totals), strict=True), strict=True))
     for place in set(range(len(grads))) - set(dense):
-        summed[place] = tuple(sum_rows(group, [each[place] for each in mine], NONE.rows, step))
+        summed[place] = tuple(gather_deduplicated_rows(group, [each[place] for each in mine], NONE.row_codec, step))
     return [distribute_utils.regroup(summed[place]) for place in range(len(grads))]
 
 
-def sums_of_rows(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[Any]:
+def gather_rows_in_process(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[Any]:
     """Returns the rows of all replicas of one process. In cross-replica context.
 
     TensorFlow gathers them by a collective, which keeps the number of rows of an execution's first step: the step after it,
@@ -209,12 +217,17 @@ def sums_of_rows(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list
         strategy: Mirrored.
         grads: A value per replica for each gradient, `tf.IndexedSlices`.
     """
-    group, local = group_of(strategy), strategy.experimental_local_results
+    group, local = communicator_for(strategy), strategy.experimental_local_results
     step = tf.zeros([], tf.int64)
-    return [distribute_utils.regroup(tuple(sum_rows(group, local(grad), NONE.rows, step))) for grad in grads]
+    return [
+        distribute_utils.regroup(tuple(gather_deduplicated_rows(group, local(grad), NONE.row_codec, step)))
+        for grad in grads
+    ]
 
 
-def sum_rows(group: Group, slices: Sequence[tf.IndexedSlices], rows: Rows, step: tf.Tensor) -> list[tf.IndexedSlices]:
+def gather_deduplicated_rows(
+    group: Communicator, slices: Sequence[tf.IndexedSlices], rows: RowCodec, step: tf.Tensor
+) -> list[tf.IndexedSlices]:
     """Returns all ranks' rows of a gradient, which stay rows, for each of this process's ranks.
 
     Args:
@@ -234,7 +247,7 @@ def sum_rows(group: Group, slices: Sequence[tf.IndexedSlices], rows: Rows, step:
 
 def _times(values: Sequence[Any], places: Sequence[int], factor: tf.Tensor) -> list[Any]:
     """Returns the values, those at the places multiplied."""
-    return [gradient_lists.times([value], factor)[0] if p in places else value for p, value in enumerate(values)]
+    return [gradient_lists.scale([value], factor)[0] if p in places else value for p, value in enumerate(values)]
 
 
 def _bucket_bytes(strategy: tf.distribute.Strategy) -> int:

@@ -22,21 +22,21 @@ from tfdist.compat.keras_internals import (
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 from tfdist.gradients import broadcast_update, gradient_lists
-from tfdist.gradients.reduction import Reduction, sums, sums_here
+from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, uses_bucketed_all_reduce
 
 
-def sum_rows_first(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer of one replica sum the rows of each id before it updates. In place; see `gradient_lists.summed_rows`."""
+def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer of one replica sum the rows of each id before it updates. In place; see `gradient_lists.deduplicate_rows`."""
     if "apply" not in vars(optimizer):
         apply = optimizer.apply
 
         def apply_sums(grads: Sequence[Any], *variables: Any, **named: Any) -> None:
-            apply(gradient_lists.divisible(gradient_lists.summed_rows(grads)), *variables, **named)
+            apply(gradient_lists.with_divisible_rows(gradient_lists.deduplicate_rows(grads)), *variables, **named)
 
         optimizer.apply = apply_sums
 
 
-class Update:
+class AccumulatingUpdate:
     """`_backend_apply_gradients`: what Keras does under a condition is done outside of the replicas.
 
     Args:
@@ -45,7 +45,7 @@ class Update:
         clips_last: Whether it clips the reduced gradient.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_last: bool):
+    def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_after_reduce: bool):
         self._optimizer = optimizer
         self._keras_update = getattr(optimizer, KERAS_UPDATE)
         self.scaled = scaled
@@ -54,19 +54,19 @@ class Update:
         self._clip: Callable[[Any], Any] | None = None
         # What overrides `apply` must see what one process would: each step's gradient, reduced.
         self._each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
-        clips_last = clips_last or bool(optimizer.gradient_accumulation_steps and self._each_step)
-        if not clips_last and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
+        clips_after_reduce = clips_after_reduce or bool(optimizer.gradient_accumulation_steps and self._each_step)
+        if not clips_after_reduce and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
             self._clip = getattr(optimizer, KERAS_CLIP)
             setattr(optimizer, KERAS_CLIP, list)  # it has been done by then
 
-    def clip_first(self, grads: Sequence[Any], scale: Any = 1.0) -> Sequence[Any]:
+    def clip_local(self, grads: Sequence[Any], scale: Any = 1.0) -> Sequence[Any]:
         """Returns this replica's gradients, which are multiplied by `scale`, clipped if it is not done later."""
         if self._clip is None:
             return grads
         present = [grad for grad in grads if grad is not None]
-        clipped = gradient_lists.times(self._clip(gradient_lists.times(present, 1 / scale)), scale)
+        clipped = gradient_lists.scale(self._clip(gradient_lists.scale(present, 1 / scale)), scale)
         if self.scaled:  # who scales must see an inf, even if clipping makes a number of it
-            clipped = gradient_lists.plus(clipped, gradient_lists.nothing_if_finite(present))
+            clipped = gradient_lists.add_scalar(clipped, gradient_lists.nan_unless_finite(present))
         rest = iter(clipped)
         return [None if grad is None else next(rest) for grad in grads]
 
@@ -98,24 +98,26 @@ class Update:
             ) from None
 
     @property
-    def reduces(self) -> bool:
+    def accumulates(self) -> bool:
         """Whether it reduces the gradients itself, once for several steps."""
         return bool(self._optimizer.gradient_accumulation_steps) and not self._each_step
 
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
-        grads = gradient_lists.summed_rows(grads)  # of several replicas
+        grads = gradient_lists.deduplicate_rows(grads)  # of several replicas
         context = tf.distribute.get_replica_context()
         if context and (optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
             context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))
         else:
             self._keras_update(grads, variables)
-            self._agree(context)
+            self._broadcast(context)
 
-    def _agree(self, context: tf.distribute.ReplicaContext | None) -> None:
+    def _broadcast(self, context: tf.distribute.ReplicaContext | None) -> None:
         """Makes the update the same on all workers."""
-        if context and broadcast_update.may_differ(self._optimizer, context.strategy, clips=self._clip is None):
-            context.merge_call(broadcast_update.agree, args=(self._optimizer,))
+        if context and broadcast_update.may_differ_between_workers(
+            self._optimizer, context.strategy, clips=self._clip is None
+        ):
+            context.merge_call(broadcast_update.broadcast_update, args=(self._optimizer,))
 
     def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
@@ -142,7 +144,7 @@ class Update:
         grads = optimizer._clip_gradients(grads)
         optimizer._apply_weight_decay(variables)
         optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
-        self._agree(tf.distribute.get_replica_context())
+        self._broadcast(tf.distribute.get_replica_context())
 
     def _add(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         for accumulator, total in self._totals(grads, variables):
@@ -151,15 +153,15 @@ class Update:
     def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         """Updates with what the steps have added up, which is encoded once."""
         call = strategy.extended.call_for_each_replica
-        if not self.reduces:
+        if not self.accumulates:
             call(self._update_of_sums, args=(grads, variables))
             return
-        if not (self.reduction or sums_here(strategy)):
+        if not (self.reduction or uses_bucketed_all_reduce(strategy)):
             call(self._update, args=(grads, variables))
             return
         shares = call(self._shares, args=(grads, variables))
         if not self.reduction:
-            totals = sums(strategy, shares, tf.cast(self._optimizer.iterations, tf.int64))
+            totals = bucketed_all_reduce(strategy, shares, tf.cast(self._optimizer.iterations, tf.int64))
             call(self._step, args=(totals, variables))
             return
         totals, finite = self.reduce(shares, variables)
@@ -177,10 +179,10 @@ class Update:
 
         Each adds the whole mean where gradients were reduced before.
         """
-        parts = tf.distribute.get_strategy().num_replicas_in_sync if self.reduces else 1
+        parts = tf.distribute.get_strategy().num_replicas_in_sync if self.accumulates else 1
         steps = self._optimizer.gradient_accumulation_steps
         totals = [total for _, total in self._totals(grads, variables)]
-        shares = self.clip_first([total / (steps * parts) for total in totals])
+        shares = self.clip_local([total / (steps * parts) for total in totals])
         for each in getattr(self._optimizer, KERAS_ACCUMULATORS):
             if each is not None:  # as Keras, also of a variable that has no gradient at this step
                 each.value.assign(tf.zeros_like(each.value))
@@ -189,8 +191,8 @@ class Update:
     def _totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
         # A replica's gradient is its share of a sum, while accumulators are statistics, which average over the replicas:
         # so the mean of the accumulators is what one process would have.
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync if self.reduces else 1
-        for grad, variable in zip(gradient_lists.of_known_shape(grads, variables), variables, strict=True):
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync if self.accumulates else 1
+        for grad, variable in zip(gradient_lists.with_static_shapes(grads, variables), variables, strict=True):
             index = self._optimizer._get_variable_index(variable)
             accumulator = getattr(self._optimizer, KERAS_ACCUMULATORS)[index].value
             yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             )
         if not values.grace_seconds < float("inf"):
             raise ConfigError(f"--grace_seconds must be 0 or more, and finite. Received: {values.grace_seconds}.")
-        cluster, prefixes = network_namespaces.place(values.workers, values.ps, values.netns)
+        cluster, prefixes = network_namespaces.assign_namespaces(values.workers, values.ps, values.netns)
         launcher = Launcher(
             command,
             cluster,

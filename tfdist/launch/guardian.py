@@ -44,7 +44,7 @@ class Guardian:
         """Kills this process group at the end."""
         self._tell("+", group)
 
-    def forget(self, group: int) -> None:
+    def unwatch(self, group: int) -> None:
         """Leaves this process group, which has ended, alone."""
         self._tell("-", group)
 

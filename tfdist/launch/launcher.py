@@ -15,8 +15,8 @@ from typing import IO
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.launch.guardian import Guardian
-from tfdist.launch.process import Failure, TaskProcess, last_words, signal_name
-from tfdist.launch.restart_policy import Restarts
+from tfdist.launch.process import Failure, TaskProcess, last_error_line, signal_name
+from tfdist.launch.restart_policy import RestartPolicy
 from tfdist.runtime import exit_status, progress
 
 # A traceback is held back for this long: its task may be about to end of it, and then it is shown with that.
@@ -73,11 +73,11 @@ class Launcher:
         self._later: list[tuple[float, TaskSpec]] = []  # when to start a worker again
         self._signals: list[int] = []
         self._kill_at = float("inf")
-        self._again = False
+        self._restart = False
         self._preempted = False
         self._saved = 0
-        self._told_at = -1
-        self.restarts = Restarts(max_restarts)
+        self._last_preemption_step = -1
+        self.restarts = RestartPolicy(max_restarts)
         self.failure: Failure | None = None
         self.lost_at: float | None = None
 
@@ -96,10 +96,10 @@ class Launcher:
         caught = {n: signal.signal(n, self._on_signal) for n in heeded}
         try:
             with Guardian() as self._guardian, tempfile.TemporaryDirectory(prefix="tfdist-") as self._progress:
-                self._live()
-                while self._again and not self._signals:
+                self._run_once()
+                while self._restart and not self._signals:
                     self._wait()
-                    self._live()
+                    self._run_once()
         finally:
             for number, handler in caught.items():
                 signal.signal(number, handler)
@@ -120,12 +120,12 @@ class Launcher:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _live(self) -> None:
+    def _run_once(self) -> None:
         """Starts all tasks, and returns when all have ended."""
         if self._signals:
             return
         progress.clear(self._progress, self.restarts.total)
-        self._again = self._preempted = False
+        self._restart = self._preempted = False
         self._kill_at = float("inf")
         try:
             with selectors.DefaultSelector() as self._selector:
@@ -157,18 +157,18 @@ class Launcher:
                 self._later.remove((at, spec))
                 self._start(spec)
             for key, _ in self._selector.select(timeout=0.05):
-                self._pump(key.data)
+                self._forward_output(key.data)
             for task in self._running:
                 if task.held and time.monotonic() - task.held_since > _HOLD_SECONDS:
                     self._release(task)
             # Of several at once, the one that was killed or complained first is the cause.
-            for task in sorted(filter(self._is_over, self._running), key=TaskProcess.blame):
+            for task in sorted(filter(self._is_over, self._running), key=TaskProcess.failures_by_cause):
                 self._running.remove(task)
                 # What it started and left behind would hold its pipe open, too.
                 task.signal(signal.SIGKILL)
                 task.over = True
                 self._drain(task)
-                self._guardian.forget(task.process.pid)
+                self._guardian.unwatch(task.process.pid)
                 self._ended(task)
             if len(self._signals) > handled:
                 grace = 0.0 if handled else self._grace_seconds
@@ -193,7 +193,7 @@ class Launcher:
         while time.monotonic() < until and not self._signals:
             time.sleep(0.05)
 
-    def _pump(self, task: TaskProcess) -> None:
+    def _forward_output(self, task: TaskProcess) -> None:
         for line in task.read():
             if task.held or line.startswith(_TRACEBACK):
                 task.held_since = task.held_since if task.held else time.monotonic()
@@ -211,7 +211,7 @@ class Launcher:
     def _drain(self, task: TaskProcess) -> None:
         deadline = time.monotonic() + 1
         while task.open and time.monotonic() < deadline:
-            self._pump(task)
+            self._forward_output(task)
 
     def _release(self, task: TaskProcess) -> None:
         for line in task.held:
@@ -242,19 +242,19 @@ class Launcher:
                 self._kill_at = min(self._kill_at, time.monotonic() + _AFTER_INTERRUPT)
             return
         if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task)):
-            self._failed(task, Failure(task.spec, code, last_words(task.held or task.tail)))
+            self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))
             return
         self._release(task)
         if code == exit_status.PREEMPTED:
             done, self._saved = self._steps(task)
             # Without progress since it was told last, it is no preemption that it suffers from.
-            free = (done or 0) > self._told_at
-            self._told_at, self._preempted = done or 0, True
-            self._again = self.restarts.limit > 0 and (free or not self.restarts.failed(done))
-            then = f"; starting again from step {self._saved}" if self._again else ""
+            free = (done or 0) > self._last_preemption_step
+            self._last_preemption_step, self._preempted = done or 0, True
+            self._restart = self.restarts.limit > 0 and (free or not self.restarts.failed(done))
+            then = f"; starting again from step {self._saved}" if self._restart else ""
             self._say(f"{task.spec} was told to end (SIGTERM) at step {done or 0}{then}")
             self._kill_at = time.monotonic() + self._grace_seconds  # the others are saving, too
-            self.restarts.total += self._again and free
+            self.restarts.total += self._restart and free
         elif task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
             self._end(signal.SIGTERM, self._grace_seconds)
 
@@ -262,7 +262,7 @@ class Launcher:
         self.lost_at = time.time()
         alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
         done, self._saved = self._steps(task)
-        lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.how})"
+        lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
         if failure.exit_code == _FAULTY:
             why = "a faulty command line or configuration stays so"
         elif not (why := self.restarts.failed(done)):
@@ -270,11 +270,11 @@ class Launcher:
             self._release(task)
             if alone:
                 self._say(f"{lost}; {count} {done or 0}, of {task.spec} alone")
-                progress.tell_restarts(self._progress, self.restarts.total)
+                progress.write_restarts(self._progress, self.restarts.total)
                 self._later.append((time.monotonic() + self.restarts.delay, task.spec))
             else:
                 self._say(f"{lost}; {count} {self._saved}. Full output: {task.log_path}")
-                self._again = True
+                self._restart = True
                 self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
             return
         gone = failure.exit_code < 0 or failure.exit_code == exit_status.PREEMPTED
@@ -291,7 +291,7 @@ class Launcher:
 
     def _steps(self, task: TaskProcess) -> tuple[int | None, int]:
         """Returns the step at which a task is, None before its training, and that of the last backup."""
-        known = {spec: progress.steps(self._progress, spec.name) for spec in self._cluster.tasks()}
+        known = {spec: progress.read(self._progress, spec.name) for spec in self._cluster.tasks()}
         found = [steps for steps in known.values() if steps]
         mine = known[task.spec] or max(found, default=None)
         return mine and mine.done, max((steps.saved for steps in found), default=self._saved)

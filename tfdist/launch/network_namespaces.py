@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
-from tfdist.errors import ConfigError, shown
+from tfdist.errors import ConfigError, format_value
 
 VARIABLE = "TFDIST_NETNS"
 HELP = (
@@ -32,12 +32,12 @@ class Namespace:
     address: str
     cores: Sequence[int]
 
-    def words(self) -> list[str]:
+    def command_prefix(self) -> list[str]:
         """Returns the words that run a command there."""
         return ["taskset", "--cpu-list", ",".join(map(str, self.cores)), "nsenter", f"--net={self.path}"]
 
 
-def place(workers: int, ps: int, netns: str) -> tuple[ClusterSpec, Mapping[TaskSpec, Sequence[str]]]:
+def assign_namespaces(workers: int, ps: int, netns: str) -> tuple[ClusterSpec, Mapping[TaskSpec, Sequence[str]]]:
     """Returns a cluster of this machine, and for each task the words that go before its command.
 
     Args:
@@ -52,7 +52,7 @@ def place(workers: int, ps: int, netns: str) -> tuple[ClusterSpec, Mapping[TaskS
         return local_cluster(workers, ps), {}
     names = [each.strip() for each in netns.split(",") if each.strip()]
     if not names:
-        raise ConfigError(f"netns must name network namespaces, between commas. Received: {shown(netns)}.")
+        raise ConfigError(f"netns must name network namespaces, between commas. Received: {format_value(netns)}.")
     spaces = _find(names)
     local = local_cluster(workers, ps)
     turns = {task: spaces[number % len(spaces)] for number, task in enumerate(local.tasks())}
@@ -63,10 +63,10 @@ def place(workers: int, ps: int, netns: str) -> tuple[ClusterSpec, Mapping[TaskS
             for job, addresses in local.jobs.items()
         }
     )
-    return cluster, {task: space.words() for task, space in turns.items()}
+    return cluster, {task: space.command_prefix() for task, space in turns.items()}
 
 
-def share(number: int, count: int, cores: Sequence[int]) -> list[int]:
+def cores_for(number: int, count: int, cores: Sequence[int]) -> list[int]:
     """Returns the cores of one of several namespaces, so that all have as much.
 
     Args:
@@ -81,8 +81,8 @@ def share(number: int, count: int, cores: Sequence[int]) -> list[int]:
 
 
 def _find(names: Sequence[str]) -> list[Namespace]:
-    if lacking := [tool for tool in ("nsenter", "taskset", "ip") if not shutil.which(tool)]:
-        raise ConfigError(f"netns needs {', '.join(lacking)}, of util-linux and iproute2.")
+    if missing := [tool for tool in ("nsenter", "taskset", "ip") if not shutil.which(tool)]:
+        raise ConfigError(f"netns needs {', '.join(missing)}, of util-linux and iproute2.")
     cores = sorted(os.sched_getaffinity(0))
     found: list[Namespace] = []
     faults: list[str] = []
@@ -96,10 +96,10 @@ def _find(names: Sequence[str]) -> list[Namespace]:
         words = asked.stdout.split()
         if asked.returncode or "inet" not in words:
             why = asked.stderr.strip() or "it has no IPv4 address"
-            faults.append(f"netns: {shown(name)} cannot be used: {why}")
+            faults.append(f"netns: {format_value(name)} cannot be used: {why}")
             continue
         found.append(
-            Namespace(path, words[words.index("inet") + 1].partition("/")[0], share(number, len(names), cores))
+            Namespace(path, words[words.index("inet") + 1].partition("/")[0], cores_for(number, len(names), cores))
         )
     if faults:
         raise ConfigError(faults)

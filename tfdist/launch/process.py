@@ -44,7 +44,7 @@ class Failure:
     reason: str
 
     @property
-    def how(self) -> str:
+    def cause(self) -> str:
         """How it ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
@@ -52,8 +52,8 @@ class Failure:
 
     def __str__(self) -> str:
         if self.exit_code < 0:
-            return f"{self.task} was {self.how}"
-        return f"{self.task} failed with {self.how}"
+            return f"{self.task} was {self.cause}"
+        return f"{self.task} failed with {self.cause}"
 
 
 class TaskProcess:
@@ -121,7 +121,7 @@ class TaskProcess:
                 self.log.close()
             self.log, self.log_fault = None, e
 
-    def blame(self) -> tuple[bool, float]:
+    def failures_by_cause(self) -> tuple[bool, float]:
         """Sorts ended tasks: killed ones first, then by the time of their traceback."""
         return (self.process.returncode >= 0, self.held_since or float("inf"))
 
@@ -143,7 +143,7 @@ class TaskProcess:
             self.log.close()
 
 
-def last_words(lines: Sequence[bytes]) -> str:
+def last_error_line(lines: Sequence[bytes]) -> str:
     """Returns the line that names the exception (TensorFlow's go on after it), or the last complaint, or nothing."""
     named = [line for line in lines if _EXCEPTION.match(line)] or [line for line in lines if _COMPLAINT.match(line)]
     return (named or [b""])[-1].decode(errors="replace").strip()

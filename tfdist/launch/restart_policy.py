@@ -9,7 +9,7 @@ _SAME_STEP = 3  # failures at one step, after which the step itself must be what
 _LONGEST_DELAY = 30.0  # seconds
 
 
-class Restarts:
+class RestartPolicy:
     """A budget of restarts, which refills after steady progress.
 
     Args:

@@ -8,9 +8,9 @@ import keras
 
 from tfdist.compat import optimizer_search
 from tfdist.compression.base import NONE, Compressor
-from tfdist.gradients.optimizer import reduction_of
+from tfdist.gradients.optimizer import get_reduction
 
-NONE_GAINED = (
+NO_GAIN_WARNING = (
     "tfdist: compression did not make steps faster here: the sum of the gradients takes {compressed:.1f} ms with it, and "
     "{plain:.1f} ms without"
 )
@@ -21,7 +21,7 @@ def exchange_ms(model: keras.Model) -> dict[str, float] | None:
 
     Measured now, by summing numbers as many as the gradients have: a collective.
     """
-    reductions = [each for optimizer in optimizer_search.optimizers(model) if (each := reduction_of(optimizer))]
+    reductions = [each for optimizer in optimizer_search.optimizers(model) if (each := get_reduction(optimizer))]
     if not reductions:
         return None
     compressed, plain = zip(*(reduction.seconds() for reduction in reductions), strict=True)
@@ -31,26 +31,26 @@ def exchange_ms(model: keras.Model) -> dict[str, float] | None:
 def faults(model: keras.Model) -> Iterator[str]:
     """Yields sentences about compressors that have not begun yet, and about updates that were left out."""
     for optimizer in optimizer_search.optimizers(model):
-        if not (reduction := reduction_of(optimizer)):
+        if not (reduction := get_reduction(optimizer)):
             continue
         compressor, updates, left_out = (
             reduction.compressor,
             int(optimizer.iterations.numpy()),
             int(reduction.left_out.numpy()),
         )
-        if updates <= compressor.begins > 0:
+        if updates <= compressor.start_step > 0:
             yield (
-                f"tfdist: nothing was compressed: {compressor.name} begins after {compressor.begins} updates, and this "
+                f"tfdist: nothing was compressed: {compressor.description} begins after {compressor.start_step} updates, and this "
                 f"training has made {updates}; lower start_powerSGD_iter or warmup_steps"
             )
         if left_out and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which means to
             yield (
                 f"tfdist: {left_out} updates were left out, because a gradient was not finite, or too large for "
-                f"{compressor.name}; fp16 ends at 65504"
+                f"{compressor.description}; fp16 ends at 65504"
             )
 
 
-def planned(model: keras.Model, compression: Compressor | None, replicas: int) -> int | None:
+def planned_bytes(model: keras.Model, compression: Compressor | None, replicas: int) -> int | None:
     """Returns the bytes that each rank sends for the gradients of a step; None where only a step shows them.
 
     Where gradients are accumulated, an update's bytes are divided among its steps.
@@ -66,7 +66,7 @@ def planned(model: keras.Model, compression: Compressor | None, replicas: int) -
     shapes = {variable.path: tuple(variable.shape) for variable in variables}
     optimizer = getattr(model, "optimizer", None)
     steps = getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1
-    return round((compression or NONE).plan(shapes, replicas) / steps)
+    return round((compression or NONE).bytes_per_step(shapes, replicas) / steps)
 
 
 def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:

@@ -39,7 +39,7 @@ class WireBytes(keras.callbacks.Callback):
         begins: int = 0,
     ):
         super().__init__()
-        self._read = read or sent_by_interface
+        self._read = read or read_sent_bytes
         hosts = [cluster.address(other).rsplit(":", 1)[0] for other in cluster.training_tasks()]
         mine = cluster.address(task).rsplit(":", 1)[0]
         self._here = hosts.count(mine)
@@ -84,7 +84,7 @@ class WireBytes(keras.callbacks.Callback):
         return round(sent / steps / self._here) if self._tells and steps and sent else None
 
 
-def sent_by_interface() -> dict[str, int]:
+def read_sent_bytes() -> dict[str, int]:
     """Returns the bytes that each network interface has sent; nothing where the system does not tell."""
     if not os.access(_COUNTERS, os.R_OK):
         return {}

@@ -27,18 +27,18 @@ from tfdist.compat import optimizer_search, unsupported
 from tfdist.compat.keras_internals import KERAS_MAKE_FUNCTION
 from tfdist.errors import ConfigError
 from tfdist.parameter_server.predictor import Predictions, Predictor
-from tfdist.parameter_server.scheduler import IN_FLIGHT, WAITING, InFlight, Scheduler
+from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
 from tfdist.parameter_server.strategy import ParameterServerStrategy
-from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator, WorkerData
-from tfdist.parameter_server.worker_step import Traced, WorkerStep, update_on_servers, without_optionals
+from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator, WorkerDataset
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, update_on_servers, without_optionals
 from tfdist.step import model_building
 
 # Steps of which a batch hook's logs do not know although they have ended, as they are read together: for each worker, and
 # at least.
 _UNREAD, _UNREAD_LEAST = 4, 10
-ROWS = IN_FLIGHT + WAITING + _UNREAD_LEAST
+ROWS = MAX_IN_FLIGHT + MAX_REORDERED + _UNREAD_LEAST
 # Methods of a model that look at what steps have counted.
-_AFTER_ALL = ("get_metrics_result", "save", "save_weights", "get_weights")
+_DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weights")
 _WORKER_DATA = "worker_data"  # an attribute of a dataset that stands for them
 
 
@@ -58,19 +58,19 @@ class Coordinator:
         self.scheduler = Scheduler(strategy)
         self.retried_steps = 0
 
-    def adopt(self, model: keras.Model) -> None:
+    def attach(self, model: keras.Model) -> None:
         """Makes Keras build `model`'s training and test functions here. In place."""
         if KERAS_MAKE_FUNCTION not in vars(model):
             setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, self))
-            for method in _AFTER_ALL:
-                setattr(model, method, _AfterAll(model, method))
+            for method in _DRAIN_FIRST_METHODS:
+                setattr(model, method, _DrainFirst(model, method))
             model.train_function = model.test_function = None
         model_building.adopt(model)
         for optimizer in optimizer_search.optimizers(model):
             update_on_servers(optimizer)
 
     @contextlib.contextmanager
-    def running(self, model: keras.Model) -> Iterator[None]:
+    def run_on_workers(self, model: keras.Model) -> Iterator[None]:
         """Lets Keras' `fit` and `evaluate` run on the workers; explains what is lost.
 
         Raises:
@@ -94,8 +94,8 @@ class Coordinator:
         _drain(model)
 
     @contextlib.contextmanager
-    def predicting(self, model: keras.Model, steps: int | None) -> Iterator[None]:
-        """As `running`, for `predict`."""
+    def predict_on_workers(self, model: keras.Model, steps: int | None) -> Iterator[None]:
+        """As `run_on_workers`, for `predict`."""
         if not model.built:
             raise ConfigError(
                 f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
@@ -115,14 +115,14 @@ class Coordinator:
         if not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(model, self.scheduler)
         try:
-            with self.scheduler.explained():
+            with self.scheduler.explain_errors():
                 yield before is None
         finally:
             self._strategy.distributor = before
 
-    def stand_in(self, function: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
+    def placeholder_dataset(self, function: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
         """Returns a dataset to give to Keras in place of those that `function` makes on the workers."""
-        data = WorkerData(function, self.scheduler.workers)
+        data = WorkerDataset(function, self.scheduler.workers)
         batches = data.total()
         dataset = tf.data.Dataset.range(batches) if batches is not None else tf.data.Dataset.from_tensors(0).repeat()
         if batches is None and not data.is_endless():
@@ -149,8 +149,8 @@ class Execution:
 
     def __init__(self, model: keras.Model, coordinator: Coordinator, step: Callable[[Any], Any]):
         unsupported.check_model(model)  # it may have been compiled anew
-        coordinator.adopt(model)
-        self.left: int | None = None
+        coordinator.attach(model)
+        self.remaining_steps: int | None = None
         self._model = model
         self._coordinator = coordinator
         self._step = step
@@ -164,7 +164,7 @@ class Execution:
     def _reset(self) -> None:
         # An evaluation gives the same sums whichever worker is the fastest.
         self._flight = InFlight(self._coordinator.scheduler, self._end_step, ordered=not self._trains)
-        self._scheduled: dict[int, tuple[Traced, int, Callable[[int], int]]] = {}  # by ticket, with its row
+        self._scheduled: dict[int, tuple[TracedStep, int, Callable[[int], int]]] = {}  # by ticket, with its row
         self._free = collections.deque(range(ROWS * self._coordinator.scheduler.workers))
         self._unread: list[int] = []
         self._begun: int | None = None  # steps since all was drained
@@ -174,9 +174,9 @@ class Execution:
 
         Raises:
             ClusterError: A parameter server is lost, or all workers are.
-            ConfigError: The data do not fit; see `WorkerData` and `PipelinesIterator`.
+            ConfigError: The data do not fit; see `WorkerDataset` and `PipelinesIterator`.
         """
-        left, self.left = self.left, None
+        left, self.remaining_steps = self.remaining_steps, None
         for number in range(self._steps if left is None else min(self._steps, left)):
             try:
                 self._schedule(iterator, left)
@@ -188,7 +188,7 @@ class Execution:
         if last or not isinstance(iterator, (tf.data.Iterator, PipelinesIterator)):
             self.drain()  # the last ones of the epoch, or a single one, of train_on_batch
         elif not self._logs:
-            self._flight.first()
+            self._flight.wait_for_first()
             self._read()
         return self._logs
 
@@ -201,7 +201,7 @@ class Execution:
 
     def end(self) -> None:
         """Ends a pass. After an error, steps that are on their way still count if they end within some seconds."""
-        self._flight.settle()
+        self._flight.wait_after_error()
         with contextlib.suppress(tf.errors.OpError):  # the servers may be what is lost
             self._read()
         if self._trains:
@@ -232,15 +232,15 @@ class Execution:
             self.drain()
             step.begin()
             self._begun = 0
-        ticket, row = step.ticket(), self._free.popleft()
-        given = step.given(ticket, row, self._begun)
+        attempt_id, row = step.new_attempt_id(), self._free.popleft()
+        given = step.step_inputs(attempt_id, row, self._begun)
 
         def function(worker: int) -> int:
             run(lambda batch: step.call(traced, batch, given), worker)
-            return ticket
+            return attempt_id
 
         self._begun += 1
-        self._scheduled[ticket] = traced, row, function
+        self._scheduled[attempt_id] = traced, row, function
         self._flight.add(function)
 
     def _count_pipelines(self, step: WorkerStep, iterator: PipelinesIterator, left: int | None) -> None:
@@ -252,30 +252,30 @@ class Execution:
             raise StopIteration
         self._count(step, traced, iterator.results.popleft())
 
-    def _end_step(self, ticket: int) -> None:
-        self._unread.append(ticket)
+    def _end_step(self, attempt_id: int) -> None:
+        self._unread.append(attempt_id)
         if len(self._unread) >= self._unread_limit:
             self._read()
 
     def _read(self) -> None:
         """Counts the steps that have ended."""
         unread, self._unread = self._unread, []
-        for traced, group in itertools.groupby(unread, key=lambda ticket: self._scheduled[ticket][0]):
-            tickets = list(group)
-            found = traced.ledger.read(tickets, [self._scheduled[ticket][1] for ticket in tickets])  # type: ignore[union-attr]
+        for traced, group in itertools.groupby(unread, key=lambda attempt_id: self._scheduled[attempt_id][0]):
+            attempt_ids = list(group)
+            found = traced.ledger.read(attempt_ids, [self._scheduled[attempt_id][1] for attempt_id in attempt_ids])  # type: ignore[union-attr]
             self._count(self._worker_step, traced, [numbers for numbers in found if numbers is not None])
-            for ticket, numbers in zip(tickets, found, strict=True):
+            for attempt_id, numbers in zip(attempt_ids, found, strict=True):
                 if numbers is None:
                     self._flight.retries += 1
-                    self._flight.add(self._scheduled[ticket][2])
+                    self._flight.add(self._scheduled[attempt_id][2])
                 else:
-                    self._free.append(self._scheduled.pop(ticket)[1])
+                    self._free.append(self._scheduled.pop(attempt_id)[1])
 
-    def _count(self, step: Any, traced: Traced, rows: Sequence[np.ndarray]) -> None:
+    def _count(self, step: Any, traced: TracedStep, rows: Sequence[np.ndarray]) -> None:
         if not rows:
             return
         logs = step.commit(traced, np.stack(rows))
-        own = step.own_logs(traced, rows[-1])
+        own = step.custom_logs(traced, rows[-1])
         self._logs.clear()
         self._logs.update({name: own[name] if name in own else logs[name] for name in traced.names})
 
@@ -290,7 +290,7 @@ def _drain(model: keras.Model) -> None:
             function.drain()
 
 
-class _AfterAll:
+class _DrainFirst:
     """A method of a model that first waits until all steps that are scheduled are counted.
 
     Keras calls `get_metrics_result` at the end of an epoch or evaluation, and callbacks save amid one.

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator
-from tfdist.parameter_server.worker_step import Traced, WorkerStep, without_optionals
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
 
 
 class _Outputs:
@@ -53,7 +53,7 @@ class Predictor:
         ready: collections.deque[list[np.ndarray]] = collections.deque()
         flight = InFlight(self.scheduler, ready.append, ordered=True)
         for number, batch in enumerate(batches):
-            given = self.step.given(0, 0, number)
+            given = self.step.step_inputs(0, 0, number)
             flight.add(functools.partial(self._run, traced, without_optionals(batch), given))
             while ready:
                 yield traced.packed(ready.popleft())
@@ -61,13 +61,13 @@ class Predictor:
         while ready:
             yield traced.packed(ready.popleft())
 
-    def outputs_of(self, pipelines: PipelinesIterator, steps: int | None) -> Iterator[Any]:
+    def worker_outputs(self, pipelines: PipelinesIterator, steps: int | None) -> Iterator[Any]:
         """Yields the outputs of the workers' pipelines."""
         traced = self.step.trace(pipelines.element_spec)
         for arrays in pipelines.run_all(self.step, traced, self.scheduler, steps):
             yield traced.packed(arrays)
 
-    def _run(self, traced: Traced, batch: Any, given: tf.Tensor, worker: int) -> list[np.ndarray]:
+    def _run(self, traced: TracedStep, batch: Any, given: tf.Tensor, worker: int) -> list[np.ndarray]:
         return self.step.call(traced, batch, given)
 
 
@@ -87,7 +87,7 @@ class Predictions:
 
     def __iter__(self) -> Iterator[_Outputs]:
         if isinstance(self._data, Pipelines):
-            outputs = self._predictor.outputs_of(iter(self._data), self._steps)
+            outputs = self._predictor.worker_outputs(iter(self._data), self._steps)
         else:
             outputs = self._predictor.outputs(itertools.islice(self._data, self._steps), self._data.element_spec)
         return map(_Outputs, outputs)

@@ -1,4 +1,4 @@
-"""`Ledger`: what each step has counted, written by the step to a parameter server and read by the chief.
+"""`ResultsTable`: what each step has counted, written by the step to a parameter server and read by the chief.
 
 A step's result could be returned to the chief; but a worker that dies before it is fetched takes it along, and fetching it
 costs two round trips for each step. A row on a server costs the step next to nothing, many are read at once, and a step
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdist.replicas.random_seeds import in_clean_thread
+from tfdist.replicas.random_seeds import run_in_clean_thread
 
 _SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
 
 
-class Ledger:
+class ResultsTable:
     """Rows on the first server, of which each step on its way has one.
 
     Args:
@@ -30,9 +30,9 @@ class Ledger:
             with tf.device(_SERVER):
                 return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="ledger")
 
-        self._rows = in_clean_thread(make)  # a step may be in tracing, which would take the variable for its own
+        self._rows = run_in_clean_thread(make)  # a step may be in tracing, which would take the variable for its own
 
-    def write(self, ticket: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
+    def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
         """Writes a step's row. In the graph of the step.
 
         Args:
@@ -41,13 +41,13 @@ class Ledger:
             numbers: `[width]` float64.
         """
         place = tf.cast(tf.reshape(row, [1]), tf.int64)
-        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[ticket], numbers], 0)[None], place))
+        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], place))
 
-    def read(self, tickets: Sequence[int], rows: Sequence[int]) -> list[np.ndarray | None]:
+    def read(self, attempt_ids: Sequence[int], rows: Sequence[int]) -> list[np.ndarray | None]:
         """Returns the numbers of steps that have ended, `[width]` float64 each.
 
         None for a step whose row another one has overwritten: one that had been given up, and came late.
         """
         with tf.device(_SERVER):
             found = tf.gather(self._rows, np.array(rows)).numpy()
-        return [row[1:] if row[0] == ticket else None for row, ticket in zip(found, tickets, strict=True)]
+        return [row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(found, attempt_ids, strict=True)]

@@ -24,16 +24,16 @@ from tfdist.errors import ClusterError
 from tfdist.parameter_server.strategy import ParameterServerStrategy
 
 # Functions that may be on their way, for each worker: enough that it never waits for the chief.
-IN_FLIGHT = 3
+MAX_IN_FLIGHT = 3
 # And those that may wait for their turn besides, where one is late.
-WAITING = 12
+MAX_REORDERED = 12
 # Seconds without a result after which the chief looks whether all tasks are there, and again so often.
-_LOOK_AFTER = 5.0
+_CHECK_AFTER = 5.0
 # Seconds after which a step is so long that the chief says so, and again so often.
 _LONG = 30.0
 _REPORT_EVERY = 10.0
 # Seconds for which no worker at all may be there.
-_WORKERLESS = preflight.START_TIMEOUT
+_NO_WORKER_TIMEOUT = preflight.START_TIMEOUT
 
 
 class Scheduler:
@@ -71,17 +71,17 @@ class Scheduler:
             try:
                 result = function(worker)
             except Exception as e:
-                if _is_of_the_cluster(e):
+                if _is_cluster_error(e):
                     if cluster_coordinator._is_worker_failure(e):
-                        self._lose(worker)
+                        self._mark_lost(worker)
                     raise  # TensorFlow sees to it
-                error = _without_echoes(e)
+                error = _deduplicate_message(e)
             finally:
                 del self._since[worker]
-            self._regain(worker)
+            self._mark_recovered(worker)
             results.put((key, result, error, tries))
 
-        with self.explained():
+        with self.explain_errors():
             self._cluster.schedule(run, None, None)
 
     def take(self, results: queue.SimpleQueue[Any]) -> tuple[Any, Any, Exception | None, int]:
@@ -93,20 +93,20 @@ class Scheduler:
         begun = time.monotonic()
         while True:
             try:
-                return results.get(timeout=_LOOK_AFTER)
+                return results.get(timeout=_CHECK_AFTER)
             except queue.Empty:
                 self._look(time.monotonic() - begun)
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[None]:
         """Turns TensorFlow's error about a lost parameter server into a sentence that names it."""
         try:
             yield
         except tf.errors.OpError as e:
-            if not isinstance(e, (tf.errors.UnavailableError, tf.errors.AbortedError)) and not _is_of_the_cluster(e):
+            if not isinstance(e, (tf.errors.UnavailableError, tf.errors.AbortedError)) and not _is_cluster_error(e):
                 raise
             servers = [task for task in self._spec.tasks() if task.type == "ps"]
-            absent = preflight.missing(self._spec, servers)
+            absent = preflight.unreachable_tasks(self._spec, servers)
             told = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
             if (
                 not absent and told and cluster_coordinator._is_ps_failure(e)
@@ -117,9 +117,9 @@ class Scheduler:
             raise self._server_lost(absent) from e
 
     def _look(self, waited: float) -> None:
-        with self.explained():
+        with self.explain_errors():
             self._cluster.done()
-        absent = preflight.missing(self._spec, [task for task in self._spec.tasks() if task.type != "chief"])
+        absent = preflight.unreachable_tasks(self._spec, [task for task in self._spec.tasks() if task.type != "chief"])
         if servers := {task: reason for task, reason in absent.items() if task.type == "ps"}:
             raise self._server_lost(servers)
         busy = {
@@ -134,34 +134,36 @@ class Scheduler:
         if busy or not absent:
             return
         # With one worker away TensorFlow does not take another one back either.
-        if waited > _WORKERLESS:
-            raise ClusterError(f"No worker has worked for {waited:.0f} s: {preflight.describe(self._spec, absent)}.")
+        if waited > _NO_WORKER_TIMEOUT:
+            raise ClusterError(
+                f"No worker has worked for {waited:.0f} s: {preflight.format_tasks(self._spec, absent)}."
+            )
         if time.monotonic() > self._said + _REPORT_EVERY:
             self._said = time.monotonic()
-            print(f"tfdist: waiting for {preflight.describe(self._spec, absent)}", flush=True)
+            print(f"tfdist: waiting for {preflight.format_tasks(self._spec, absent)}", flush=True)
 
     def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:
         names = ", ".join(map(str, servers))
         return ClusterError(
-            f"{names} is lost, and with it the variables it held: {preflight.describe(self._spec, servers)}. Start the "
+            f"{names} is lost, and with it the variables it held: {preflight.format_tasks(self._spec, servers)}. Start the "
             "training again, from what it has saved last."
         )
 
-    def _lose(self, worker: int) -> None:
+    def _mark_lost(self, worker: int) -> None:
         with self._lock:
             known = worker in self._lost
             self._lost.add(worker)
         if not known:
             print(f"tfdist: worker:{worker} is lost; the others go on, and do its step again", flush=True)
 
-    def _regain(self, worker: int) -> None:
+    def _mark_recovered(self, worker: int) -> None:
         if worker in self._lost:
             with self._lock:
                 self._lost.discard(worker)
             print(f"tfdist: worker:{worker} is back", flush=True)
 
 
-def _is_of_the_cluster(error: Exception) -> bool:
+def _is_cluster_error(error: Exception) -> bool:
     """Whether TensorFlow's coordinator handles an error: a task is lost, or was for a moment."""
     return (
         cluster_coordinator._is_worker_failure(error)
@@ -170,7 +172,7 @@ def _is_of_the_cluster(error: Exception) -> bool:
     )
 
 
-def _without_echoes(error: Exception) -> Exception:
+def _deduplicate_message(error: Exception) -> Exception:
     """Returns an error of a step without what each task on its way has added: the same message again."""
     if not isinstance(error, tf.errors.OpError):
         return error
@@ -213,7 +215,10 @@ class InFlight:
     def add(self, function: Callable[[int], Any]) -> None:
         """Schedules a function, once there is room."""
         workers = self._scheduler.workers
-        while self.count >= IN_FLIGHT * workers or self._scheduled - self._committed >= (IN_FLIGHT + WAITING) * workers:
+        while (
+            self.count >= MAX_IN_FLIGHT * workers
+            or self._scheduled - self._committed >= (MAX_IN_FLIGHT + MAX_REORDERED) * workers
+        ):
             self._take()
         self._scheduler.start(function, self._results, self._scheduled)
         self._scheduled += 1
@@ -225,7 +230,7 @@ class InFlight:
         """Whether nothing has been committed since all was drained."""
         return self._committed == self._drained
 
-    def first(self) -> None:
+    def wait_for_first(self) -> None:
         """Waits until something has been committed since all was drained."""
         while self.is_drained and self.count:
             self._take()
@@ -236,7 +241,7 @@ class InFlight:
             self._take()
         self._drained = self._committed
 
-    def settle(self, seconds: float = 5.0) -> None:
+    def wait_after_error(self, seconds: float = 5.0) -> None:
         """After an error: waits for results no longer than some seconds, and until another one."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(Exception):

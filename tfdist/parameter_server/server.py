@@ -15,7 +15,7 @@ from tfdist.parameter_server import termination
 from tfdist.runtime import exit_status
 from tfdist.runtime.preemption import GRACE_SECONDS, Preemption
 
-_ASK_EVERY, _ASK_EVERY_IF_TOLD = 1.0, 0.2  # seconds
+_POLL_SECONDS, _POLL_SECONDS_IF_PREEMPTED = 1.0, 0.2  # seconds
 _MISSES = 3  # a chief that is busy may miss one
 
 
@@ -54,20 +54,22 @@ def serve(
     heard = Preemption(grace_seconds)
     heard.listen()
     print(f"tfdist: {task} serves at {cluster.address(task)}", flush=True)
-    preflight.wait_for(cluster, [cluster.chief], start_timeout)
-    preflight.wait_for(cluster, [cluster.chief], start_timeout, serving=True)  # it waits for the others itself
+    preflight.wait_until_reachable(cluster, [cluster.chief], start_timeout)
+    preflight.wait_until_reachable(
+        cluster, [cluster.chief], start_timeout, serving=True
+    )  # it waits for the others itself
     heard.training = True
     misses, told = 0, False
     while misses < _MISSES:
-        if heard.noticed and not told:
+        if heard.requested and not told:
             told = True
             if task.type == "ps":
-                termination.give(cluster, task)
-        time.sleep(_ASK_EVERY_IF_TOLD if told else _ASK_EVERY)
-        misses = misses + 1 if preflight.unreachable(cluster.address(cluster.chief)) else 0
-    code = termination.end(cluster, task)
+                termination.announce_preemption(cluster, task)
+        time.sleep(_POLL_SECONDS_IF_PREEMPTED if told else _POLL_SECONDS)
+        misses = misses + 1 if preflight.unreachable_reason(cluster.address(cluster.chief)) else 0
+    code = termination.read_exit_code(cluster, task)
     if code is None:
-        code = exit_status.PREEMPTED if heard.noticed else 1
+        code = exit_status.PREEMPTED if heard.requested else 1
         print(f"tfdist: {task} ends with exit code {code}, as the chief has gone without a word", flush=True)
     else:
         print(f"tfdist: {task} ends with exit code {code}, as the chief has", flush=True)

@@ -23,7 +23,7 @@ from tfdist.errors import ClusterError, ConfigError
 from tfdist.parameter_server import server, termination
 from tfdist.strategies import base
 
-CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+CHIEF_DEVICE = "/job:chief/replica:0/task:0/device:CPU:0"
 USE_TRAINER = "parameter_server trains models of a Trainer alone: make the model in the scope of tfdist.Trainer('parameter_server')."
 
 
@@ -62,20 +62,20 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
                 "each GPU, with CUDA_VISIBLE_DEVICES."
             )
         # TensorFlow colocates a variable with another one.
-        self._chief = _anchor(CHIEF)
+        self._chief = _anchor(CHIEF_DEVICE)
         self._servers = [
             _anchor(f"/job:ps/replica:0/task:{index}/device:CPU:0") for index in range(len(cluster.jobs["ps"]))
         ]
-        self.loads = [0] * len(self._servers)
+        self.bytes_per_server = [0] * len(self._servers)
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        if is_chiefs(kwargs.get("name"), kwargs.get("synchronization"), kwargs.get("aggregation")):
+        if lives_on_chief(kwargs.get("name"), kwargs.get("synchronization"), kwargs.get("aggregation")):
             kwargs["colocate_with"] = self._chief
             return next_creator(**kwargs)
         if self._by_bytes and kwargs.get("colocate_with") is None:
-            kwargs["colocate_with"] = self._servers[self.loads.index(min(self.loads))]
+            kwargs["colocate_with"] = self._servers[self.bytes_per_server.index(min(self.bytes_per_server))]
         variable = next_creator(**kwargs)
-        self.loads[server_of(variable)] += (variable.shape.num_elements() or 0) * variable.dtype.size
+        self.bytes_per_server[server_index(variable)] += (variable.shape.num_elements() or 0) * variable.dtype.size
         return variable
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
@@ -95,7 +95,7 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         raise ConfigError(USE_TRAINER)
 
 
-def is_chiefs(name: Any, synchronization: Any, aggregation: Any) -> bool:
+def lives_on_chief(name: Any, synchronization: Any, aggregation: Any) -> bool:
     """Whether a variable stays on the chief: a metric's, a scalar of an optimizer, or a seed generator's state."""
     scalar = name in KERAS_OPTIMIZER_SCALARS and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     return (
@@ -103,7 +103,7 @@ def is_chiefs(name: Any, synchronization: Any, aggregation: Any) -> bool:
     )
 
 
-def server_of(variable: tf.Variable) -> int:
+def server_index(variable: tf.Variable) -> int:
     """Returns the number of the server that a variable is on."""
     return int(tf.DeviceSpec.from_string(variable.device).task)
 
@@ -141,20 +141,20 @@ def parameter_server(
         raise ConfigError(fault + ranks * (list(spec.jobs) == ["worker"]) for fault in faults)
     if task.type == "evaluator":
         raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
-    preflight.pass_by_proxies(spec)
+    preflight.bypass_proxies(spec)
     if task.type != "chief":
-        with preflight.at_own_address(spec, task):
+        with preflight.listening_for_peers(spec, task):
             pass
         server.serve(spec, task, start_timeout, grace_seconds)
-    with preflight.at_own_address(spec, task):
+    with preflight.listening_for_peers(spec, task):
         # TensorFlow would wait in silence.
-        preflight.wait_for(spec, [other for other in spec.tasks() if other != task], start_timeout)
+        preflight.wait_until_reachable(spec, [other for other in spec.tasks() if other != task], start_timeout)
     try:
-        with preflight.watched(spec, task, start_timeout):
+        with preflight.startup_watchdog(spec, task, start_timeout):
             made = ParameterServerStrategy(spec, config.placement)
     except tf.errors.UnknownError as e:
         raise ClusterError(
             f"{task} cannot serve at {spec.address(task)}: {e.message.splitlines()[0]}. Is the port taken?"
         ) from e
-    atexit.register(termination.tell_end, spec)
+    atexit.register(termination.publish_exit_code, spec)
     return made

@@ -21,8 +21,8 @@ _FAREWELL = 5.0  # seconds, after which those that are left are not told
 _TOLD_TO_GO, _ENDS = "told_to_go", "ends"
 
 
-def give(cluster: ClusterSpec, task: TaskSpec) -> None:
-    """Lets a `Listener` on the chief return True; where the chief is out of reach, does nothing.
+def announce_preemption(cluster: ClusterSpec, task: TaskSpec) -> None:
+    """Lets a `PreemptionListener` on the chief return True; where the chief is out of reach, does nothing.
 
     Args:
         cluster: The cluster.
@@ -31,7 +31,7 @@ def give(cluster: ClusterSpec, task: TaskSpec) -> None:
     _put(cluster, cluster.chief, _TOLD_TO_GO, str(task))
 
 
-class Listener:
+class PreemptionListener:
     """Returns, when called on the chief, whether a parameter server has been told to go.
 
     It looks twice a second at most, as it is called after each step.
@@ -48,16 +48,20 @@ class Listener:
             return bool(tf.raw_ops.QueueSizeV2(handle=_queue(_TOLD_TO_GO)).numpy())
 
 
-def tell_end(cluster: ClusterSpec) -> None:
+def publish_exit_code(cluster: ClusterSpec) -> None:
     """Tells the others, on the chief, with which exit code its process ends."""
-    code = exit_status.ends_with()
+    code = exit_status.expected_exit_code()
     ends = time.monotonic() + _FAREWELL
     for task in cluster.tasks():  # one after the other, as an interpreter that ends starts no threads
-        if task != cluster.chief and time.monotonic() < ends and not preflight.unreachable(cluster.address(task)):
+        if (
+            task != cluster.chief
+            and time.monotonic() < ends
+            and not preflight.unreachable_reason(cluster.address(task))
+        ):
             _put(cluster, task, _ENDS, str(code))
 
 
-def end(cluster: ClusterSpec, task: TaskSpec) -> int | None:
+def read_exit_code(cluster: ClusterSpec, task: TaskSpec) -> int | None:
     """Returns the exit code of which the chief has told this task, or None where it has not."""
     with contextlib.suppress(tf.errors.OpError), _on(cluster, task) as session:
         handle = _queue(_ENDS)

@@ -14,7 +14,7 @@ from tensorflow.python.autograph.core import ag_ctx
 
 from tfdist.errors import ConfigError
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
-from tfdist.parameter_server.worker_step import Traced, WorkerStep
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 
 _PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 _OUTSIDE = (
@@ -34,7 +34,7 @@ def _bytes(constant: tf.Operation) -> int:
     return (tensor.shape.num_elements() or 0) * tensor.dtype.size
 
 
-class WorkerData:
+class WorkerDataset:
     """The pipelines of a dataset function; each worker makes its own.
 
     Args:
@@ -60,7 +60,7 @@ class WorkerData:
             self._traced[pipeline] = self._trace(pipeline)
         return self._traced[pipeline]()
 
-    def zeros(self) -> Any:
+    def example_batch(self) -> Any:
         """Returns a batch of one example of zeros, for a model to learn shapes from."""
 
         def zero(spec: tf.TensorSpec) -> tf.Tensor:
@@ -128,7 +128,7 @@ class WorkerData:
 class Pipelines:
     """The workers' pipelines of a dataset function, as Keras' loops see them."""
 
-    def __init__(self, data: WorkerData):
+    def __init__(self, data: WorkerDataset):
         self._data = data
 
         self.element_spec = data.element_spec
@@ -156,7 +156,7 @@ class PipelinesIterator:
         element_spec: The form of the iterators, from which steps take their batches.
     """
 
-    def __init__(self, data: WorkerData, skipped: int = 0):
+    def __init__(self, data: WorkerDataset, skipped: int = 0):
         self._skipped = skipped
         self.results: collections.deque[list[np.ndarray]] | None = None
         self._data = data
@@ -165,7 +165,7 @@ class PipelinesIterator:
         self._is_checked = False
 
     def __next__(self) -> Any:
-        return self._data.zeros()  # for shapes that are not known; steps take theirs on the workers
+        return self._data.example_batch()  # for shapes that are not known; steps take theirs on the workers
 
     def check(self, steps: int | None) -> None:
         """Judges whether there are data for an epoch.
@@ -200,7 +200,7 @@ class PipelinesIterator:
         return result
 
     def run_all(
-        self, step: WorkerStep, traced: Traced, scheduler: Scheduler, steps: int | None
+        self, step: WorkerStep, traced: TracedStep, scheduler: Scheduler, steps: int | None
     ) -> Iterator[list[np.ndarray]]:
         """Runs `step` on every batch, or on the first `steps` of all pipelines dealt in turn; yields the results in order.
 
@@ -211,7 +211,7 @@ class PipelinesIterator:
             raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")
         pipelines = self._data.pipelines
         step.begin()
-        given = step.given(0, 0, 0).numpy()
+        given = step.step_inputs(0, 0, 0).numpy()
 
         def run(pipeline: int, worker: int) -> list[list[np.ndarray]]:
             results = []

@@ -34,8 +34,8 @@ from tfdist.compat.keras_internals import (
     KERAS_WEIGHT_DECAY,
 )
 from tfdist.errors import ConfigError
-from tfdist.gradients.update import sum_rows_first
-from tfdist.parameter_server.results_table import Ledger
+from tfdist.gradients.update import deduplicate_rows_before_update
+from tfdist.parameter_server.results_table import ResultsTable
 from tfdist.replicas import batch_splitting, random_seeds
 from tfdist.step import graph_copies, losses
 
@@ -51,7 +51,7 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     """
     if KERAS_UPDATE_STEP in vars(optimizer):
         return
-    sum_rows_first(optimizer)
+    deduplicate_rows_before_update(optimizer)
     update_step, weight_decay = getattr(optimizer, KERAS_UPDATE_STEP), getattr(optimizer, KERAS_WEIGHT_DECAY)
 
     def on_server(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
@@ -67,7 +67,7 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     setattr(optimizer, KERAS_WEIGHT_DECAY, decay)
 
 
-class Traced:
+class TracedStep:
     """A step traced for data of one form.
 
     Attributes:
@@ -80,11 +80,11 @@ class Traced:
         count: Adds what steps have counted; returns what metrics and `computed` are then.
     """
 
-    def __init__(self, ledger: Ledger | None = None, own: Any = None, names: Sequence[str] = ()):
+    def __init__(self, ledger: ResultsTable | None = None, own: Any = None, names: Sequence[str] = ()):
         self.names = names
         self.function: Any = None
         self.ledger = ledger
-        self.own = own
+        self.custom_logs = own
         self.held: dict[int, tf.Tensor] = {}
         self.computed: dict[str, Any] = {}
         self.count: Any = None
@@ -121,10 +121,10 @@ class WorkerStep:
             returns: tf.function(functools.partial(self._run, returns), reduce_retracing=True, autograph=False)
             for returns in (False, True)
         }
-        self._traced: dict[int, Traced] = {}
-        self._tracing = Traced()
-        self._last: tuple[Any, bool, Traced] = (None, False, self._tracing)  # most steps are as the one before
-        self._tickets = itertools.count(1)
+        self._traced: dict[int, TracedStep] = {}
+        self._tracing = TracedStep()
+        self._last: tuple[Any, bool, TracedStep] = (None, False, self._tracing)  # most steps are as the one before
+        self._attempt_ids = itertools.count(1)
         self._seed_values: list[int] = []
         self._started: list[int] = []
         self._per_step = [1] * len(self._iterations)  # how often each optimizer updates in a step, as far as is known
@@ -134,11 +134,11 @@ class WorkerStep:
         self._seed_values = [int(number) for seed in self._seeds for number in seed.numpy()]
         self._started = [int(iterations.numpy()) for iterations in self._iterations]
 
-    def ticket(self) -> int:
+    def new_attempt_id(self) -> int:
         """Returns a new ticket."""
-        return next(self._tickets)
+        return next(self._attempt_ids)
 
-    def given(self, ticket: int, row: int, number: int) -> tf.Tensor:
+    def step_inputs(self, attempt_id: int, row: int, number: int) -> tf.Tensor:
         """Returns what a step gets from the chief besides data, in one vector.
 
         Args:
@@ -149,10 +149,10 @@ class WorkerStep:
         scalars = [float(v.numpy()) for v in self._scalars]
         counts = [start + number * each for start, each in zip(self._started, self._per_step, strict=True)]
         return tf.constant(
-            [ticket, row, sum(self._started) + number, *counts, *scalars, *self._seed_values], tf.float64
+            [attempt_id, row, sum(self._started) + number, *counts, *scalars, *self._seed_values], tf.float64
         )
 
-    def trace(self, data: Any, returns: bool = False) -> Traced:
+    def trace(self, data: Any, returns: bool = False) -> TracedStep:
         """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
 
         Args:
@@ -169,7 +169,7 @@ class WorkerStep:
         given = tf.TensorSpec([length], tf.float64)
         form = without_optionals(data)
         try:
-            function = _outside_of_strategies(lambda: self._functions[returns].get_concrete_function(form, given))
+            function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, given))
         except Exception as e:
             if "out of scope" not in str(e):
                 raise
@@ -185,12 +185,12 @@ class WorkerStep:
         self._last = data, returns, self._traced[id(function)]
         return self._last[2]
 
-    def call(self, traced: Traced, data: Any, given: tf.Tensor) -> list[np.ndarray]:
+    def call(self, traced: TracedStep, data: Any, given: tf.Tensor) -> list[np.ndarray]:
         """Runs a step on the device in force; returns what it returned, flat, on the chief."""
         outputs = traced.function(data, given)
         return [tensor.numpy() for tensor in tf.nest.flatten(outputs, expand_composites=True)]
 
-    def commit(self, traced: Traced, rows: np.ndarray) -> dict[str, float]:
+    def commit(self, traced: TracedStep, rows: np.ndarray) -> dict[str, float]:
         """Adds what steps have counted to the metrics and `iterations`; returns the logs that come from metrics.
 
         Args:
@@ -202,16 +202,16 @@ class WorkerStep:
         if traced.count is None:
             form = [tf.TensorSpec([None, None], tf.float64)]
             traced.count = tf.function(functools.partial(self._add, traced), form, autograph=False)
-        return {name: plain(value) for name, value in traced.count(tf.constant(rows)).items()}
+        return {name: to_python(value) for name, value in traced.count(tf.constant(rows)).items()}
 
-    def own_logs(self, traced: Traced, row: np.ndarray) -> dict[str, Any]:
+    def custom_logs(self, traced: TracedStep, row: np.ndarray) -> dict[str, Any]:
         """Returns the logs of a step that are no metrics."""
         flat, end = [], len(row)
-        for value in reversed(tf.nest.flatten(traced.own)):
+        for value in reversed(tf.nest.flatten(traced.custom_logs)):
             start = end - value.shape.num_elements()
-            flat.append(plain(row[start:end].reshape(value.shape)))
+            flat.append(to_python(row[start:end].reshape(value.shape)))
             end = start
-        return tf.nest.pack_sequence_as(traced.own, flat[::-1])
+        return tf.nest.pack_sequence_as(traced.custom_logs, flat[::-1])
 
     def _run(self, returns: bool, data: Any, given: tf.Tensor) -> Any:
         if isinstance(data, tf.data.Iterator):
@@ -226,17 +226,19 @@ class WorkerStep:
         for place, v in enumerate(self._seeds):
             mapped.append((v, tf.cast(tf.cast(seeds[2 * place : 2 * place + 2], tf.int64) + stride, v.dtype)))
         if len(self._model.distribute_strategy.cluster.jobs["worker"]) > 1:
-            random_seeds.draw_by_worker()
-        generator = random_seeds.StepGenerator(number)
+            random_seeds.use_entropy_per_worker()
+        generator = random_seeds.StepSeedGenerator(number)
         with generator.installed(), _Scope([*counted, *mapped], collect_losses=True) as scope:
             examples = batch_splitting.examples(data)
             examples = None if examples is None else tf.convert_to_tensor(examples)
-            with losses.of_share(self._model, examples, lambda: None):  # outputs' logs are means over examples
+            with losses.scale_losses_for_replica(
+                self._model, examples, lambda: None
+            ):  # outputs' logs are means over examples
                 result = self._step(data)
             results = {} if self._predicts else self._model.get_metrics_result()
         self._assign(scope)
         if self._predicts:
-            self._tracing = Traced()
+            self._tracing = TracedStep()
             return result
         # A log named as a metric is that metric's, unless the step has not updated it.
         start = dict((id(v), value) for v, value in counted)
@@ -254,7 +256,9 @@ class WorkerStep:
         }
         numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(own)
         packed = tf.concat([tf.reshape(tf.cast(value, tf.float64), [-1]) for value in numbers], 0)
-        self._tracing = Traced(None if returns else Ledger(self._rows, int(packed.shape[0])), own, list(result))
+        self._tracing = TracedStep(
+            None if returns else ResultsTable(self._rows, int(packed.shape[0])), own, list(result)
+        )
         self._tracing.held, self._tracing.computed = held, computed
         if returns:
             return packed
@@ -283,7 +287,7 @@ class WorkerStep:
                 "optimizers when it began: make it an attribute of the model or of a layer, and build it before fit."
             )
 
-    def _add(self, traced: Traced, rows: tf.Tensor) -> Any:
+    def _add(self, traced: TracedStep, rows: tf.Tensor) -> Any:
         def one(row: tf.Tensor) -> tf.Tensor:
             offset = 0
             for variable in (*self._metrics, *self._iterations):
@@ -321,9 +325,9 @@ def _unique(variables: Any) -> list[Any]:
     return list({id(v): v for v in variables}.values())
 
 
-def _outside_of_strategies(function: Callable[[], Any]) -> Any:
+def run_outside_strategy_scope(function: Callable[[], Any]) -> Any:
     """Returns what `function` does where no strategy's scope is entered: a step is one device's."""
-    return random_seeds.in_clean_thread(function) if tf.distribute.has_strategy() else function()
+    return random_seeds.run_in_clean_thread(function) if tf.distribute.has_strategy() else function()
 
 
 def without_optionals(data: Any) -> Any:
@@ -332,9 +336,9 @@ def without_optionals(data: Any) -> Any:
     return tf.nest.map_structure(lambda v: None if isinstance(v, absent) else v, data)
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """Returns a number of the logs as Python's, an array of several, or a dict of them."""
     if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: to_python(each) for name, each in value.items()}
     value = value.numpy() if isinstance(value, tf.Tensor) else value
     return float(value) if np.ndim(value) == 0 else value

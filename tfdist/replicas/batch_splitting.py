@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 
-class Dealt(NamedTuple):
+class SplitBatch(NamedTuple):
     """What one replica is given for a step.
 
     Attributes:
@@ -46,7 +46,7 @@ _replica = threading.local()  # under Mirrored each replica is traced in a threa
 
 
 @contextlib.contextmanager
-def of_replica(count: tf.Tensor | None) -> Iterator[None]:
+def replica_example_count(count: tf.Tensor | None) -> Iterator[None]:
     """Within it, so many examples of this replica count: a scalar, or None if that is not known."""
     _replica.count = count
     try:
@@ -55,25 +55,25 @@ def of_replica(count: tf.Tensor | None) -> Iterator[None]:
         _replica.count = None
 
 
-def counting() -> tf.Tensor | None:
-    """Returns how many examples of this replica count, within `of_replica`."""
+def current_example_count() -> tf.Tensor | None:
+    """Returns how many examples of this replica count, within `replica_example_count`."""
     return getattr(_replica, "count", None)
 
 
-def can_deal(spec: Any) -> bool:
+def is_splittable(spec: Any) -> bool:
     """Whether elements of a dataset are batches of rows that can be taken apart."""
     specs = tf.nest.flatten(spec)
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
     return bool(specs) and all(isinstance(each, kinds) and each.shape.rank for each in specs)
 
 
-def static_size(spec: Any) -> int | None:
+def static_batch_size(spec: Any) -> int | None:
     """Returns the number of examples that every batch of a dataset has, None where that is not known."""
     sizes = {each.shape[0] for each in tf.nest.flatten(spec)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def split(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int]) -> tf.data.Dataset:
+def split_batches(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int]) -> tf.data.Dataset:
     """Splits each batch of a dataset evenly, in order.
 
     Args:
@@ -82,11 +82,11 @@ def split(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int]) -> tf.d
         parts: The parts that are wanted, from 0.
 
     Returns:
-        A dataset of `Dealt`, one for each of `parts` in turn.
+        A dataset of `SplitBatch`, one for each of `parts` in turn.
     """
 
     @tf.autograph.experimental.do_not_convert
-    def take(part: Any, *element: Any) -> Dealt:
+    def take(part: Any, *element: Any) -> SplitBatch:
         return _part(_batch(dataset, element), part, replicas)
 
     @tf.autograph.experimental.do_not_convert
@@ -103,38 +103,38 @@ def split(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int]) -> tf.d
     return dealt.prefetch(len(parts))
 
 
-def endless(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Makes a worker's dataset, of batches for one replica each, go on with an example that does not count.
 
     Returns:
-        An endless dataset of `Dealt`: when the counts of all replicas are 0, all workers have come to their end.
+        An endless dataset of `SplitBatch`: when the counts of all replicas are 0, all workers have come to their end.
     """
     spec = dataset.element_spec
     nothing = tf.nest.map_structure(_nothing, spec)
 
     @tf.autograph.experimental.do_not_convert
-    def counted(*element: Any) -> Dealt:
+    def counted(*element: Any) -> SplitBatch:
         batch = _batch(dataset, element)
         size = tf.cast(_size(batch), tf.int64)
-        return Dealt(batch, tf.stack([[size, tf.cast(size > 0, tf.int64)]]))
+        return SplitBatch(batch, tf.stack([[size, tf.cast(size > 0, tf.int64)]]))
 
     @tf.autograph.experimental.do_not_convert
-    def never_none(last: Any, dealt: Any) -> tuple[Any, Dealt]:
+    def never_none(last: Any, dealt: Any) -> tuple[Any, SplitBatch]:
         batch, counts = dealt
         found = tf.cond(counts[0, 0] > 0, lambda: (flat(_rows(batch, 0, 1)), flat(batch)), lambda: (last, last))
-        return found[0], Dealt(tf.nest.pack_sequence_as(spec, found[1], expand_composites=True), counts)
+        return found[0], SplitBatch(tf.nest.pack_sequence_as(spec, found[1], expand_composites=True), counts)
 
     def flat(batch: Any) -> tuple[tf.Tensor, ...]:  # `scan` takes no sparse or ragged tensors
         return tuple(tf.nest.flatten(batch, expand_composites=True))
 
-    end = tf.data.Dataset.from_tensors(Dealt(nothing, tf.constant([[0, 0]], tf.int64))).repeat()
+    end = tf.data.Dataset.from_tensors(SplitBatch(nothing, tf.constant([[0, 0]], tf.int64))).repeat()
     return dataset.map(counted).concatenate(end).scan(flat(nothing), never_none)
 
 
-def totals(dealt: Dealt, strategy: tf.distribute.Strategy) -> tf.Tensor:
+def count_examples(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Tensor:
     """Returns `[examples of all replicas, replicas that have some]`, int64, outside of replicas.
 
-    A collective where no replica knows the others' (see `endless`).
+    A collective where no replica knows the others' (see `repeat_empty_batches`).
     """
     mine = strategy.experimental_local_results(dealt.counts)[0]
     if mine.shape[1] == 3:
@@ -142,7 +142,7 @@ def totals(dealt: Dealt, strategy: tf.distribute.Strategy) -> tf.Tensor:
     return strategy.reduce(tf.distribute.ReduceOp.SUM, dealt.counts, axis=None)[0]
 
 
-def predicting(fn: Callable[[Any], Any], strategy: tf.distribute.Strategy) -> Callable[[Any], Any]:
+def predict_counted_examples(fn: Callable[[Any], Any], strategy: tf.distribute.Strategy) -> Callable[[Any], Any]:
     """Returns what a replica runs for `predict`: the examples that count; its part where all are given one batch.
 
     Args:
@@ -152,7 +152,7 @@ def predicting(fn: Callable[[Any], Any], strategy: tf.distribute.Strategy) -> Ca
     replicas, local = strategy.num_replicas_in_sync, len(strategy.extended.worker_devices)
 
     def replica(data: Any) -> Any:
-        if not isinstance(data, Dealt):
+        if not isinstance(data, SplitBatch):
             number = tf.distribute.get_replica_context().replica_id_in_sync_group
             data = _part(data, number % local * (replicas // local) + number // local, replicas)
         outputs = fn(data.batch)
@@ -161,7 +161,7 @@ def predicting(fn: Callable[[Any], Any], strategy: tf.distribute.Strategy) -> Ca
     return replica
 
 
-def loosen(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def relax_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Makes the batch size of a dataset unknown.
 
     Where batches have a fixed size, TensorFlow leaves out a last step in which some replica has none.
@@ -190,14 +190,14 @@ def _size(batch: Any) -> Any:
     return first.dense_shape[0] if isinstance(first, tf.SparseTensor) else tf.shape(first)[0]
 
 
-def _part(batch: Any, part: Any, replicas: int) -> Dealt:
+def _part(batch: Any, part: Any, replicas: int) -> SplitBatch:
     """Returns the examples of one of `replicas` even parts, numbered in order; of an empty one the batch's first."""
     size = tf.cast(_size(batch), tf.int64)
     part, rows, longer = tf.cast(part, tf.int64), size // replicas, size % replicas
     mine = rows + tf.cast(part < longer, tf.int64)
     begin = tf.where(mine > 0, part * rows + tf.minimum(part, longer), 0)
     taken = _rows(batch, begin, begin + tf.maximum(mine, 1))
-    return Dealt(taken, tf.stack([[mine, size, tf.minimum(size, replicas)]]))
+    return SplitBatch(taken, tf.stack([[mine, size, tf.minimum(size, replicas)]]))
 
 
 def _rows(batch: Any, begin: Any, end: Any) -> Any:

@@ -12,14 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat.keras_internals import TF_FUNCTION
-from tfdist.errors import ConfigError, shown
+from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import batch_splitting
 
 _CONSTANT = ("Const", "ReadVariableOp", "VarHandleOp")
 _SUMS = ("AddV2", "Add", "AddN")
 
 
-def is_counter(kwargs: dict[str, Any]) -> bool:
+def is_integer_weight(kwargs: dict[str, Any]) -> bool:
     """Whether a creator's arguments describe a weight of integers, of which each replica would keep its own value.
 
     Keras names a type by a text. A `tf.Variable` that a layer makes by itself is no weight, and keeps each replica's value.
@@ -34,7 +34,7 @@ def is_counter(kwargs: dict[str, Any]) -> bool:
     )
 
 
-def count_over_replicas(strategy: tf.distribute.Strategy, variable: tf.Variable) -> tf.Variable:
+def sum_over_replicas(strategy: tf.distribute.Strategy, variable: tf.Variable) -> tf.Variable:
     """Returns the variable, which from now on adds up what depends on the data over all replicas. In place.
 
     Args:
@@ -48,7 +48,7 @@ def count_over_replicas(strategy: tf.distribute.Strategy, variable: tf.Variable)
             if traced and not tf.distribute.in_cross_replica_context():
                 value = tf.convert_to_tensor(value, variable.dtype)
                 if _depends_on_data(value):
-                    value = _over_replicas(variable, value, adds)
+                    value = _sum_data_dependent_addends(variable, value, adds)
             return own(value, *args, **kwargs)
 
         return assign
@@ -58,7 +58,7 @@ def count_over_replicas(strategy: tf.distribute.Strategy, variable: tf.Variable)
     return variable
 
 
-def check(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> None:
+def check_equal_on_replicas(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> None:
     """Raises if this process's replicas hold different values of an integer variable, as one assigned under a condition may be.
 
     Args:
@@ -75,7 +75,9 @@ def check(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> None:
             continue
         numbers = [component.numpy().tolist() for component in strategy.experimental_local_results(value)]
         if any(number != numbers[0] for number in numbers):
-            faults.append(_REFUSED.format(variable.path) + f" The replicas hold {', '.join(map(shown, numbers))}.")
+            faults.append(
+                _REFUSED.format(variable.path) + f" The replicas hold {', '.join(map(format_value, numbers))}."
+            )
     if faults:
         raise ConfigError(faults)
 
@@ -86,7 +88,7 @@ _REFUSED = (
 )
 
 
-def _over_replicas(variable: tf.Variable, value: tf.Tensor, adds: bool) -> tf.Tensor:
+def _sum_data_dependent_addends(variable: tf.Variable, value: tf.Tensor, adds: bool) -> tf.Tensor:
     """Returns a value of which those parts are summed over the replicas that depend on the data.
 
     Args:
@@ -101,7 +103,7 @@ def _over_replicas(variable: tf.Variable, value: tf.Tensor, adds: bool) -> tf.Te
         raise ConfigError(_REFUSED.format(variable.name.partition(":")[0]))
     # Of a type that all devices can sum.
     mine = tf.add_n([tf.cast(part, tf.int64) * sign for sign, part in addends if _depends_on_data(part)])
-    examples = batch_splitting.counting()
+    examples = batch_splitting.current_example_count()
     counted = mine if examples is None else tf.where(examples > 0, mine, tf.zeros_like(mine))
     total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, counted)
     return tf.cast(tf.cast(value, tf.int64) - mine + total, value.dtype)

@@ -43,7 +43,7 @@ class MovingStatistics:
     def __contains__(self, variable: object) -> bool:
         return any(ref() is variable for ref in self._refs.values())
 
-    def living(self) -> list[tf.Variable]:
+    def variables(self) -> list[tf.Variable]:
         """Returns the variables still in use."""
         return [variable for ref in self._refs.values() if (variable := ref()) is not None]
 
@@ -54,8 +54,8 @@ class MovingStatistics:
         local, so that one worker alone may save the model.
         """
         if self._refs and not self.synchronized:
-            living = self.living()  # held, so that none dies on one worker alone before this is over
-            self._forget_the_dead()
+            living = self.variables()  # held, so that none dies on one worker alone before this is over
+            self._drop_deleted_variables()
             names = tuple(self._refs)
             if self._averaged != names:
                 self._averaged, self._average = names, tf.function(self._average_all, autograph=False)
@@ -69,7 +69,7 @@ class MovingStatistics:
         self.synchronized = False
 
     @contextlib.contextmanager
-    def managed(self) -> Iterator[None]:
+    def caller_marks_changes(self) -> Iterator[None]:
         """Makes the caller say `desynchronize` after training steps.
 
         Elsewhere any pass over data may train, and ends what `synchronize` promised. In here a callback may evaluate, and
@@ -81,14 +81,14 @@ class MovingStatistics:
         finally:
             self._managed -= 1
 
-    def may_change(self) -> None:
+    def mark_possibly_changed(self) -> None:
         """Says that replicas will run something that may be a training step."""
         if not self._managed:
             self.desynchronize()
 
     def _average_all(self) -> None:
         local = self._strategy.experimental_local_results
-        variables = self.living()
+        variables = self.variables()
         means = self._strategy.extended.batch_reduce_to(
             tf.distribute.ReduceOp.MEAN, [(variable, variable) for variable in variables]
         )
@@ -96,17 +96,17 @@ class MovingStatistics:
             for component, value in zip(local(variable), local(mean), strict=True):
                 component.assign(value)
 
-    def _forget_the_dead(self) -> None:
+    def _drop_deleted_variables(self) -> None:
         """Drops the variables of models that are gone, once they are so on all workers.
 
         Python's garbage collector frees a model on one worker earlier than on another, but all must average the same.
         """
         alive = [ref() is not None for ref in self._refs.values()]
         if isinstance(self._strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            alive = self._alive_everywhere(alive)
+            alive = self._alive_on_all_workers(alive)
         self._refs = {number: ref for (number, ref), lives in zip(self._refs.items(), alive, strict=True) if lives}
 
-    def _alive_everywhere(self, alive: Sequence[bool]) -> list[bool]:
+    def _alive_on_all_workers(self, alive: Sequence[bool]) -> list[bool]:
         mine = tf.constant(alive, tf.int32)
         counts = self._sum(self._strategy.experimental_distribute_values_from_function(lambda _: mine))
         return [bool(count == self._strategy.num_replicas_in_sync) for count in counts.numpy()]

@@ -1,8 +1,8 @@
 """Random numbers that differ between replicas, and are the same in each run with the same seed.
 
-- `tf.random.*` and `tf.nn.dropout` take their seed from the graph that is traced. `shifted_seed` moves it.
+- `tf.random.*` and `tf.nn.dropout` take their seed from the graph that is traced. `replica_seed` moves it.
 - `keras.random.*` without a seed draws from a generator of the thread, and each replica is traced in a new thread.
-  `GlobalGenerator` takes its place.
+  `GlobalSeedGenerator` takes its place.
 - A seed generator has a state on each replica. `assign_seed` keeps the states apart.
 """
 
@@ -28,7 +28,7 @@ _DEPTH_STRIDE = 0x2545F491  # added once per enclosing graph: TensorFlow numbers
 
 
 @contextlib.contextmanager
-def shifted_seed(replica: int) -> Iterator[Callable[[int], None]]:
+def replica_seed(replica: int) -> Iterator[Callable[[int], None]]:
     """Moves TensorFlow's seed to that of `replica` while a step is traced, or runs eagerly.
 
     Does nothing where no seed is set: TensorFlow draws from the system's entropy there.
@@ -64,7 +64,7 @@ def _depth(graph: Any) -> int:
     return depth
 
 
-class GlobalGenerator:
+class GlobalSeedGenerator:
     """Takes the place of the global generator from which `keras.random.*` draws without a seed.
 
     For the replicas it makes its `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would make one in
@@ -81,7 +81,7 @@ class GlobalGenerator:
         self._own: keras.random.SeedGenerator | None = None
 
     @classmethod
-    def of_thread(cls, strategy: tf.distribute.Strategy) -> GlobalGenerator:
+    def for_current_thread(cls, strategy: tf.distribute.Strategy) -> GlobalSeedGenerator:
         """Returns this thread's, made anew after `set_random_seed` or `clear_session`, or for another strategy."""
         found = global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
         if not isinstance(found, cls) or found._strategy is not strategy:
@@ -97,14 +97,14 @@ class GlobalGenerator:
         """Returns the next seed, another one on each replica."""
         if tf.distribute.get_strategy() is not self._strategy or tf.distribute.in_cross_replica_context():
             if self._own is None:
-                self._own = in_clean_thread(keras.random.SeedGenerator)
+                self._own = run_in_clean_thread(keras.random.SeedGenerator)
             return self._own.next(ordered)
         return self.generator(makes=True).next(ordered)
 
     def generator(self, makes: bool) -> Any:
         """Returns the seed generator that it draws from, or None if there is none yet, and `makes` is False."""
         if self._made is None and makes:
-            self._made = in_clean_thread(self._make)
+            self._made = run_in_clean_thread(self._make)
         return self._made
 
     def _make(self) -> keras.random.SeedGenerator:
@@ -121,15 +121,15 @@ def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Var
     """
     found = global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
     if strategy.num_replicas_in_sync > 1:
-        if makes or isinstance(found, GlobalGenerator):
-            found = GlobalGenerator.of_thread(strategy).generator(makes)
+        if makes or isinstance(found, GlobalSeedGenerator):
+            found = GlobalSeedGenerator.for_current_thread(strategy).generator(makes)
     elif found is None and makes:
         found = keras.random.SeedGenerator()
         global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, found)
     return found.state.value if isinstance(found, keras.random.SeedGenerator) else None
 
 
-class StepGenerator:
+class StepSeedGenerator:
     """Takes the place of the global generator in a step that any worker of parameter servers may run, or run again.
 
     Args:
@@ -159,7 +159,7 @@ class StepGenerator:
             global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, before)
 
 
-def draw_by_worker() -> None:
+def use_entropy_per_worker() -> None:
     """Lets each worker that runs the graph in tracing draw from its system's entropy, whatever seed is set."""
     graph = tf.compat.v1.get_default_graph()
     setattr(graph, TF_GRAPH_SEED, None)
@@ -184,7 +184,7 @@ def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], valu
         component.assign(tf.stack([first + replica * stride, value[1]]))
 
 
-def in_clean_thread(function: Callable[[], Any]) -> Any:
+def run_in_clean_thread(function: Callable[[], Any]) -> Any:
     """Returns what `function` does in a new thread, in which no graph is traced and no scope is entered."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()

@@ -13,7 +13,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of <malloc.h>
 _LARGE, _OLD = 2**30, 2**25  # bytes; glibc before 2.35 takes no more than the latter
 
 
-def keep_large_blocks() -> bool:
+def configure_malloc() -> bool:
     """Has glibc keep what is freed, in as many arenas as there are cores: in other threads' arenas it keeps no large blocks.
 
     Returns:

@@ -12,6 +12,6 @@ PREEMPTED = 75
 exit_code = 0
 
 
-def ends_with() -> int:
+def expected_exit_code() -> int:
     """Returns the exit code with which this process, whose end has begun, ends: `exit_code`, or 1 after an exception."""
     return exit_code or int(getattr(sys, "last_value", None) is not None)

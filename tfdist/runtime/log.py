@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def say(sentence: str) -> None:
+def log(sentence: str) -> None:
     """Prints a line for the user."""
     print(f"tfdist: {sentence}", flush=True)

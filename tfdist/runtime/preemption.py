@@ -45,15 +45,15 @@ class Preemption:
 
     Attributes:
         noticed: Whether SIGTERM has come.
-        training: Whether a training looks at `noticed` between its steps.
+        training: Whether a training looks at `requested` between its steps.
         last_words: Called before this process is ended with exit code 75 in this way.
     """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS):
         self.grace_seconds = grace_seconds
-        self.noticed = False
+        self.requested = False
         self.training = False
-        self.last_words: Callable[[], object] = lambda: None
+        self.on_exit: Callable[[], object] = lambda: None
         self._pipe: tuple[int, int] | None = None
 
     def listen(self) -> None:
@@ -64,8 +64,8 @@ class Preemption:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
             _pipes.add(self._pipe[1])
-            os.register_at_fork(after_in_child=_leave_alone)
-            threading.Thread(target=self._hear, args=(self._pipe[0],), name="preemption", daemon=True).start()
+            os.register_at_fork(after_in_child=_restore_default_in_child)
+            threading.Thread(target=self._read_signals, args=(self._pipe[0],), name="preemption", daemon=True).start()
         # The handler itself does nothing: by the time that Python calls it, the thread has read the signal.
         handler = signal.signal(signal.SIGTERM, _ignore)
         descriptor = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -83,7 +83,7 @@ class Preemption:
             signal.set_wakeup_fd(_before.descriptor)
             signal.signal(signal.SIGTERM, _before.handler if foreign else signal.SIG_DFL)
 
-    def _hear(self, pipe: int) -> None:
+    def _read_signals(self, pipe: int) -> None:
         first = 0.0
         while True:
             signals = os.read(pipe, 1)
@@ -93,11 +93,11 @@ class Preemption:
             if signals[0] != signal.SIGTERM:
                 continue
             now = time.monotonic()
-            if self.noticed and now - first < _ONE_SIGNAL:
+            if self.requested and now - first < _ONE_SIGNAL:
                 continue
-            if self.noticed:
+            if self.requested:
                 os._exit(128 + signal.SIGTERM)
-            self.noticed, first = True, now
+            self.requested, first = True, now
             if not self.training:
                 self._end()
             timer = threading.Timer(_SHARE * self.grace_seconds, self._end)
@@ -107,7 +107,7 @@ class Preemption:
     def _end(self) -> None:
         exit_status.exit_code = exit_status.PREEMPTED
         try:
-            self.last_words()
+            self.on_exit()
         finally:
             os._exit(exit_status.PREEMPTED)
 
@@ -121,7 +121,7 @@ def _ignore(*_: object) -> None:
     pass
 
 
-def _leave_alone() -> None:
+def _restore_default_in_child() -> None:
     """Lets a forked process, which shares the pipe, die of SIGTERM itself."""
     signal.set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is _ignore:

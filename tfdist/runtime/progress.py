@@ -42,7 +42,7 @@ class Progress:
             self._file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT)
         self._steps = Steps(0, 0)
 
-    def tell(self, done: int | None = None, saved: int | None = None) -> None:
+    def write(self, done: int | None = None, saved: int | None = None) -> None:
         """Tells what has changed; cheap enough for every step."""
         before = self._steps
         self._steps = Steps(before.done if done is None else done, before.saved if saved is None else saved)
@@ -50,7 +50,7 @@ class Progress:
             os.pwrite(self._file, _FORM.pack(*self._steps), 0)
 
 
-def steps(folder: str | os.PathLike[str], name: str) -> Steps | None:
+def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
     """Returns how far a task is, or None if it has not said so."""
     try:
         return Steps(*_FORM.unpack(pathlib.Path(folder, name).read_bytes()))
@@ -62,10 +62,10 @@ def clear(folder: str | os.PathLike[str], restarts: int) -> None:
     """Forgets how far tasks were, and tells those to come of how many restarts they are."""
     for path in pathlib.Path(folder).iterdir():
         path.unlink()
-    tell_restarts(folder, restarts)
+    write_restarts(folder, restarts)
 
 
-def tell_restarts(folder: str | os.PathLike[str], restarts: int) -> None:
+def write_restarts(folder: str | os.PathLike[str], restarts: int) -> None:
     """Tells the tasks of how many restarts they are."""
     pathlib.Path(folder, _RESTARTS).write_text(str(restarts))
 

@@ -14,18 +14,18 @@ import tensorflow as tf
 from tfdist.replicas import batch_splitting
 
 
-def metrics_of(model: keras.Model) -> list[tf.Variable]:
+def metric_variables(model: keras.Model) -> list[tf.Variable]:
     """Returns the variables in which a model's metrics add up what they have seen."""
     return [variable.value for metric in model.metrics for variable in metric.variables]
 
 
-def statistics_of(model: keras.Model) -> list[tf.Variable]:
+def moving_statistic_variables(model: keras.Model) -> list[tf.Variable]:
     """Returns the variables of a model of which each replica keeps its own (see `MovingStatistics`)."""
     known = model.distribute_strategy.statistics
     return [variable.value for variable in model.non_trainable_variables if variable.value in known]
 
 
-def watch(model: keras.Model, examples: tf.Tensor, totals: tf.Tensor) -> Callable[[], list[tf.Tensor]]:
+def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tensor) -> Callable[[], list[tf.Tensor]]:
     """Looks at a replica before a step.
 
     Args:
@@ -37,7 +37,7 @@ def watch(model: keras.Model, examples: tf.Tensor, totals: tf.Tensor) -> Callabl
         A function to call after the step. If this replica had no examples, it sets metrics and statistics back. It returns
         by how much the examples have moved each statistic, flat; empty if every replica had some.
     """
-    metrics, statistics = metrics_of(model), statistics_of(model)
+    metrics, statistics = metric_variables(model), moving_statistic_variables(model)
     some = totals[1] < model.distribute_strategy.extended._num_replicas_in_sync
 
     def flat(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
@@ -64,16 +64,18 @@ def watch(model: keras.Model, examples: tf.Tensor, totals: tf.Tensor) -> Callabl
     return after
 
 
-def move_statistics(model: keras.Model, dealt: batch_splitting.Dealt, totals: tf.Tensor, moves: list[Any]) -> None:
+def move_empty_replicas_statistics(
+    model: keras.Model, dealt: batch_splitting.SplitBatch, totals: tf.Tensor, moves: list[Any]
+) -> None:
     """Moves the statistics of replicas without examples as far as the others' have moved in the mean. Outside of replicas.
 
     Args:
         model: Whose step has just been run.
         dealt: What the replicas were dealt for it.
         totals: As of `batch_splitting.totals`.
-        moves: What the replicas' functions of `watch` returned.
+        moves: What the replicas' functions of `snapshot_statistics` returned.
     """
-    strategy, variables = model.distribute_strategy, statistics_of(model)
+    strategy, variables = model.distribute_strategy, moving_statistic_variables(model)
 
     def write(counts: tf.Tensor, means: list[tf.Tensor]) -> None:
         for variable, mean in zip(variables, means, strict=True):

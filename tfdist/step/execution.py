@@ -20,28 +20,28 @@ from tfdist.compat.keras_internals import KERAS_LOGS, KERAS_MAKE_FUNCTION
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 from tfdist.gradients import optimizer as optimizer_lib
-from tfdist.gradients.update import sum_rows_first
+from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting
 from tfdist.step import empty_replicas, model_building, synchronized_norm
-from tfdist.step.replica_step import STARVED, ReplicaStep
+from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
 
 _NOTES = "float32"  # the type of numbers with which notes travel
 
 
-def adopt(model: keras.Model, compression: Compressor | None = None) -> None:
+def attach(model: keras.Model, compression: Compressor | None = None) -> None:
     """Makes Keras build `model`'s training and test functions here, and its optimizer reduce first. In place."""
     if KERAS_MAKE_FUNCTION not in vars(model):
         model.train_function = model.test_function = None
     setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
     if KERAS_LOGS not in vars(model):
         setattr(model, KERAS_LOGS, functools.partial(_results_or_logs, model))
-    synchronized_norm.share_moments(model)
+    synchronized_norm.synchronize_moments(model)
     model_building.adopt(model)
     for optimizer in optimizer_search.optimizers(model):
         if model.distribute_strategy.num_replicas_in_sync > 1:
             optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
         else:
-            sum_rows_first(optimizer)
+            deduplicate_rows_before_update(optimizer)
 
 
 def _results_or_logs(model: keras.Model, logs: Any) -> Any:
@@ -70,9 +70,9 @@ class Execution:
 
     def __init__(self, model: keras.Model, compression: Compressor | None, step: Callable[[Any], Any]):
         unsupported.check_model(model)  # it may have been compiled anew, and fitted without the Trainer
-        adopt(model, compression)
-        self.left: int | None = None
-        self.heard: tf.Tensor | None = None
+        attach(model, compression)
+        self.remaining_steps: int | None = None
+        self.agreed_flags: tf.Tensor | None = None
         self.logs: Mapping[str, Any] | None = None
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
@@ -95,8 +95,8 @@ class Execution:
             self.logs = self._execute(iterator)
             return self.logs
         except tf.errors.InvalidArgumentError as e:
-            if STARVED in e.message:
-                raise ConfigError(STARVED) from e
+            if BATCH_NORM_WITHOUT_EXAMPLES in e.message:
+                raise ConfigError(BATCH_NORM_WITHOUT_EXAMPLES) from e
             if "unsupported operations" not in e.message:
                 raise
             operation = re.search(r"on XLA\w*: (.*?)[ {(]", e.message)
@@ -112,31 +112,34 @@ class Execution:
     def _execute(self, iterator: Any) -> Mapping[str, Any]:
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             for _, data in zip(range(self._steps), iterator, strict=False):  # of train_on_batch
-                logs, self.heard = self._reduced(self._one(data))
+                logs, self.agreed_flags = self._reduced(self._one(data))
         elif self._steps == 1:
-            logs, self.heard = self._single(iterator)
+            logs, self.agreed_flags = self._single(iterator)
         else:
-            steps, self.left = self._steps if self.left is None else min(self._steps, self.left), None
-            logs, self.heard = self._some(iterator, tf.constant(steps))
+            steps, self.remaining_steps = (
+                self._steps if self.remaining_steps is None else min(self._steps, self.remaining_steps),
+                None,
+            )
+            logs, self.agreed_flags = self._some(iterator, tf.constant(steps))
         return logs
 
     def _run_one(self, data: Any, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
         """One step; returns the packed logs, averaged over this process's replicas."""
-        if isinstance(data, batch_splitting.Dealt) and totals is None:
-            totals = batch_splitting.totals(data, self._strategy)
-        with self._strategy.applying_known_optimizers():
+        if isinstance(data, batch_splitting.SplitBatch) and totals is None:
+            totals = batch_splitting.count_examples(data, self._strategy)
+        with self._strategy.only_known_optimizers():
             packed, moves = self._strategy.run(self._replica, args=(data, totals))
         if totals is not None:
-            empty_replicas.move_statistics(self._replica.model, data, totals, moves)
+            empty_replicas.move_empty_replicas_statistics(self._replica.model, data, totals, moves)
         local = self._strategy.experimental_local_results
         return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
 
     def _run_next(self, iterator: Any) -> dict[str, tf.Tensor]:
         """As `_run_one`; raises OutOfRangeError at the end of the data."""
         data = iterator.get_next()
-        if not isinstance(data, batch_splitting.Dealt):
+        if not isinstance(data, batch_splitting.SplitBatch):
             return self._run_one(data)
-        totals = batch_splitting.totals(data, self._strategy)
+        totals = batch_splitting.count_examples(data, self._strategy)
         with tf.control_dependencies([tf.cond(totals[0] > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
             return self._run_one(data, tf.identity(totals))
 
@@ -150,9 +153,9 @@ class Execution:
             return done + 1, more, logs
 
         def run(data: Any, logs: Any) -> Any:
-            if not isinstance(data, batch_splitting.Dealt):
+            if not isinstance(data, batch_splitting.SplitBatch):
                 return True, self._run_one(data)
-            totals = batch_splitting.totals(data, self._strategy)
+            totals = batch_splitting.count_examples(data, self._strategy)
             return totals[0] > 0, tf.cond(totals[0] > 0, lambda: self._run_one(data, totals), lambda: logs)
 
         *_, logs = tf.while_loop(
@@ -196,7 +199,7 @@ class StepLimit(keras.callbacks.Callback):
         steps = self._train_steps
         if steps is None and not isinstance(self.model.train_function, Execution):
             steps = (self.params or {}).get("steps")  # so that the logs of an epoch's last step are complete
-        self._tell(self.model.train_function, steps, batch)
+        self._set_remaining(self.model.train_function, steps, batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._trained = True
@@ -210,7 +213,7 @@ class StepLimit(keras.callbacks.Callback):
         self._tested = False
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._tell(self.model.test_function, self._test_steps, batch)
+        self._set_remaining(self.model.test_function, self._test_steps, batch)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         self._tested = True
@@ -226,6 +229,6 @@ class StepLimit(keras.callbacks.Callback):
         if not self._predicted:
             raise ConfigError("The data to predict hold no batch.")
 
-    def _tell(self, function: Any, steps: int | None, begun: int) -> None:
-        if hasattr(function, "left"):  # it is not of the user's own making
-            function.left = steps and steps - begun
+    def _set_remaining(self, function: Any, steps: int | None, begun: int) -> None:
+        if hasattr(function, "remaining_steps"):  # it is not of the user's own making
+            function.remaining_steps = steps and steps - begun

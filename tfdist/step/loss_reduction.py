@@ -12,14 +12,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-Kind = Literal["vector", "sum", "mean"]
+Reduction = Literal["vector", "sum", "mean"]
 
 _ROWS = 16
 _ROUNDING, _NOISE = 1e-3, 0.2
 _UNKNOWN = 3  # for a size that is not known
 
 
-def kind_of_function(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Kind | None:
+def infer_reduction(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Reduction | None:
     """Finds out what a compiled loss function returns.
 
     Args:
@@ -37,11 +37,11 @@ def kind_of_function(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Kind 
         found = loss.call(*tf.nest.map_structure(lambda one: keras.ops.convert_to_tensor(one, loss.dtype), rows))
         return [(np.ndim(found), float(tf.reduce_sum(found)))]
 
-    kinds = _kinds(numbers, (y_true, y_pred), f"The loss {loss.name}")
+    kinds = _infer_reductions(numbers, (y_true, y_pred), f"The loss {loss.name}")
     return kinds[0] if kinds else None
 
 
-def kinds_of_added(model: keras.Model, x: Any, training: bool) -> list[Kind]:
+def infer_added_loss_reductions(model: keras.Model, x: Any, training: bool) -> list[Reduction]:
     """Finds out what layers add by `add_loss`.
 
     Args:
@@ -50,7 +50,7 @@ def kinds_of_added(model: keras.Model, x: Any, training: bool) -> list[Kind]:
         training: Whether it trains.
 
     Returns:
-        A kind for each of `own_losses(model)`; an empty list if the model cannot be tried.
+        A kind for each of `losses_added_by_layers(model)`; an empty list if the model cannot be tried.
     """
     local = model.distribute_strategy.experimental_local_results
 
@@ -59,17 +59,17 @@ def kinds_of_added(model: keras.Model, x: Any, training: bool) -> list[Kind]:
         with keras.StatelessScope(values, collect_losses=True):
             inputs = tf.nest.map_structure(tf.convert_to_tensor, rows)
             model(inputs, training=training) if model._call_has_training_arg else model(inputs)
-            return [(np.ndim(each), float(tf.reduce_sum(each))) for each in own_losses(model)]
+            return [(np.ndim(each), float(tf.reduce_sum(each))) for each in losses_added_by_layers(model)]
 
-    return _kinds(numbers, x, f"A loss that a layer of {model.name} adds")
+    return _infer_reductions(numbers, x, f"A loss that a layer of {model.name} adds")
 
 
-def own_losses(model: keras.Model) -> list[Any]:
+def losses_added_by_layers(model: keras.Model) -> list[Any]:
     """Returns what layers have added by `add_loss` in their last call, without regularizers."""
     return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
 
 
-def _kinds(numbers: Callable[[Any], list[tuple[int, float]]], like: Any, name: str) -> list[Kind]:
+def _infer_reductions(numbers: Callable[[Any], list[tuple[int, float]]], like: Any, name: str) -> list[Reduction]:
     """Tries losses on some rows, on others, and on both together.
 
     Args:
@@ -84,13 +84,14 @@ def _kinds(numbers: Callable[[Any], list[tuple[int, float]]], like: Any, name: s
             turned = tf.nest.map_structure(lambda each: each[::-1], first)
             found = zip(*map(numbers, (first, turned, second, both)), strict=True)
             return [
-                "vector" if rank else _kind(a, again, b, ab, name) for (rank, a), (_, again), (_, b), (_, ab) in found
+                "vector" if rank else _classify(a, again, b, ab, name)
+                for (rank, a), (_, again), (_, b), (_, ab) in found
             ]
         except Exception:  # it may want what is not known here
             return []
 
 
-def _kind(a: float, again: float, b: float, ab: float, name: str) -> Kind:
+def _classify(a: float, again: float, b: float, ab: float, name: str) -> Reduction:
     """Returns the kind of a loss by its values for rows, for the same turned round, for others, and for all of them."""
     size = abs(a) + abs(b)
     if not size or not math.isfinite(size + ab):

@@ -29,7 +29,7 @@ _MEANS = ("sum_over_batch_size", "mean")
 
 
 @dataclasses.dataclass
-class _Share:
+class _ReplicaExamples:
     """What a replica has of a batch.
 
     Attributes:
@@ -50,12 +50,12 @@ class _Share:
 _replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
 
 
-def _here() -> _Share | None:
+def _current_share() -> _ReplicaExamples | None:
     return getattr(_replica, "share", None)
 
 
 @contextlib.contextmanager
-def of_share(model: keras.Model, *args: Any, **kwargs: Any) -> Iterator[None]:
+def scale_losses_for_replica(model: keras.Model, *args: Any, **kwargs: Any) -> Iterator[None]:
     """Makes `model`'s losses right for a step on one replica. Replicas' losses are averaged by their shares.
 
     - A sum is divided by this replica's share: `reduction="sum"`, a function or an `add_loss` that sums up, and a vector
@@ -68,8 +68,8 @@ def of_share(model: keras.Model, *args: Any, **kwargs: Any) -> Iterator[None]:
 
     Args:
         model: Compiled.
-        *args: As of `_Share`.
-        **kwargs: As of `_Share`.
+        *args: As of `_ReplicaExamples`.
+        **kwargs: As of `_ReplicaExamples`.
 
     Raises:
         ConfigError: Within it, if XLA would have to compile a collective.
@@ -80,14 +80,14 @@ def of_share(model: keras.Model, *args: Any, **kwargs: Any) -> Iterator[None]:
     if compiled is not None and compiled.built:
         _replace_losses(compiled)
     elif compiled is not None and "build" not in vars(compiled):
-        compiled.build = _Build(compiled)
+        compiled.build = _BuildReplicaLosses(compiled)
     for tracker in (getattr(model, KERAS_LOSS_TRACKER, None), *getattr(compiled, "metrics", ())):
-        if tracker is not None and not isinstance(vars(tracker).get("update_state"), _Tracked):
-            tracker.update_state = _Tracked(tracker)
+        if tracker is not None and not isinstance(vars(tracker).get("update_state"), _WeightedLossTracker):
+            tracker.update_state = _WeightedLossTracker(tracker)
     for metric in model.metrics:
         if type(metric).update_state is keras.metrics.Mean.update_state and "update_state" not in vars(metric):
             metric.update_state = _Mean(metric)
-    _replica.share = _Share(*args, **kwargs)
+    _replica.share = _ReplicaExamples(*args, **kwargs)
     try:
         yield
     finally:
@@ -101,7 +101,7 @@ def _replace_losses(compiled: Any) -> None:
             losses[number] = each._replace(loss=_CompiledLoss(each.loss))
 
 
-class _Build:
+class _BuildReplicaLosses:
     """`CompileLoss.build`."""
 
     def __init__(self, compiled: Any):
@@ -118,17 +118,17 @@ class _CompiledLoss:
 
     def __init__(self, loss: Any):
         self.loss = loss
-        self._kind: loss_reduction.Kind | None = None
+        self._kind: loss_reduction.Reduction | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loss, name)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        value, share = self.loss(y_true, y_pred, sample_weight), _here()
+        value, share = self.loss(y_true, y_pred, sample_weight), _current_share()
         if share is None or value.shape.rank or (part := share.part()) is None:
             return value
         if self._sums(y_true, y_pred):
-            return _over(value, part)
+            return _divide_by_share(value, part)
         if (divisor := self._divisor(y_pred, sample_weight, value.dtype)) is None:
             return value
         if share.compiled:
@@ -140,7 +140,7 @@ class _CompiledLoss:
             divisor = tf.where(share.examples > 0, divisor, 0)
         context = tf.distribute.get_replica_context()
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, divisor)
-        context.strategy.draw_own_numbers()  # as it has waited for the other replicas
+        context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
         return value * tf.cast(tf.math.divide_no_nan(divisor, total * tf.cast(part, total.dtype)), value.dtype)
 
     def _sums(self, y_true: Any, y_pred: Any) -> bool:
@@ -148,7 +148,7 @@ class _CompiledLoss:
             return False
         if self._kind is None:
             keras_own = getattr(self.loss, "fn", self.loss.call).__module__.startswith("keras.")
-            found = loss_reduction.kind_of_function(self.loss, y_true, y_pred)
+            found = loss_reduction.infer_reduction(self.loss, y_true, y_pred)
             self._kind = found or ("vector" if keras_own else "mean")
         return self._kind == "sum" or (self._kind == "vector" and self.loss.reduction == "sum")
 
@@ -170,26 +170,28 @@ class _AddedLoss:
     def __init__(self, model: keras.Model):
         self._model = model
         self._add = getattr(model, KERAS_ADDED_LOSS)
-        self._kinds: dict[bool, list[loss_reduction.Kind]] = {}
+        self._kinds: dict[bool, list[loss_reduction.Reduction]] = {}
 
     def __call__(self, loss: Any) -> Any:
-        total, share = self._add(loss), _here()
+        total, share = self._add(loss), _current_share()
         if share is None or (part := share.part()) is None:
             return total
-        return _over(total, part) if loss.shape.rank or self._sums(loss, share) else total
+        return _divide_by_share(total, part) if loss.shape.rank or self._sums(loss, share) else total
 
-    def _sums(self, loss: Any, share: _Share) -> bool:
-        added = loss_reduction.own_losses(self._model)
+    def _sums(self, loss: Any, share: _ReplicaExamples) -> bool:
+        added = loss_reduction.losses_added_by_layers(self._model)
         place = next((number for number, each in enumerate(added) if each is loss), None)
         if place is None:  # a regularizer
             return False
         if share.training not in self._kinds:
-            self._kinds[share.training] = loss_reduction.kinds_of_added(self._model, share.inputs, share.training)
+            self._kinds[share.training] = loss_reduction.infer_added_loss_reductions(
+                self._model, share.inputs, share.training
+            )
         kinds = self._kinds[share.training]
         return len(kinds) == len(added) and kinds[place] == "sum"
 
 
-class _Tracked:
+class _WeightedLossTracker:
     """`update_state` of the metric that keeps the mean of a loss; an own step may call it, too."""
 
     def __init__(self, tracker: keras.metrics.Metric):
@@ -197,7 +199,7 @@ class _Tracked:
         self._of_own_step = _Mean(tracker)
 
     def __call__(self, value: Any, sample_weight: Any = None) -> Any:
-        share = _here()
+        share = _current_share()
         if not sys._getframe(1).f_globals["__name__"].startswith(_KERAS_STEPS):
             return self._of_own_step(value, sample_weight)
         if share is None or share.examples is None or value.shape.rank:
@@ -213,13 +215,13 @@ class _Mean:
         self._update = metric.update_state
 
     def __call__(self, values: Any, sample_weight: Any = None) -> Any:
-        share = _here()
+        share = _current_share()
         rank = values.shape.rank if tf.is_tensor(values) else np.ndim(values)
         if share is not None and sample_weight is None and rank == 0:
             sample_weight = share.part()
         return self._update(values, sample_weight=sample_weight)
 
 
-def _over(value: Any, part: Any) -> Any:
+def _divide_by_share(value: Any, part: Any) -> Any:
     """Returns a sum divided by this replica's share, so that the average by shares is the sum over replicas."""
     return tf.math.divide_no_nan(value, tf.cast(part, value.dtype))

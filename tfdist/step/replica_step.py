@@ -15,7 +15,7 @@ from tfdist.replicas import batch_splitting
 from tfdist.step import empty_replicas, losses
 from tfdist.step.computed_logs import ComputedLogs
 
-STARVED = (
+BATCH_NORM_WITHOUT_EXAMPLES = (
     "A training batch does not give each replica an example, and BatchNormalization makes NaN of none; choose another batch "
     "size, or leave the rest out (drop_remainder=True)."
 )
@@ -46,27 +46,29 @@ class ReplicaStep:
             totals: Of what was dealt, as of `batch_splitting.totals`.
 
         Returns:
-            The packed logs; what `empty_replicas.watch` says of the step.
+            The packed logs; what `empty_replicas.snapshot_statistics` says of the step.
         """
         # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
         given = tf.nest.flatten((data, totals), expand_composites=True)
         with tf.control_dependencies([tensor for tensor in given if isinstance(tensor, tf.Tensor)]):
             data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
             return (
-                self._run_dealt(data, totals)
-                if isinstance(data, batch_splitting.Dealt)
-                else (self._run_whole(data), [])
+                self._run_split_batch(data, totals)
+                if isinstance(data, batch_splitting.SplitBatch)
+                else (self._run_unsplit_batch(data), [])
             )
 
-    def _run_dealt(self, dealt: Any, totals: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+    def _run_split_batch(self, dealt: Any, totals: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         data, counts = dealt
         mine = counts[0, 0]
         examples, everything = tf.cast(mine, tf.float64), tf.cast(totals[0], tf.float64)
         if self.trains and isinstance(
             self.model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy
         ):
-            data = self._fed(data, self._replicas - totals[1])  # its statistics are one for all replicas
-        after = empty_replicas.watch(self.model, mine, totals)
+            data = self._check_batch_norm_has_examples(
+                data, self._replicas - totals[1]
+            )  # its statistics are one for all replicas
+        after = empty_replicas.snapshot_statistics(self.model, mine, totals)
         packed = self._run(data, tf.cast(mine, tf.int32), lambda: examples / everything)
         moves = after()
         # Numbers of the logs are averaged over the replicas, each of which counts as its examples do.
@@ -74,7 +76,7 @@ class ReplicaStep:
         packed = {name: tf.math.multiply_no_nan(each, tf.cast(weight, each.dtype)) for name, each in packed.items()}
         return packed, moves
 
-    def _run_whole(self, data: Any) -> dict[str, tf.Tensor]:
+    def _run_unsplit_batch(self, data: Any) -> dict[str, tf.Tensor]:
         examples, context = batch_splitting.examples(data), tf.distribute.get_replica_context()
         if examples is None or isinstance(examples, int):
             count = None if examples is None else tf.constant(examples)
@@ -84,7 +86,7 @@ class ReplicaStep:
         if not self.trains or self._replicas == 1:  # a test step seldom has need of its share
             return self._run(data, examples, lambda: mine[0] / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)[0])
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
-        return self._run(self._fed(data, sums[1]), examples, lambda: mine[0] / sums[0])
+        return self._run(self._check_batch_norm_has_examples(data, sums[1]), examples, lambda: mine[0] / sums[0])
 
     def _run(self, data: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> dict[str, tf.Tensor]:
         """Runs the step.
@@ -99,7 +101,7 @@ class ReplicaStep:
         if self._replicas == 1:
             part = _nothing
         share = part() if self.trains or self._compiles else None
-        strategy.draw_own_numbers()  # a collective may have waited for the other replicas
+        strategy.decorrelate_random_numbers()  # a collective may have waited for the other replicas
         with strategy.as_one_replica():
             if not self._compiles:
                 known = (lambda: share) if self.trains else part
@@ -117,7 +119,7 @@ class ReplicaStep:
 
     def _local(self, data: Any, examples: tf.Tensor | None, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
-        with self._within(data, share, examples, lambda: share), optimizer_lib.capturing() as captured:
+        with self._within(data, share, examples, lambda: share), optimizer_lib.deferred_apply() as captured:
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
@@ -126,17 +128,17 @@ class ReplicaStep:
     def _within(self, data: Any, share: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> Iterator[None]:
         inputs = keras.utils.unpack_x_y_sample_weight(data)[0]
         with (
-            optimizer_lib.sharing(share, self.model.optimizer, self._by_loss),
-            losses.of_share(self.model, examples, part, inputs, self.trains, self._compiles),
-            batch_splitting.of_replica(examples),
+            optimizer_lib.gradient_weight(share, self.model.optimizer, self._by_loss),
+            losses.scale_losses_for_replica(self.model, examples, part, inputs, self.trains, self._compiles),
+            batch_splitting.replica_example_count(examples),
         ):
             yield
 
-    def _fed(self, data: Any, starved_replicas: tf.Tensor) -> Any:
+    def _check_batch_norm_has_examples(self, data: Any, num_empty_replicas: tf.Tensor) -> Any:
         """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""
         if not any(isinstance(layer, keras.layers.BatchNormalization) for layer in self.model._flatten_layers()):
             return data
-        fed = tf.debugging.Assert(tf.equal(starved_replicas, 0), [STARVED], summarize=1)
+        fed = tf.debugging.Assert(tf.equal(num_empty_replicas, 0), [BATCH_NORM_WITHOUT_EXAMPLES], summarize=1)
         with tf.control_dependencies([fed] if fed is not None else []):
             return tf.nest.map_structure(tf.identity, data, expand_composites=True)
 

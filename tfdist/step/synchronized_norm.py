@@ -14,7 +14,7 @@ from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.replicas import batch_splitting
 
 
-def share_moments(model: keras.Model) -> None:
+def synchronize_moments(model: keras.Model) -> None:
     """Makes such layers right in a step on one replica. In place.
 
     - An example that does not count (see `replicas.batch_splitting`) is not in the moments.
@@ -30,17 +30,17 @@ def share_moments(model: keras.Model) -> None:
 
 
 def _moments(moments: Callable[..., Any], inputs: tf.Tensor, mask: Any) -> Any:
-    examples, share = batch_splitting.counting(), optimizer_lib.gradient_share()
+    examples, share = batch_splitting.current_example_count(), optimizer_lib.current_gradient_weight()
     if examples is None or mask is not None:  # Keras synchronizes nothing under a mask
         return moments(inputs, mask)
     inputs = inputs[: tf.where(examples > 0, tf.shape(inputs)[0], 0)]
     if not isinstance(share, tf.Tensor):  # it is everybody's
         return moments(inputs, mask)
-    inputs = _with_gradient_times(tf.math.divide_no_nan(tf.ones_like(share), share), inputs)
-    return tuple(_with_gradient_times(share, each) for each in moments(inputs, mask))
+    inputs = _scale_gradient(tf.math.divide_no_nan(tf.ones_like(share), share), inputs)
+    return tuple(_scale_gradient(share, each) for each in moments(inputs, mask))
 
 
-def _with_gradient_times(factor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+def _scale_gradient(factor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def same(value: tf.Tensor) -> Any:
         return tf.identity(value), lambda gradient: gradient * tf.cast(factor, gradient.dtype)

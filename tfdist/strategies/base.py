@@ -31,7 +31,7 @@ from tfdist.strategies import distributed_data
 _KEYS = 100_000  # of the collectives of one strategy
 
 
-class KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
+class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     """What every strategy here adds to TensorFlow's own, so that stock `model.fit` is right under it.
 
     - `reduce` takes the structures and the scalars with `axis=0` that Keras 3 gives it (keras#20585).
@@ -39,7 +39,7 @@ class KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
       Keras creates them without aggregation, so that every replica keeps its own and they drift apart.
     - Each replica draws its own dropout masks: its seed generators start from a seed of its own.
     - Each replica draws its own numbers from `tf.random.*`, `tf.nn.dropout` and `keras.random.*` without a seed.
-    - Batches are dealt out evenly and in their order (see `DistributesData`).
+    - Batches are dealt out evenly and in their order (see `DataDistribution`).
     """
 
     # Whether the statistics are one variable (central storage) rather than one for each replica.
@@ -86,7 +86,7 @@ class KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
         return super().extended
 
     @contextlib.contextmanager
-    def applying_known_optimizers(self) -> Iterator[None]:
+    def only_known_optimizers(self) -> Iterator[None]:
         """Refuses, with several replicas, optimizers whose gradients the Trainer does not reduce."""
         several = int(self.num_replicas_in_sync > 1)
         self._steps += several
@@ -116,9 +116,9 @@ class KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
             return self._create_seed(next_creator, **kwargs)
         if not _is_statistic(kwargs):
             variable = next_creator(**kwargs)
-            own = integer_weights.is_counter(kwargs) and isinstance(variable, tf.distribute.DistributedValues)
+            own = integer_weights.is_integer_weight(kwargs) and isinstance(variable, tf.distribute.DistributedValues)
             several = super().num_replicas_in_sync > 1
-            return integer_weights.count_over_replicas(self, variable) if own and several else variable
+            return integer_weights.sum_over_replicas(self, variable) if own and several else variable
         kwargs["aggregation"] = tf.VariableAggregation.MEAN
         if self._shared_variables:
             return next_creator(**kwargs)
@@ -145,7 +145,7 @@ class KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
             variable.assign = assign  # of Model.set_state_tree, with one value for all replicas
         return variable
 
-    def draw_own_numbers(self) -> None:
+    def decorrelate_random_numbers(self) -> None:
         """Lets what this replica's step draws next differ from what the others do.
 
         Replicas of one process are traced in turns: one that has waited for another one must call this again.
@@ -157,13 +157,13 @@ class KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
         """Returns `fn` as it is to be traced for each replica."""
         internal = tf.__internal__.autograph
         converted = internal.tf_convert(fn, internal.control_status_ctx(), convert_by_default=False)
-        generator = random_seeds.GlobalGenerator.of_thread(self)
+        generator = random_seeds.GlobalSeedGenerator.for_current_thread(self)
 
         def replica(*args: Any, **kwargs: Any) -> Any:
             context = tf.distribute.get_replica_context()
             number = tf.get_static_value(context.replica_id_in_sync_group)
             self._view.move = lambda: move(int(number))
-            self.draw_own_numbers()
+            self.decorrelate_random_numbers()
             generator.install()
             try:
                 return converted(*args, **kwargs)
@@ -175,12 +175,12 @@ class KerasStrategy(distributed_data.DistributesData, tf.distribute.Strategy):
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on each replica, as TensorFlow's own `run`; a model's own step only if Keras can run it."""
         if self.num_replicas_in_sync > 1 and sys._getframe(1).f_code.co_name == KERAS_STEP:
-            unsupported.check_bare(fn)
-        self.statistics.may_change()
+            unsupported.check_without_trainer(fn)
+        self.statistics.mark_possibly_changed()
         several = super().num_replicas_in_sync > 1
-        with random_seeds.shifted_seed(self._replicas[0] if several else 0) as move:
+        with random_seeds.replica_seed(self._replicas[0] if several else 0) as move:
             if several and sys._getframe(1).f_code.co_name == KERAS_PREDICT:
-                fn = batch_splitting.predicting(fn, self)
+                fn = batch_splitting.predict_counted_examples(fn, self)
             if several and not isinstance(fn, tf.types.experimental.PolymorphicFunction):
                 fn = self._drawing(fn, move)
             return super().run(fn, args, kwargs, options)

@@ -1,4 +1,4 @@
-"""`DistributesData`: how a strategy here gives data to its replicas, and begins a pass over them."""
+"""`DataDistribution`: how a strategy here gives data to its replicas, and begins a pass over them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.step import execution
 
 
-class DistributesData(tf.distribute.Strategy):
+class DataDistribution(tf.distribute.Strategy):
     """What a strategy here does with data.
 
     - Whole batches are dealt out in their order, never whole files (which permutes `predict`'s results).
-    - For Keras they are dealt out evenly, so that no replica is without an example: as `batch_splitting.Dealt`. Its model, if it is
+    - For Keras they are dealt out evenly, so that no replica is without an example: as `batch_splitting.SplitBatch`. Its model, if it is
       not the Trainer's, gets the Trainer's step, which can use that.
     - Each pass begins with equal statistics on all replicas.
     """
@@ -40,43 +40,43 @@ class DistributesData(tf.distribute.Strategy):
         unsupported.check_data(self, loop)
         policy = tf.data.experimental.AutoShardPolicy
         if dataset.options().experimental_distribute.auto_shard_policy == policy.AUTO:
-            by_data = tf.data.Options()
-            by_data.experimental_distribute.auto_shard_policy = policy.DATA
-            dataset = dataset.with_options(by_data)
+            sharding_options = tf.data.Options()
+            sharding_options.experimental_distribute.auto_shard_policy = policy.DATA
+            dataset = dataset.with_options(sharding_options)
         distribute, elements = super().experimental_distribute_dataset, 1
         if hasattr(loop, keras_internals.KERAS_ADAPTER):  # of a model's fit, evaluate or predict
             model = sys._getframe(2).f_locals.get("self")
             if isinstance(model, keras.Model) and keras_internals.KERAS_MAKE_FUNCTION not in vars(model):
-                execution.adopt(model)
-            if self._deals(dataset):
+                execution.attach(model)
+            if self._splits_batches(dataset):
                 distribute, elements = self._split, len(self.extended.worker_devices)
 
         def starting_at(number: int, steps: int, ready: Callable[[], None]) -> Any:
             resume.replay(dataset, number - 1)
             ready()
-            return iter(self._synchronizing(distribute(dataset.skip(steps), options), elements))
+            return iter(self._with_synchronized_statistics(distribute(dataset.skip(steps), options), elements))
 
-        distributed = self._synchronizing(distribute(dataset, options), elements)
+        distributed = self._with_synchronized_statistics(distribute(dataset, options), elements)
         distributed.starting_at, distributed.sources = starting_at, [dataset]
         distributed.parts = self.extended._num_replicas_in_sync  # of each batch
         return distributed
 
-    def _deals(self, dataset: tf.data.Dataset) -> bool:
+    def _splits_batches(self, dataset: tf.data.Dataset) -> bool:
         """Whether batches are split here: not where TensorFlow does it evenly, nor where each worker reads its own."""
         replicas = self.extended._num_replicas_in_sync
-        if replicas == 1 or not batch_splitting.can_deal(dataset.element_spec):
+        if replicas == 1 or not batch_splitting.is_splittable(dataset.element_spec):
             return False
         policy = dataset.options().experimental_distribute.auto_shard_policy
         if replicas > len(self.extended.worker_devices) and policy != tf.data.experimental.AutoShardPolicy.DATA:
             return False
-        size = batch_splitting.static_size(dataset.element_spec)
+        size = batch_splitting.static_batch_size(dataset.element_spec)
         return size is None or size % replicas > 0
 
     def _split(self, dataset: tf.data.Dataset, options: Any) -> Any:
         replicas = self.extended._num_replicas_in_sync
 
         def mine(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            return batch_splitting.split(
+            return batch_splitting.split_batches(
                 dataset, replicas, range(context.input_pipeline_id, replicas, context.num_input_pipelines)
             )
 
@@ -86,7 +86,7 @@ class DistributesData(tf.distribute.Strategy):
         """Distributes `dataset_fn(InputContext)`, one dataset of per-replica batches for each worker."""
         return self._distribute_function(dataset_fn, options, deals=False)
 
-    def deal_from_function(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
+    def split_batches_from_function(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
         """Distributes `dataset_fn(InputContext)` for Keras under the Trainer, where no replica is without an example.
 
         A worker whose dataset has ended goes on with an example that does not count, until all have ended.
@@ -100,34 +100,34 @@ class DistributesData(tf.distribute.Strategy):
 
         def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
             dataset = made[context.input_pipeline_id] = dataset_fn(context)
-            sizes, batches = self._of_all_workers(dataset)
+            sizes, batches = self._gather_batch_sizes(dataset)
             steps.append(int(-(-batches.max() // elements)) if (batches >= 0).all() else tf.data.UNKNOWN_CARDINALITY)
-            return self._made_alike(dataset, sizes, batches, deals)
+            return self._with_equal_steps(dataset, sizes, batches, deals)
 
         def starting_at(number: int, done: int, ready: Callable[[], None]) -> Any:
             def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 dataset = made[context.input_pipeline_id]
                 resume.replay(dataset, number - 1)
-                sizes, batches = self._of_all_workers(dataset)
+                sizes, batches = self._gather_batch_sizes(dataset)
                 if deals and (batches != tf.data.INFINITE_CARDINALITY).any():  # as it may have ended before
-                    return self._made_alike(dataset, sizes, batches, deals).skip(done * elements)
-                return self._made_alike(resume.skip(dataset, done * elements), sizes, batches, deals)
+                    return self._with_equal_steps(dataset, sizes, batches, deals).skip(done * elements)
+                return self._with_equal_steps(resume.skip(dataset, done * elements), sizes, batches, deals)
 
-            distributed = self._synchronizing(distribute(rest, options), elements)
+            distributed = self._with_synchronized_statistics(distribute(rest, options), elements)
             ready()
             return iter(distributed)
 
         distribute = super().distribute_datasets_from_function
         distributed = distribute(make, options)
-        distributed = self._synchronizing(distributed, elements, steps[0])
+        distributed = self._with_synchronized_statistics(distributed, elements, steps[0])
         distributed.starting_at, distributed.sources = starting_at, list(made.values())
         return distributed
 
-    def _of_all_workers(self, dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    def _gather_batch_sizes(self, dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:
         """Returns each worker's batch size, -1 if unknown, and its number of batches. A collective of several workers."""
         size = (
-            batch_splitting.static_size(dataset.element_spec)
-            if batch_splitting.can_deal(dataset.element_spec)
+            batch_splitting.static_batch_size(dataset.element_spec)
+            if batch_splitting.is_splittable(dataset.element_spec)
             else None
         )
         found = tf.constant([[-1 if size is None else size, int(dataset.cardinality())]], tf.int64)
@@ -138,18 +138,20 @@ class DistributesData(tf.distribute.Strategy):
         return sizes, batches
 
     @staticmethod
-    def _made_alike(dataset: tf.data.Dataset, sizes: np.ndarray, batches: np.ndarray, deals: bool) -> tf.data.Dataset:
+    def _with_equal_steps(
+        dataset: tf.data.Dataset, sizes: np.ndarray, batches: np.ndarray, deals: bool
+    ) -> tf.data.Dataset:
         """Returns a worker's dataset, such that all workers do the same steps."""
         endless = (batches == tf.data.INFINITE_CARDINALITY).all()
         if endless and (len(sizes) == 1 or (sizes[0] >= 0 and (sizes == sizes[0]).all())):
             return dataset
-        if not endless and deals and batch_splitting.can_deal(dataset.element_spec):
-            return batch_splitting.endless(dataset)
+        if not endless and deals and batch_splitting.is_splittable(dataset.element_spec):
+            return batch_splitting.repeat_empty_batches(dataset)
         if (batches != batches[0]).any():
             dataset = dataset.filter(lambda *_: True)  # None is told its own number: all end when the last one does.
-        return batch_splitting.loosen(dataset)
+        return batch_splitting.relax_batch_size(dataset)
 
-    def _synchronizing(self, dataset: Any, elements_per_step: int = 1, steps: int | None = None) -> Any:
+    def _with_synchronized_statistics(self, dataset: Any, elements_per_step: int = 1, steps: int | None = None) -> Any:
         """Makes each pass over `dataset` begin with equal statistics on all replicas.
 
         Without it `evaluate` and `predict` would use each replica's own, and give another result than the saved
@@ -165,9 +167,9 @@ class DistributesData(tf.distribute.Strategy):
         def begin(distributed: Any) -> Any:
             if tf.executing_eagerly():
                 self.statistics.synchronize()
-                self.statistics.may_change()
+                self.statistics.mark_possibly_changed()
             iterator = kind.__iter__(distributed)
-            iterator.__class__, iterator.strategy = _for_keras(iterator.__class__), self
+            iterator.__class__, iterator.strategy = _keras_iterator_class(iterator.__class__), self
             return iterator
 
         def cardinality(distributed: Any) -> Any:
@@ -180,17 +182,17 @@ class DistributesData(tf.distribute.Strategy):
 
 
 @functools.cache
-def _for_keras(kind: Any) -> type:
+def _keras_iterator_class(kind: Any) -> type:
     """Returns a subclass of a distributed iterator whose `next` gives Keras what it can use; a `tf.function` uses `kind`'s."""
 
     def following(iterator: Any) -> Any:
         element, caller = kind.__next__(iterator), sys._getframe(1).f_code.co_name
-        dealt = isinstance(element, batch_splitting.Dealt)
+        dealt = isinstance(element, batch_splitting.SplitBatch)
         if caller != KERAS_PREDICT_DATA:
             return element
         if not dealt:
-            return batch_splitting.Dealt(element, None)
-        if not batch_splitting.totals(element, iterator.strategy)[0]:
+            return batch_splitting.SplitBatch(element, None)
+        if not batch_splitting.count_examples(element, iterator.strategy)[0]:
             raise StopIteration
         return element
 

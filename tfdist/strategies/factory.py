@@ -11,7 +11,7 @@ from tfdist.cluster import ClusterSpec, TaskSpec, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.compat import versions
 from tfdist.config import StrategyConfig, registry
-from tfdist.errors import ConfigError, unknown
+from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.runtime import allocator
 from tfdist.runtime.preemption import GRACE_SECONDS
 from tfdist.strategies import model_methods
@@ -53,14 +53,16 @@ def create_strategy(
     """
     if isinstance(strategy, str):
         known = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}
-        if faults := [unknown("option of create_strategy", name, known) for name in options if name not in known]:
+        if faults := [
+            unknown_name_message("option of create_strategy", name, known) for name in options if name not in known
+        ]:
             raise ConfigError(faults)
         strategy = StrategyConfig(strategy, **options)
     if faults := list(strategy.faults()):
         raise ConfigError(faults)
     versions.check_versions()
     model_methods.install()
-    allocator.keep_large_blocks()
+    allocator.configure_malloc()
     if strategy.virtual_cpus:
         make_virtual_cpus(strategy.virtual_cpus)
     if cluster is None and strategy.name in ("multi_worker_mirrored", "parameter_server"):

@@ -82,7 +82,7 @@ _HEARTBEAT_MS = 120_000
 def multi_worker_mirrored(
     config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float, *_: Any
 ) -> tf.distribute.Strategy:
-    if cluster is None and (hint := discovery.overlooked()):
+    if cluster is None and (hint := discovery.misconfiguration_hint()):
         print(f"tfdist: training on this host alone, though {hint}.", flush=True)
     resolver = None
     watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -98,12 +98,12 @@ def multi_worker_mirrored(
             task_id=task.index,
             rpc_layer="grpc",
         )
-        if not startup.serves():  # this process, already, for a strategy before this one
-            if startup.started():
-                raise startup.too_late("multi_worker_mirrored cannot be created")
-            _compute_beside()
-            _listen_longer(spec)
-            watched = preflight.passed(spec, task, start_timeout)
+        if not startup.is_server_running():  # this process, already, for a strategy before this one
+            if startup.is_started():
+                raise startup.already_started_error("multi_worker_mirrored cannot be created")
+            _allow_overlap_on_one_core()
+            _extend_heartbeat_timeout(spec)
+            watched = preflight.startup_barrier(spec, task, start_timeout)
     options = tf.distribute.experimental.CommunicationOptions(
         timeout_seconds=config.timeout_seconds or None,
         implementation=tf.distribute.experimental.CommunicationImplementation[config.implementation.upper()],
@@ -114,28 +114,28 @@ def multi_worker_mirrored(
     except RuntimeError as e:
         if "program startup" not in str(e):
             raise
-        raise startup.too_late("multi_worker_mirrored cannot be created") from e
+        raise startup.already_started_error("multi_worker_mirrored cannot be created") from e
     strategy.bucket_bytes = config.bucket_bytes
-    _agree_on_seed(strategy)
-    hardware.compare(strategy, strategy.num_workers)
+    _broadcast_seed(strategy)
+    hardware.exchange_processor_names(strategy, strategy.num_workers)
     if resolver:
-        atexit.unregister(_end_together)  # for a strategy before this one
-        atexit.register(_end_together)
+        atexit.unregister(_exit_barrier)  # for a strategy before this one
+        atexit.register(_exit_barrier)
     return strategy
 
 
-def _end_together() -> None:
+def _exit_barrier() -> None:
     """Waits a while for the others before this task ends in success.
 
     A task is through with a collective once it has what it needs of the others. They may still be receiving from it, and fail
     ("Socket closed") where its process ends.
     """
-    if not exit_status.ends_with():
+    if not exit_status.expected_exit_code():
         with contextlib.suppress(tf.errors.OpError):  # some may have ended long ago
             eager_context.context().wait_at_barrier("tfdist/end", _FAREWELL_MS)
 
 
-def _compute_beside() -> None:
+def _allow_overlap_on_one_core() -> None:
     """Lets operations run beside each other even on one core, unless the user has said how many.
 
     TensorFlow has a thread for each core, and on one core begins with the latest of those that are ready: gradients that could
@@ -148,7 +148,7 @@ def _compute_beside() -> None:
             threading.set_inter_op_parallelism_threads(2)
 
 
-def _listen_longer(cluster: ClusterSpec) -> None:
+def _extend_heartbeat_timeout(cluster: ClusterSpec) -> None:
     """Gives heartbeats a minute to be answered, unless the user has configured TensorFlow's coordination service.
 
     By TensorFlow's default they have 5 s, and training ends with "Deadline Exceeded" where the answer queues for as long behind
@@ -170,7 +170,7 @@ def _listen_longer(cluster: ClusterSpec) -> None:
         )
 
 
-def _agree_on_seed(strategy: tf.distribute.Strategy) -> None:
+def _broadcast_seed(strategy: tf.distribute.Strategy) -> None:
     """Gives every worker the chief's random seed, where the user has set none.
 
     Each worker takes its share of what it has shuffled itself: unless all shuffle alike, some examples are trained

@@ -87,4 +87,6 @@ def make_virtual_cpus(count: int) -> None:
     except RuntimeError as e:
         # In use already: fine where it was for the same number.
         if (found := len(tf.config.list_logical_devices("CPU"))) != count:
-            raise startup.too_late(f"strategy.devices={count} virtual CPUs cannot be made (there are {found})") from e
+            raise startup.already_started_error(
+                f"strategy.devices={count} virtual CPUs cannot be made (there are {found})"
+            ) from e

@@ -17,17 +17,17 @@ from tfdist.errors import ConfigError
 _HARMLESS = {"config", "get_logger", "set_random_seed", "set_seed", "experimental"}
 
 
-def started() -> bool:
+def is_started() -> bool:
     """Whether TensorFlow has looked at its devices, after which it can no more be told of a cluster."""
     return eager_context.context()._context_handle is not None
 
 
-def serves() -> bool:
+def is_server_running() -> bool:
     """Whether TensorFlow's server of this process is there."""
     return eager_context.context()._collective_leader is not None
 
 
-def too_late(what: str) -> ConfigError:
+def already_started_error(what: str) -> ConfigError:
     """Returns the error for a strategy that is made after TensorFlow has started.
 
     Args:

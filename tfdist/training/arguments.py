@@ -14,13 +14,13 @@ from tfdist.compat.keras_internals import KERAS_BATCH_SIZE
 from tfdist.data import arrays
 
 
-def listed(callbacks: Any) -> list[keras.callbacks.Callback]:
+def as_list(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Returns callbacks as a list, however they were given."""
     given = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
     return [given] if isinstance(given, keras.callbacks.Callback) else list(given or [])
 
 
-def bind(
+def bind_arguments(
     keras_own: Callable[..., Any], method: Callable[..., Any], model: Any, args: Any, kwargs: Any
 ) -> dict[str, Any]:
     """Returns the arguments by name.
@@ -51,7 +51,7 @@ def takes(method: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
-def data_name(method: Callable[..., Any], given: dict[str, Any]) -> str:
+def data_argument(method: Callable[..., Any], given: dict[str, Any]) -> str:
     """Returns the name by which a model's method takes its data: x, or, where it has no x, its first argument's."""
     names = list(inspect.signature(method).parameters)[1:]
     return "x" if "x" in (*given, *names) else names[0]
@@ -71,6 +71,6 @@ def batch_size(data: Any, given: dict[str, Any]) -> int | None:
     return given.get("batch_size") or KERAS_BATCH_SIZE
 
 
-def cuts_executions(model: keras.Model, steps: int | None) -> bool:
+def ends_within_execution(model: keras.Model, steps: int | None) -> bool:
     """Whether the last of `steps` steps ends amid an execution."""
     return bool(steps and steps % model.steps_per_execution)

@@ -27,7 +27,7 @@ _OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger)
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
-def wrap(
+def wrap_callbacks(
     callbacks: Sequence[keras.callbacks.Callback], strategy: Any, ranks: Ranks, check_weights: bool
 ) -> list[keras.callbacks.Callback]:
     """Returns the callbacks to give to `fit`. A collective.
@@ -38,13 +38,17 @@ def wrap(
         ranks: The ranks that shall stay in step.
         check_weights: Whether they compare their weights after each epoch, too, if all have the same callbacks.
     """
-    mine = [c for c in callbacks if ranks.is_chief or not file_callbacks.only_writes(c)]
+    mine = [c for c in callbacks if ranks.is_chief or not file_callbacks.is_file_writer(c)]
     # Of all callbacks, as a writer dropped here still reads the model on the chief.
     names = ",".join(type(c).__qualname__ for c in callbacks).encode()
     gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
     on_batches = bool(gathered[:, 0].any())
     alike = len(set(gathered[:, 1])) == 1
-    return [_Synchronize(strategy, on_batches), *mine, _Agree(strategy, ranks, on_batches, alike, check_weights)]
+    return [
+        _Synchronize(strategy, on_batches),
+        *mine,
+        _CheckConsistency(strategy, ranks, on_batches, alike, check_weights),
+    ]
 
 
 def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
@@ -86,7 +90,7 @@ class _Synchronize(keras.callbacks.Callback):
             self._strategy.statistics.synchronize()
 
 
-class _Agree(keras.callbacks.Callback):
+class _CheckConsistency(keras.callbacks.Callback):
     """Comes last: lets all ranks do what one decided.
 
     Args:
@@ -95,7 +99,7 @@ class _Agree(keras.callbacks.Callback):
         on_batches: Whether some rank has a callback that acts on batches.
         alike: Whether all ranks have the same callbacks. Where they have, unequal weights are an error; where not,
             the chief's hold.
-        check_weights: As for `wrap`.
+        check_weights: As for `wrap_callbacks`.
     """
 
     def __init__(self, strategy: Any, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
@@ -120,16 +124,16 @@ class _Agree(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._agree()
         if self._check_weights or not self._alike:
-            self._equal_weights(f"after epoch {epoch + 1}")
+            self._weights_are_equal(f"after epoch {epoch + 1}")
         else:
-            integer_weights.check(self._strategy, self.model.weights)
+            integer_weights.check_equal_on_replicas(self._strategy, self.model.weights)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._agree()
-        self._equal_weights("before the training")
+        self._weights_are_equal("before the training")
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._equal_weights("at the end of the training")
+        self._weights_are_equal("at the end of the training")
 
     def _agree(self) -> None:
         if self._ranks.size == 1:
@@ -144,8 +148,8 @@ class _Agree(keras.callbacks.Callback):
         if (gathered[:, 1] != gathered[0, 1]).any():
             optimizer.learning_rate = float(gathered[0, 1])
 
-    def _equal_weights(self, when: str) -> None:
-        integer_weights.check(self._strategy, self.model.weights)
+    def _weights_are_equal(self, when: str) -> None:
+        integer_weights.check_equal_on_replicas(self._strategy, self.model.weights)
         if self._ranks.size == 1:
             return
         variables = [*self.model.weights, *getattr(self.model.optimizer, "variables", [])]
@@ -158,7 +162,7 @@ class _Agree(keras.callbacks.Callback):
             first = next(
                 getattr(v, "path", v.name) for v, column in zip(variables, each.T, strict=True) if len({*column}) > 1
             )
-            unlike = hardware.difference(self._strategy)
+            unlike = hardware.describe_difference(self._strategy)
             raise ClusterError(
                 f"The model's or optimizer's variables of task {others} differ from the chief's {when}, though all "
                 f"tasks have the same callbacks; {first} first. Does something set weights from values that differ between tasks?"

@@ -22,7 +22,7 @@ _SHUFFLED = (
 )
 
 
-def check(ranks: Ranks, data: Any, validation: Any, given: Mapping[str, Any]) -> None:
+def check_consistency(ranks: Ranks, data: Any, validation: Any, given: Mapping[str, Any]) -> None:
     """Judges whether all workers were given the same. A collective.
 
     Args:

@@ -19,7 +19,7 @@ _PLACES = {
 _NO_SERVER = "no address (of the workers, the chief alone sends)"
 
 
-def only_writes(callback: keras.callbacks.Callback) -> bool:
+def is_file_writer(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback is one of Keras' writers, or a subclass that overrides none of its hooks."""
     kind = _kind(callback)
     if kind is None:
@@ -29,7 +29,7 @@ def only_writes(callback: keras.callbacks.Callback) -> bool:
 
 
 @contextlib.contextmanager
-def elsewhere(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
+def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
     """Lets writers write to a temporary folder, which is removed in the end; then they have their own places again.
 
     For the workers: a subclass that predicts in a hook must do so on all of them, but their files would be the chief's.

@@ -21,14 +21,14 @@ from tfdist.errors import ClusterError
 _EVERY = 1.0  # seconds
 _SILENT = 10.0  # seconds without an answer, after which it is said, and said again
 # What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
-_ENDED = ("connection refused", preflight.WAITS)
+_ENDED = ("connection refused", preflight.WAITS_FOR_OTHERS)
 
 # TensorFlow's numbers of collective operations.
 _KINDS = {"0": "a sum", "1": "a broadcast", "2": "a gathering", "3": "a permutation", "4": "an exchange"}
 
 
 @contextlib.contextmanager
-def watched(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
+def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
     """Ends the collectives of what is inside when a worker has ended, and says when one does not answer.
 
     The chief asks all others, and the others ask the chief, which ends when it has missed one. One that does not answer may be
@@ -48,7 +48,7 @@ def watched(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
     def watch() -> None:
         before: set[TaskSpec] = set()
         while not done.wait(_EVERY):
-            absent = preflight.missing(cluster, others, serving=True)
+            absent = preflight.unreachable_tasks(cluster, others, serving=True)
             ended = {task for task, reason in absent.items() if reason in _ENDED}
             silent.note(absent.keys() - ended)
             if ended & before and not done.is_set():  # twice: the network may have hesitated
@@ -67,14 +67,14 @@ def watched(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
                 "make the same calls in the same order, with data of the same length, and so must their callbacks: one that "
                 "evaluates, predicts or saves must be given to all workers."
             ) from e
-        if not (ended := _ended(cluster, others)):
+        if not (ended := _ended_tasks(cluster, others)):
             if sentence := silent.sentence():
                 raise ClusterError(
                     f"{sentence} Start all tasks again, to go on from the last backup if there is one."
                 ) from e
             raise
         raise ClusterError(
-            f"{preflight.describe(cluster, ended)} has ended while {task} trained with it; see its log for the cause. Start all "
+            f"{preflight.format_tasks(cluster, ended)} has ended while {task} trained with it; see its log for the cause. Start all "
             "tasks again, to go on from the last backup if there is one."
         ) from e
     finally:
@@ -116,7 +116,7 @@ class _Silent:
         )
 
 
-def _ended(cluster: ClusterSpec, tasks: Sequence[TaskSpec]) -> dict[TaskSpec, str]:
+def _ended_tasks(cluster: ClusterSpec, tasks: Sequence[TaskSpec]) -> dict[TaskSpec, str]:
     """Returns those of the tasks whose processes have ended, and how that shows."""
-    absent = preflight.missing(cluster, tasks, serving=True)
+    absent = preflight.unreachable_tasks(cluster, tasks, serving=True)
     return {task: reason for task, reason in absent.items() if reason in _ENDED}

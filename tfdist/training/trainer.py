@@ -18,7 +18,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 from tfdist import compression as compression_lib
 from tfdist.backup import compatibility
 from tfdist.backup.callback import BackupAndRestore
-from tfdist.backup.data_position import Follower
+from tfdist.backup.data_position import LoopTracker
 from tfdist.cluster import ClusterSpec, TaskSpec, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.collectives import factory, ranks
@@ -110,7 +110,7 @@ class Trainer:
         if listens:
             listens.listen()  # TensorFlow has taken the signal
         if self._backup:
-            self._backup.adopt_seed()
+            self._backup.restore_seed()
         self.strategy = strategy
         if self.compression:
             factory.check_strategy(strategy)
@@ -119,9 +119,9 @@ class Trainer:
         if self._coordinator:
             found = (strategy.cluster, strategy.cluster.chief)
             if listens:
-                listens.last_words = functools.partial(termination.tell_end, strategy.cluster)
+                listens.on_exit = functools.partial(termination.publish_exit_code, strategy.cluster)
         elif not multi_worker:
-            _refuse_to_train_alone(found, type(strategy).__name__)
+            _check_not_one_of_several(found, type(strategy).__name__)
             found = None
         self.cluster: ClusterSpec | None = found[0] if found else None
         self.task = found[1] if found else TaskSpec("worker", 0)
@@ -192,7 +192,7 @@ class Trainer:
         """
         times = compression_report.exchange_ms(model)
         if times and times["compressed"] >= times["plain"] and self.is_chief:
-            print(compression_report.NONE_GAINED.format(**times), flush=True)
+            print(compression_report.NO_GAIN_WARNING.format(**times), flush=True)
         return {"exchange_ms": times}
 
     @contextlib.contextmanager
@@ -231,9 +231,9 @@ class Trainer:
             return method(model, *args, **kwargs)
         self._check(model)
         runs = (
-            self._coordinator.predicting(model, None)
+            self._coordinator.predict_on_workers(model, None)
             if name == "predict_on_batch"
-            else self._coordinator.running(model)
+            else self._coordinator.run_on_workers(model)
         )
         with self._working(), runs:
             return method(model, *args, **kwargs)
@@ -267,26 +267,26 @@ class Trainer:
         return self._fit(type(model).fit, model, args, kwargs)
 
     def _fit(self, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> keras.callbacks.History:
-        given = arguments.bind(keras.Model.fit, method, model, args, kwargs)
-        x = arguments.data_name(method, given)
+        given = arguments.bind_arguments(keras.Model.fit, method, model, args, kwargs)
+        x = arguments.data_argument(method, given)
         data, validation = given.pop(x, None), given.pop("validation_data", None)
         for each in (data, validation):
             unsupported.check_data(self.strategy, each)
         with self._watching():
-            consistency.check(self._ranks, data, validation, given)
+            consistency.check_consistency(self._ranks, data, validation, given)
         if given.get("verbose", "auto") != 0:
             self.say_replicas(arguments.batch_size(data, given))
         steps, validation_steps = given.get("steps_per_epoch"), given.get("validation_steps")
-        if isinstance(data, tf.data.Dataset) and arguments.cuts_executions(model, steps):
+        if isinstance(data, tf.data.Dataset) and arguments.ends_within_execution(model, steps):
             # Keras would count the steps that it does not run, and end before the data does.
             data = data.filter(lambda *_: True)
         if arguments.is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
             given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
         weights = given.pop("class_weight", None) if arguments.is_function(data) else None
         limit = execution.StepLimit(steps, validation_steps)
-        callbacks = arguments.listed(given.pop("callbacks", None))
+        callbacks = arguments.as_list(given.pop("callbacks", None))
         backup = next((each for each in callbacks if isinstance(each, BackupAndRestore)), self._backup)
-        chiefs_files = file_callbacks.elsewhere([] if self.is_chief else callbacks)
+        chiefs_files = file_callbacks.redirect_to_temporary_files([] if self.is_chief else callbacks)
         with self._running(model), self._backing_up(backup, model, data, given), chiefs_files:
             callbacks = [limit, *self._wrap([each for each in callbacks if each is not backup])]
             if backup:
@@ -319,15 +319,15 @@ class Trainer:
         return self._evaluate(type(model).evaluate, model, args, kwargs)
 
     def _evaluate(self, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
-        given = arguments.bind(keras.Model.evaluate, method, model, args, kwargs)
-        x = arguments.data_name(method, given)
+        given = arguments.bind_arguments(keras.Model.evaluate, method, model, args, kwargs)
+        x = arguments.data_argument(method, given)
         unsupported.check_data(self.strategy, given.get(x))
         limit = execution.StepLimit(None, given.get("steps"))
         with self._running(model):
             return method(
                 model,
                 **{x: self._distribute(given.pop(x, None))},
-                callbacks=[limit, *arguments.listed(given.pop("callbacks", None))],
+                callbacks=[limit, *arguments.as_list(given.pop("callbacks", None))],
                 verbose=self._shown(given),
                 **given,
             )
@@ -345,23 +345,23 @@ class Trainer:
         return self._predict(type(model).predict, model, args, kwargs)
 
     def _predict(self, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
-        given = arguments.bind(keras.Model.predict, method, model, args, kwargs)
-        x = arguments.data_name(method, given)
+        given = arguments.bind_arguments(keras.Model.predict, method, model, args, kwargs)
+        x = arguments.data_argument(method, given)
         data, steps = given.pop(x), given.get("steps")
         unsupported.check_data(self.strategy, data)
         if arguments.takes(method, "callbacks"):
-            given["callbacks"] = [execution.StepLimit(), *arguments.listed(given.pop("callbacks", None))]
+            given["callbacks"] = [execution.StepLimit(), *arguments.as_list(given.pop("callbacks", None))]
         if self._coordinator:
-            with self._working(), self._coordinator.predicting(model, steps):
+            with self._working(), self._coordinator.predict_on_workers(model, steps):
                 data = self._distribute(data)
                 return method(model, **{x: data}, verbose=self._shown(given), **given)
         if isinstance(data, tf.data.Dataset):
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
             data = data.with_options(options)
-            if arguments.cuts_executions(model, steps):
+            if arguments.ends_within_execution(model, steps):
                 data = data.take(steps)
-        elif arguments.cuts_executions(model, steps):
+        elif arguments.ends_within_execution(model, steps):
             raise ConfigError(
                 f"steps={steps} of predict must be a multiple of steps_per_execution={model.steps_per_execution} "
                 "unless the data are a tf.data.Dataset."
@@ -389,7 +389,7 @@ class Trainer:
         path = os.fspath(path)
         if not path.endswith(".keras"):
             raise ConfigError(f"path must end in '.keras'. Received: {path!r}.")
-        explained = self._coordinator.scheduler.explained() if self._coordinator else contextlib.nullcontext()
+        explained = self._coordinator.scheduler.explain_errors() if self._coordinator else contextlib.nullcontext()
         self.strategy.statistics.desynchronize()  # a loop of the user's own may have trained
         self.strategy.statistics.synchronize()
         error: Exception | None = None
@@ -424,17 +424,17 @@ class Trainer:
         self, backup: BackupAndRestore | None, model: keras.Model, data: Any, given: dict[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         if backup is None:
-            return contextlib.nullcontext() if self._coordinator else Follower(model, is_backed_up=False).following()
+            return contextlib.nullcontext() if self._coordinator else LoopTracker(model, is_backed_up=False).track()
         names = ("batch_size", "class_weight", "initial_epoch", "shuffle", "steps_per_epoch", "validation_split")
         same = {name: given[name] for name in names if name in given}
-        same["data"] = compatibility.about_data(data, given.get("y"))
-        settle = functools.partial(self._coordinator.drain, model) if self._coordinator else lambda: None
-        others_go = termination.Listener() if self._coordinator else lambda: False
-        return backup.training(model, self._ranks, same, settle, others_go, self.task.name)
+        same["data"] = compatibility.describe_data(data, given.get("y"))
+        drain = functools.partial(self._coordinator.drain, model) if self._coordinator else lambda: None
+        peer_preempted = termination.PreemptionListener() if self._coordinator else lambda: False
+        return backup.training(model, self._ranks, same, drain, peer_preempted, self.task.name)
 
     def _watching(self) -> contextlib.AbstractContextManager[None]:
         if self.cluster and self._ranks.size > 1:
-            return lost_workers.watched(self.cluster, self.task)
+            return lost_workers.abort_on_lost_workers(self.cluster, self.task)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -447,8 +447,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _running(self, model: keras.Model) -> Iterator[None]:
-        others = self._coordinator.running(model) if self._coordinator else self._watching()
-        with self._working(), self.strategy.statistics.managed(), others, warnings.catch_warnings():
+        others = self._coordinator.run_on_workers(model) if self._coordinator else self._watching()
+        with self._working(), self.strategy.statistics.caller_marks_changes(), others, warnings.catch_warnings():
             if not self.is_chief:
                 warnings.filterwarnings("ignore", message=".*ran out of data")  # the chief says it for all
             try:
@@ -458,14 +458,14 @@ class Trainer:
                 raise
 
     def _wrap(self, callbacks: Sequence[keras.callbacks.Callback] | None) -> list[keras.callbacks.Callback]:
-        given = arguments.listed(callbacks)
+        given = arguments.as_list(callbacks)
         for callback in given:
             if isinstance(callback, keras.callbacks.BackupAndRestore) and self._ranks.size > 1:
                 raise ConfigError(
                     "keras.callbacks.BackupAndRestore lets every worker overwrite the others' backup and repeats "
                     "steps after a restore; use tfdist.BackupAndRestore."
                 )
-        return callback_sync.wrap(given, self.strategy, self._ranks, self._check_weights)
+        return callback_sync.wrap_callbacks(given, self.strategy, self._ranks, self._check_weights)
 
     def _shown(self, given: dict[str, Any]) -> str | int:
         verbose = given.pop("verbose", "auto")
@@ -486,8 +486,8 @@ class Trainer:
             return batches.map(make_class_weight_map_fn(class_weight)) if class_weight else batches
 
         if self._coordinator:
-            return self._coordinator.stand_in(dataset)
-        return self.strategy.deal_from_function(dataset)
+            return self._coordinator.placeholder_dataset(dataset)
+        return self.strategy.split_batches_from_function(dataset)
 
     def _check(self, model: keras.Model, method: str = "fit") -> None:
         if not isinstance(model, keras.Model):
@@ -501,12 +501,12 @@ class Trainer:
             )
         unsupported.check_model(model)
         if self._coordinator:
-            self._coordinator.adopt(model)
+            self._coordinator.attach(model)
         else:
-            execution.adopt(model, self.compression)
+            execution.attach(model, self.compression)
 
 
-def _refuse_to_train_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
+def _check_not_one_of_several(found: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
     """Raises where this process is one of several that would each train the whole and overwrite the others' files."""
     if found and found[1].type != "evaluator" and len(found[0].training_tasks()) > 1:
         raise ConfigError(

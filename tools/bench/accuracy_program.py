@@ -23,7 +23,7 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist.gradients.optimizer import reduction_of  # noqa: E402
+from tfdist.gradients.optimizer import get_reduction  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 from tools.bench import compressors  # noqa: E402
 
@@ -86,7 +86,7 @@ def begin(made, masks, rate, seed):
     for variable in made.optimizer.variables:
         variable.assign(np.zeros(variable.shape, variable.dtype))
     made.optimizer.learning_rate = rate
-    if reduction := reduction_of(made.optimizer):
+    if reduction := get_reduction(made.optimizer):
         for number, (slots, states) in enumerate(zip(reduction.slots, reduction.states, strict=True)):
             for slot, state in zip(slots, states, strict=True):
                 for part in local(state):

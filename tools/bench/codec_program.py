@@ -8,7 +8,7 @@ import time
 
 import tensorflow as tf
 
-from tfdist.collectives.byte_counter import Counter
+from tfdist.collectives.byte_counter import ByteCounter
 from tools.bench import compressors, models
 from tools.bench.exchange import exchanger
 
@@ -18,7 +18,7 @@ shapes = models.SHAPES[OPTIONS["model"]]()
 numbers = sum(math.prod(shape) for shape in shapes)
 values = [tf.random.normal(shape) for shape in shapes]
 runs = {"pass": tf.function(lambda: [value + 1 for value in values], autograph=False)}
-runs |= {name: exchanger(Counter(2), compressors.make(name), shapes) for name in OPTIONS["contenders"]}
+runs |= {name: exchanger(ByteCounter(2), compressors.make(name), shapes) for name in OPTIONS["contenders"]}
 found = {name: [] for name in runs}
 for number in range(OPTIONS["rounds"] + 1):
     for name, run in runs.items():

@@ -7,12 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.communicator import Group
-from tfdist.compression.base import NONE, Compressor, Layout
+from tfdist.collectives.communicator import Communicator
+from tfdist.compression.base import NONE, BucketedReduction, Compressor
 
 
 def exchanger(
-    group: Group, compressor: Compressor | None, shapes: Sequence[tuple[int, ...]], bucket_bytes: int = 0
+    group: Communicator, compressor: Compressor | None, shapes: Sequence[tuple[int, ...]], bucket_bytes: int = 0
 ) -> Callable[[], Any]:
     """Returns a function that sums gradients through a compressor, of which it keeps the state.
 
@@ -22,7 +22,7 @@ def exchanger(
         shapes: Of the gradients.
         bucket_bytes: As `config.strategy.bucket_bytes`.
     """
-    layout = Layout(compressor or NONE, [("", shape) for shape in shapes])
+    layout = BucketedReduction(compressor or NONE, [("", shape) for shape in shapes])
     values = [tf.random.normal(shape) for shape in shapes]
     states = [
         [tuple(tf.Variable(s.initial(s.shape, number)) for s in slots) for number, slots in enumerate(layout.slots)]
@@ -32,14 +32,14 @@ def exchanger(
 
     @tf.function(autograph=False)
     def exchange() -> tf.Tensor:
-        members = group.members(step.assign_add(1))
+        members = group.contexts(step.assign_add(1))
         held = [[tuple(v.read_value() for v in slots) for slots in mine] for mine in states]
         results = layout.run(group, [values] * len(members), held, members, bucket_bytes=bucket_bytes)
         for result, mine in zip(results, states, strict=True):
             for slots, news in zip(mine, result.states, strict=True):
                 for variable, new in zip(slots, news, strict=True):
                     variable.assign(new)
-        return _all_there(results[0].totals)
+        return _all_there(results[0].sums)
 
     return lambda: exchange().numpy()
 

@@ -64,7 +64,7 @@ def run(
             lab = stack.enter_context(Lab(workers + ps + bool(ps), rate))
             netns = ",".join(host.netns for host in lab.hosts)
             reached = goodput(lab.hosts[0], lab.hosts[-1]) if workers > 1 else None
-        cluster, prefixes = network_namespaces.place(workers, ps, netns)
+        cluster, prefixes = network_namespaces.assign_namespaces(workers, ps, netns)
         environ = {**os.environ, **ENVIRON, "PYTHONPATH": str(ROOT), **(MEMORY if memory else {})}
         environ.pop("TF_CONFIG", None)
         words = [sys.executable, "-m", program, folder, json.dumps(options)]

@@ -23,7 +23,7 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist.collectives.factory import group_of  # noqa: E402
+from tfdist.collectives.factory import communicator_for  # noqa: E402
 from tfdist.compression.base import NONE  # noqa: E402
 from tfdist.monitoring import network  # noqa: E402
 from tools.bench import compressors, models  # noqa: E402
@@ -86,11 +86,11 @@ def make(name):
     bucket_bytes = int(size or OPTIONS["bucket_bytes"])
     if MODEL == "mlp":
         return of_trainer(compressors.make(compressor), bucket_bytes)
-    return exchanger(group_of(strategy), compressors.make(compressor), shapes, bucket_bytes)
+    return exchanger(communicator_for(strategy), compressors.make(compressor), shapes, bucket_bytes)
 
 
 def sent():
-    return sum(count for name, count in network.sent_by_interface().items() if name != "lo")
+    return sum(count for name, count in network.read_sent_bytes().items() if name != "lo")
 
 
 def latency():
@@ -107,11 +107,11 @@ def planned(name):
     kind = name.partition("/")[0]
     if kind not in compressors.COMPRESSORS:
         return None
-    return (compressors.make(kind) or NONE).plan(shapes, strategy.num_replicas_in_sync)
+    return (compressors.make(kind) or NONE).bytes_per_step(shapes, strategy.num_replicas_in_sync)
 
 
 # All begin a turn together, and what they have sent in it has arrived before it is counted.
-meet = exchanger(group_of(strategy), None, [(1,)]) if strategy.num_replicas_in_sync > 1 else lambda: None
+meet = exchanger(communicator_for(strategy), None, [(1,)]) if strategy.num_replicas_in_sync > 1 else lambda: None
 contenders = {name: make(name) for name in OPTIONS["contenders"]}
 seconds = {name: [] for name in contenders}
 counted = dict.fromkeys(contenders, 0)

@@ -54,5 +54,5 @@ def modelled(name: str, size: int, compute: float, message: float, speed: float)
     """
     from tfdist.compression.base import NONE
 
-    sent = (compressors.make(name) or NONE).plan(models.mlp_shapes(), size)
+    sent = (compressors.make(name) or NONE).bytes_per_step(models.mlp_shapes(), size)
     return max(compute, DEPENDENT.get(name, 1) * 2 * (size - 1) * message + sent / speed)

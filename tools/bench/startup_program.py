@@ -17,7 +17,7 @@ from tfdist.cluster.resolvers import discovery  # noqa: E402 (the clock runs)
 from tfdist.training.trainer import Trainer  # noqa: E402
 
 moments["imported"] = moments["asked"] = moments["there"] = moments["serving"] = time.time()
-passed, fit = preflight.passed, Trainer.fit
+passed, fit = preflight.startup_barrier, Trainer.fit
 
 
 @contextlib.contextmanager
@@ -39,13 +39,13 @@ def fitting(self, *args, callbacks=(), **kwargs):
     return fit(self, *args, callbacks=[*callbacks, first], **kwargs)
 
 
-preflight.passed, Trainer.fit = timed, fitting
+preflight.startup_barrier, Trainer.fit = timed, fitting
 name = "multi_worker_mirrored" if tasks > 1 else "one_device"
 options = [f"--config.strategy.name={name}", "--config.epochs=1", "--config.steps_per_epoch=2"]
 if tasks == 1:
     options.append("--config.cluster.source=none")  # as if it were started without the launcher
 code = train.main(["train", "--config=configs/digits.py", f"--workdir={folder}/run", *options])
-index = found.task.index if (found := discovery.find()) else 0
+index = found.task.index if (found := discovery.resolve()) else 0
 ends = {
     "imports": ("started", "imported"),
     "preflight": ("asked", "there"),

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from tfdist.config import TrainConfig, cluster
-from tfdist.errors import ConfigError, shown
+from tfdist.errors import ConfigError, format_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Job:
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with it."""
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
-            yield f"name must be lower-case letters, digits and '-', at most 42. Received: {shown(self.name)}."
+            yield f"name must be lower-case letters, digits and '-', at most 42. Received: {format_value(self.name)}."
         if not re.fullmatch(r"[1-9][0-9]*[KMGT]", self.memory):
-            yield f"memory must be a number with K, M, G or T, such as 4G. Received: {shown(self.memory)}."
+            yield f"memory must be a number with K, M, G or T, such as 4G. Received: {format_value(self.memory)}."
         if not re.fullmatch(r"[a-z0-9][-._/:@a-zA-Z0-9]*", self.image):
-            yield f"image must be such as registry.example/team/image:tag. Received: {shown(self.image)}."
+            yield f"image must be such as registry.example/team/image:tag. Received: {format_value(self.image)}."
         if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?", self.claim):
-            yield f"claim must be lower-case letters, digits, '-' and '.'. Received: {shown(self.claim)}."
+            yield f"claim must be lower-case letters, digits, '-' and '.'. Received: {format_value(self.claim)}."
         if self.cpus < 1 or self.gpus < 0:
             yield f"cpus must be 1 or more, and gpus 0 or more. Received: {self.cpus} and {self.gpus}."
         if not 0 < self.notice < 2**16:
             yield f"notice must be 1 to 65535 seconds. Received: {self.notice}."
         if self.time and not re.fullmatch(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", self.time):
-            yield f"time must be such as 2:00:00 or 1-12. Received: {shown(self.time)}."
+            yield f"time must be such as 2:00:00 or 1-12. Received: {format_value(self.time)}."
 
 
 def tasks(config: TrainConfig) -> int:
@@ -66,7 +66,7 @@ def check(config: TrainConfig, job: Job, fault: str) -> None:
     for name in (*cluster.FLAGS, "source"):
         if (value := getattr(config.cluster, name)) not in ("", "auto"):
             faults.append(
-                f"cluster.{name} is not for a job, whose tasks the scheduler places. Received: {shown(value)}."
+                f"cluster.{name} is not for a job, whose tasks the scheduler places. Received: {format_value(value)}."
             )
     if faults:
         raise ConfigError(faults)

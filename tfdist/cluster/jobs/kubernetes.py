@@ -11,7 +11,7 @@ from typing import Any
 from tfdist.cluster.jobs.job import Job, check, command, tasks
 from tfdist.cluster.resolvers import environment
 from tfdist.config import TrainConfig
-from tfdist.errors import shown
+from tfdist.errors import format_value
 from tfdist.runtime.exit_status import PREEMPTED
 
 _FAULTY = 2  # exit code of a configuration that no restart mends
@@ -31,7 +31,7 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
     """
     import yaml
 
-    relative = f"workdir must be an absolute path, where the volume is mounted. Received: {shown(str(workdir))}."
+    relative = f"workdir must be an absolute path, where the volume is mounted. Received: {format_value(str(workdir))}."
     check(config, job, "" if workdir.is_absolute() else relative)
     size = tasks(config)
     labels = {"app.kubernetes.io/name": job.name}

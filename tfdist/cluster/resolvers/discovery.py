@@ -20,19 +20,19 @@ from collections.abc import Callable, Mapping
 from tfdist.cluster.preflight import START_TIMEOUT
 from tfdist.cluster.resolvers import environment, kubernetes, open_mpi, sagemaker, slurm, tf_config
 from tfdist.cluster.resolvers import hosts as hosts_lib
-from tfdist.cluster.resolvers.environment import Found, RankAddresses, Variables
-from tfdist.cluster.resolvers.gpus import share_of_gpus
+from tfdist.cluster.resolvers.environment import Environment, RankAddresses, ResolvedCluster
+from tfdist.cluster.resolvers.gpus import assign_gpus
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
-from tfdist.errors import ConfigError, collected, unknown
+from tfdist.errors import ConfigError, collect_errors, unknown_name_message
 
 
-def find(
+def resolve(
     environ: Mapping[str, str] | None = None,
     source: str = "auto",
     ps: int = 0,
     timeout: float = START_TIMEOUT,
     **given: str,
-) -> Found | None:
+) -> ResolvedCluster | None:
     """Returns the cluster that was given or that the environment describes, or None where there is none.
 
     Args:
@@ -48,23 +48,23 @@ def find(
         ClusterError: The others have not told their addresses in time.
     """
     if source not in ("auto", "none", *RESOLVERS):
-        raise ConfigError(unknown("cluster source", source, ("auto", "none", *RESOLVERS)))
+        raise ConfigError(unknown_name_message("cluster source", source, ("auto", "none", *RESOLVERS)))
     environ = os.environ if environ is None else environ
     if any(given.values()):
         if source != "auto":
             raise ConfigError(f"cluster source {source} and a list of hosts are given; leave out one of them.")
         placed = hosts_lib.cluster(ps=ps, **given)
-        share = share_of_gpus(Variables(environ, timeout), *placed)
-        return Found(*placed, "hosts", {name: text for name, text in given.items() if text}, share)
+        share = assign_gpus(Environment(environ, timeout), *placed)
+        return ResolvedCluster(*placed, "hosts", {name: text for name, text in given.items() if text}, share)
     if source in RESOLVERS and not environ.get(sign := RESOLVERS[source][0]):
         raise ConfigError(f"the environment tells of no cluster of {source}: {sign} is not set.")
     for name in RESOLVERS if source == "auto" else () if source == "none" else (source,):
-        if found := _ask(name, Variables(environ, timeout), ps):
+        if found := _ask(name, Environment(environ, timeout), ps):
             return found
     return None
 
 
-def overlooked(environ: Mapping[str, str] | None = None) -> str:
+def misconfiguration_hint(environ: Mapping[str, str] | None = None) -> str:
     """Returns what seems to be meant where there is no cluster, or an empty text."""
     environ = os.environ if environ is None else environ
     tasks = environ.get("SLURM_NTASKS", "1")
@@ -79,37 +79,37 @@ def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> tuple[ClusterSp
     """Returns the cluster that this process's environment describes and its task, or None where it describes none.
 
     Args:
-        ps: As for `find`.
-        timeout: As for `find`.
+        ps: As for `resolve`.
+        timeout: As for `resolve`.
 
     Raises:
-        ConfigError: As `find`.
+        ConfigError: As `resolve`.
     """
-    found = find(ps=ps, timeout=timeout)
-    return found.enter() if found else None
+    found = resolve(ps=ps, timeout=timeout)
+    return found.apply() if found else None
 
 
-def _ask(name: str, variables: Variables, ps: int) -> Found | None:
+def _ask(name: str, variables: Environment, ps: int) -> ResolvedCluster | None:
     sign, resolver = RESOLVERS[name]
     if not variables.get(sign):
         return None
     faults: list[str] = []
-    with collected(faults):
+    with collect_errors(faults):
         found = resolver(variables)
         if found is None:
             return None
         if isinstance(found, RankAddresses):
             if len(found.addresses) == 1:
                 return None  # one process alone, which may start others
-            cluster, task = environment.with_roles(found.addresses, found.rank, ps)
-            shared = share_of_gpus(variables, cluster, task)
-            return Found(cluster, task, name, variables.read, shared)
-        return Found(*found, name, variables.read, share_of_gpus(variables, *found))
+            cluster, task = environment.assign_roles(found.addresses, found.rank, ps)
+            shared = assign_gpus(variables, cluster, task)
+            return ResolvedCluster(cluster, task, name, variables.read, shared)
+        return ResolvedCluster(*found, name, variables.read, assign_gpus(variables, *found))
     raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
 
 
 # By name, the variable that tells of it, and the resolver, in the order in which they are asked.
-RESOLVERS: dict[str, tuple[str, Callable[[Variables], RankAddresses | tuple[ClusterSpec, TaskSpec] | None]]] = {
+RESOLVERS: dict[str, tuple[str, Callable[[Environment], RankAddresses | tuple[ClusterSpec, TaskSpec] | None]]] = {
     "tf_config": ("TF_CONFIG", tf_config.resolve),
     "open_mpi": ("OMPI_COMM_WORLD_SIZE", open_mpi.resolve),
     "slurm": ("SLURM_STEP_ID", slurm.resolve),

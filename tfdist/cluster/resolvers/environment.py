@@ -11,12 +11,12 @@ from typing import NamedTuple
 from tfdist.cluster.preflight import START_TIMEOUT
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.cluster.validation import MOST_TASKS
-from tfdist.errors import ConfigError, shown
+from tfdist.errors import ConfigError, format_value
 
 PORT = 2222  # where no other is said
 
 
-def with_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> tuple[ClusterSpec, TaskSpec]:
+def assign_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> tuple[ClusterSpec, TaskSpec]:
     """Returns the cluster of ranks, and the task of one of them.
 
     Args:
@@ -42,7 +42,7 @@ def with_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> tuple[Cluste
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ResolvedCluster:
     """A cluster, this process's task in it, and where it says so.
 
     Attributes:
@@ -59,13 +59,13 @@ class Found:
     variables: Mapping[str, str]
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def enter(self) -> tuple[ClusterSpec, TaskSpec]:
+    def apply(self) -> tuple[ClusterSpec, TaskSpec]:
         """Returns cluster and task, once this process's environment has what it lacked."""
         os.environ.update(self.environ)
         return self.cluster, self.task
 
 
-class Variables:
+class Environment:
     """An environment that remembers what of it was read.
 
     Attributes:
@@ -86,23 +86,23 @@ class Variables:
                 return value
         return ""
 
-    def need(self, *names: str) -> str:
+    def require(self, *names: str) -> str:
         """As `get`, where one of them must be set."""
         if value := self.get(*names):
             return value
         raise ConfigError(f"{' or '.join(names)} must be set where {next(iter(self.read))} is.")
 
-    def number(self, *names: str) -> int:
-        """As `need`, a whole number from 0."""
-        value = self.need(*names)
+    def require_index(self, *names: str) -> int:
+        """As `require`, a whole number from 0."""
+        value = self.require(*names)
         if not (value.isascii() and value.isdigit() and len(value) < 10):
             name = next(name for name in names if self.read.get(name) == value)
-            raise ConfigError(f"{name} must be a whole number from 0. Received: {shown(value)}.")
+            raise ConfigError(f"{name} must be a whole number from 0. Received: {format_value(value)}.")
         return int(value)
 
     def size(self, *names: str) -> int:
-        """As `number`, of tasks."""
-        if (size := self.number(*names)) > MOST_TASKS:
+        """As `require_index`, of tasks."""
+        if (size := self.require_index(*names)) > MOST_TASKS:
             raise ConfigError(f"{names[0]} must be a number of tasks, at most {MOST_TASKS}. Received: {size}.")
         return size
 
@@ -114,8 +114,8 @@ class RankAddresses(NamedTuple):
     rank: int
 
 
-def choose_port(variables: Variables, job: str = "") -> int:
+def select_port(variables: Environment, job: str = "") -> int:
     """Returns TFDIST_PORT; or where several jobs may share a host, one that is this job's own, most likely."""
     if variables.get("TFDIST_PORT"):
-        return variables.number("TFDIST_PORT")
+        return variables.require_index("TFDIST_PORT")
     return 10000 + zlib.crc32(job.encode()) % 20000 if job else PORT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from tfdist.cluster.resolvers.environment import Variables
+from tfdist.cluster.resolvers.environment import Environment
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 
 SHARED = "TFDIST_GPUS_SHARED"  # set where CUDA_VISIBLE_DEVICES is a share already
@@ -15,7 +15,7 @@ def _gpus() -> int:
     return sum(path.name[6:].isdecimal() for path in pathlib.Path("/dev").glob("nvidia*"))
 
 
-def share_of_gpus(variables: Variables, cluster: ClusterSpec, task: TaskSpec) -> dict[str, str]:
+def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) -> dict[str, str]:
     """Returns CUDA_VISIBLE_DEVICES where tasks of one host see the same GPUs, each worker its part; else nothing.
 
     A chief of parameter servers, and a server, get none: TensorFlow would take all of their memory.

@@ -7,10 +7,10 @@ import re
 import socket
 from collections.abc import Sequence
 
-from tfdist.cluster.resolvers.environment import PORT, with_roles
+from tfdist.cluster.resolvers.environment import PORT, assign_roles
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.cluster.validation import MOST_TASKS
-from tfdist.errors import ConfigError, shown
+from tfdist.errors import ConfigError, format_value
 
 
 def cluster(
@@ -33,8 +33,8 @@ def cluster(
         raise ConfigError(f"either hosts or hostfile must be given. Received: hosts={hosts!r}, hostfile={hostfile!r}.")
     given = _read(hostfile) if hostfile else _split(hosts)
     servers = _split(ps_hosts)
-    addresses = _with_ports([*given, *servers])
-    spec, _ = with_roles(addresses, 0, len(servers) or ps)
+    addresses = _add_default_ports([*given, *servers])
+    spec, _ = assign_roles(addresses, 0, len(servers) or ps)
     return spec, _task(spec, task) if task else _own(spec)
 
 
@@ -56,10 +56,12 @@ def _read(path: str) -> list[str]:
         slots = re.fullmatch(r"slots=([0-9]{1,9})", more[0]) if len(more) == 1 else None
         if more and not slots:
             faults.append(
-                f"hostfile {path}, line {number}: expected 'host' or 'host slots=2'. Received: {shown(line)}."
+                f"hostfile {path}, line {number}: expected 'host' or 'host slots=2'. Received: {format_value(line)}."
             )
         elif len(found) + (count := int(slots[1]) if slots else 1) > MOST_TASKS:
-            faults.append(f"hostfile {path}, line {number}: more than {MOST_TASKS} tasks. Received: {shown(line)}.")
+            faults.append(
+                f"hostfile {path}, line {number}: more than {MOST_TASKS} tasks. Received: {format_value(line)}."
+            )
         elif words:
             found += words[:1] * count
     if faults or not found:
@@ -67,7 +69,7 @@ def _read(path: str) -> list[str]:
     return found
 
 
-def _with_ports(hosts: Sequence[str]) -> list[str]:
+def _add_default_ports(hosts: Sequence[str]) -> list[str]:
     """Returns the addresses, of which those without a port get the next one of their host."""
     found: list[str] = []
     taken: set[str] = set()
@@ -90,7 +92,7 @@ def _task(spec: ClusterSpec, text: str) -> TaskSpec:
     task = TaskSpec(kind, int(index)) if colon and index.isascii() and index.isdigit() and len(index) < 10 else None
     if task not in spec.tasks():
         known = ", ".join(map(str, spec.tasks()))
-        raise ConfigError(f"task must be one of {known}. Received: {shown(text)}.")
+        raise ConfigError(f"task must be one of {known}. Received: {format_value(text)}.")
     return task
 
 

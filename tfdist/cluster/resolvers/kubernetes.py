@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 
-from tfdist.cluster.resolvers.environment import RankAddresses, Variables, choose_port
-from tfdist.errors import ConfigError, shown
+from tfdist.cluster.resolvers.environment import Environment, RankAddresses, select_port
+from tfdist.errors import ConfigError, format_value
 
 
-def resolve(variables: Variables) -> RankAddresses | None:
+def resolve(variables: Environment) -> RankAddresses | None:
     """Pods of an Indexed Job or a StatefulSet are called NAME-INDEX, under a headless service."""
-    size, service = variables.size("TFDIST_PODS"), variables.need("TFDIST_SERVICE")
-    name, dash, index = variables.need("TFDIST_POD", "HOSTNAME").partition(".")[0].rpartition("-")
+    size, service = variables.size("TFDIST_PODS"), variables.require("TFDIST_SERVICE")
+    name, dash, index = variables.require("TFDIST_POD", "HOSTNAME").partition(".")[0].rpartition("-")
     index = variables.get("JOB_COMPLETION_INDEX") or index
     if not dash or not re.fullmatch("[0-9]{1,9}", index) or int(index) >= size:
         raise ConfigError(
             f"HOSTNAME must be NAME-INDEX, as of an Indexed Job's or a StatefulSet's pod, with an index of 0 to {size - 1}. "
-            f"Received: {shown(variables.get('TFDIST_POD', 'HOSTNAME'))}."
+            f"Received: {format_value(variables.get('TFDIST_POD', 'HOSTNAME'))}."
         )
-    return RankAddresses([f"{name}-{each}.{service}:{choose_port(variables)}" for each in range(size)], int(index))
+    return RankAddresses([f"{name}-{each}.{service}:{select_port(variables)}" for each in range(size)], int(index))

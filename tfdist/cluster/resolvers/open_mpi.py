@@ -5,15 +5,18 @@ from __future__ import annotations
 import socket
 
 from tfdist.cluster.resolvers import rendezvous
-from tfdist.cluster.resolvers.environment import RankAddresses, Variables, choose_port
+from tfdist.cluster.resolvers.environment import Environment, RankAddresses, select_port
 from tfdist.errors import ConfigError
 
 
-def resolve(variables: Variables) -> RankAddresses | None:
-    rank, size = variables.number("OMPI_COMM_WORLD_RANK"), variables.size("OMPI_COMM_WORLD_SIZE")
-    local, here = variables.number("OMPI_COMM_WORLD_LOCAL_RANK"), variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")
-    job = variables.need("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    port = choose_port(variables, job)
+def resolve(variables: Environment) -> RankAddresses | None:
+    rank, size = variables.require_index("OMPI_COMM_WORLD_RANK"), variables.size("OMPI_COMM_WORLD_SIZE")
+    local, here = (
+        variables.require_index("OMPI_COMM_WORLD_LOCAL_RANK"),
+        variables.require_index("OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
+    job = variables.require("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    port = select_port(variables, job)
     if here == size:
         return RankAddresses([f"127.0.0.1:{port + each}" for each in range(size)], rank)
     # mpirun tells nobody where the others are.

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 
-from tfdist.cluster.resolvers.environment import RankAddresses, Variables, choose_port
-from tfdist.errors import ConfigError, shown
+from tfdist.cluster.resolvers.environment import Environment, RankAddresses, select_port
+from tfdist.errors import ConfigError, format_value
 
 
-def resolve(variables: Variables) -> RankAddresses | None:
+def resolve(variables: Environment) -> RankAddresses | None:
     text = variables.get("SM_HOSTS")
     try:
         hosts = json.loads(text)
     except (ValueError, RecursionError):
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
-        raise ConfigError(f'SM_HOSTS must be a list such as ["algo-1", "algo-2"]. Received: {shown(text)}.')
-    if (current := variables.need("SM_CURRENT_HOST")) not in hosts:
-        raise ConfigError(f"SM_CURRENT_HOST must be one of SM_HOSTS, {', '.join(hosts)}. Received: {shown(current)}.")
-    return RankAddresses([f"{host}:{choose_port(variables)}" for host in hosts], hosts.index(current))
+        raise ConfigError(f'SM_HOSTS must be a list such as ["algo-1", "algo-2"]. Received: {format_value(text)}.')
+    if (current := variables.require("SM_CURRENT_HOST")) not in hosts:
+        raise ConfigError(
+            f"SM_CURRENT_HOST must be one of SM_HOSTS, {', '.join(hosts)}. Received: {format_value(current)}."
+        )
+    return RankAddresses([f"{host}:{select_port(variables)}" for host in hosts], hosts.index(current))

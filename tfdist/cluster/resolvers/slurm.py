@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tfdist.cluster.resolvers import slurm_node_lists
-from tfdist.cluster.resolvers.environment import RankAddresses, Variables, choose_port
+from tfdist.cluster.resolvers.environment import Environment, RankAddresses, select_port
 from tfdist.errors import ConfigError
 
 
-def resolve(variables: Variables) -> RankAddresses | None:
-    rank, step = variables.number("SLURM_PROCID"), variables.need("SLURM_STEP_ID")
-    nodes = slurm_node_lists.hosts(variables.need("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
-    counts = slurm_node_lists.tasks_per_node(variables.need("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+def resolve(variables: Environment) -> RankAddresses | None:
+    rank, step = variables.require_index("SLURM_PROCID"), variables.require("SLURM_STEP_ID")
+    nodes = slurm_node_lists.hosts(variables.require("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    counts = slurm_node_lists.tasks_per_node(variables.require("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     size = variables.size("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if len(counts) != len(nodes) or sum(counts) != size:
         raise ConfigError(
@@ -21,14 +21,14 @@ def resolve(variables: Variables) -> RankAddresses | None:
         )
     if variables.get(*_HET_SIZE):  # nodes are numbered by components, and not as they are listed
         tasks_of = dict(zip(nodes, counts, strict=True))
-        nodes = [node for node in _nodes_of_components(variables) if node in tasks_of]
+        nodes = [node for node in _heterogeneous_nodes(variables) if node in tasks_of]
         counts = [tasks_of[node] for node in nodes]
         if len(nodes) != len(tasks_of):
             raise ConfigError(f"components that share a node are not known. Received: {', '.join(nodes)}.")
     # Components of a heterogeneous job come one after the other, whatever it says.
     distribution = "" if variables.get(*_HET_SIZE) else variables.get("SLURM_DISTRIBUTION")
-    places = slurm_node_lists.places(counts, distribution, variables.get("SLURM_DIST_PLANESIZE"))
-    node, local = variables.number("SLURM_NODEID"), variables.number("SLURM_LOCALID")
+    places = slurm_node_lists.task_placement(counts, distribution, variables.get("SLURM_DIST_PLANESIZE"))
+    node, local = variables.require_index("SLURM_NODEID"), variables.require_index("SLURM_LOCALID")
     name = variables.get("SLURMD_NODENAME")
     if places[rank : rank + 1] != [(node, local)] or (name and name != nodes[node]):
         raise ConfigError(
@@ -38,7 +38,7 @@ def resolve(variables: Variables) -> RankAddresses | None:
     if reserved := variables.get("SLURM_STEP_RESV_PORTS"):
         ports = [int(port) for port in slurm_node_lists.hosts(f"[{reserved}]")]
     else:
-        first = choose_port(variables, f"{variables.need('SLURM_JOB_ID', 'SLURM_JOBID')}.{step}")
+        first = select_port(variables, f"{variables.require('SLURM_JOB_ID', 'SLURM_JOBID')}.{step}")
         ports = [first + each for each in range(max(counts))]
     if len(ports) < max(counts):
         raise ConfigError(
@@ -52,8 +52,8 @@ def resolve(variables: Variables) -> RankAddresses | None:
 _HET_SIZE = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
 
 
-def _nodes_of_components(variables: Variables) -> Iterator[str]:
-    for group in range(variables.number(*_HET_SIZE)):
+def _heterogeneous_nodes(variables: Environment) -> Iterator[str]:
+    for group in range(variables.require_index(*_HET_SIZE)):
         yield from slurm_node_lists.hosts(
-            variables.need(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")
+            variables.require(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")
         )

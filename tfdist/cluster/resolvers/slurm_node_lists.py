@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tfdist.errors import ConfigError, shown
+from tfdist.errors import ConfigError, format_value
 
 _MOST = 100_000  # names; a range that is longer is a mistake
 _PART = re.compile(r"(?P<text>[^\[\],]*)(?:\[(?P<ranges>[^\[\]]*)\])?")
@@ -42,7 +42,7 @@ def tasks_per_node(text: str) -> list[int]:
         match = _COUNT.fullmatch(part.strip())
         times = int(match["times"] or 1) if match else 0
         if match is None or len(found) + times > _MOST:
-            raise ConfigError(f"tasks per node must be a list such as '2(x3),1'. Received: {shown(text)}.")
+            raise ConfigError(f"tasks per node must be a list such as '2(x3),1'. Received: {format_value(text)}.")
         found += [int(match["count"])] * times
     return found
 
@@ -89,10 +89,10 @@ def _numbers(text: str, whole: str) -> list[str]:
 
 
 def _fault(text: str) -> ConfigError:
-    return ConfigError(f"a node list must be such as 'n[009-011,20],login1'. Received: {shown(text)}.")
+    return ConfigError(f"a node list must be such as 'n[009-011,20],login1'. Received: {format_value(text)}.")
 
 
-def places(counts: list[int], distribution: str = "", plane_size: str = "") -> list[tuple[int, int]]:
+def task_placement(counts: list[int], distribution: str = "", plane_size: str = "") -> list[tuple[int, int]]:
     """Returns for each task its node and its number there.
 
     Args:

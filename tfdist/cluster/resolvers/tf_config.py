@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tfdist.cluster.resolvers.environment import Variables
+from tfdist.cluster.resolvers.environment import Environment
 from tfdist.cluster.spec import ClusterSpec, TaskSpec, from_tf_config
 
 
-def resolve(variables: Variables) -> tuple[ClusterSpec, TaskSpec] | None:
+def resolve(variables: Environment) -> tuple[ClusterSpec, TaskSpec] | None:
     text = variables.get("TF_CONFIG")
     return from_tf_config(text) if "".join(text.split()) != "{}" else None
