@@ -45,7 +45,7 @@ def test_outside_of_a_training_it_ends_the_process_at_once():
 
 
 def test_in_a_training_it_is_noted():
-    assert run("while not heard.noticed: time.sleep(0.01)\nsys.exit(3)", training=True) == 3
+    assert run("while not heard.requested: time.sleep(0.01)\nsys.exit(3)", training=True) == 3
 
 
 def test_a_training_that_does_not_end_within_the_grace_is_given_up():
@@ -58,7 +58,7 @@ def test_it_is_heard_while_the_main_thread_is_not_in_python():
 
 
 def test_a_second_one_ends_the_process_at_once():
-    program = "while not heard.noticed: time.sleep(0.01)\nprint('noticed', flush=True)\ntime.sleep(60)"
+    program = "while not heard.requested: time.sleep(0.01)\nprint('noticed', flush=True)\ntime.sleep(60)"
     with started(program, training=True) as process:
         assert process.stdout.readline() == b"noticed\n"
         process.send_signal(signal.SIGTERM)  # the same one, through the supervisor
@@ -78,7 +78,7 @@ time.sleep(0.2)
 os.kill(child, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 time.sleep(0.2)
-assert not second.noticed
+assert not second.requested
 sys.exit(4)
 """
     process = subprocess.run(
@@ -104,7 +104,7 @@ async def work():
     again.give_back()
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(heard_by_loop.wait(), 10)
-    assert not again.noticed
+    assert not again.requested
 signal.set_wakeup_fd(-1)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 asyncio.run(work())
