@@ -25,7 +25,7 @@ _HOMES = {
     "find_cluster": "cluster.resolvers.discovery",
 }
 
-_WITH_KERAS = ("backup", "optimizer", "strategies", "trainer")
+_WITH_KERAS = ("backup", "gradients", "strategies", "training")
 
 __all__ = [
     "BackupAndRestore",
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
-    if _HOMES[name] in _WITH_KERAS:
+    if _HOMES[name].partition(".")[0] in _WITH_KERAS:
         importlib.import_module("tfdist.compat.keras_backend").check()
     return getattr(importlib.import_module(f"tfdist.{_HOMES[name]}"), name)
 

@@ -84,7 +84,9 @@ def loss_of(case: Case, model: keras.Model, batch: tuple[Any, ...], training: bo
             logs.add("mae", tf.reduce_sum(errors * valid), valid.sum())
             logs.add("weighted", tf.reduce_sum(errors * valid * each), (valid * each).sum())
     total += sum(tf.reduce_sum(loss) for loss in model.losses)
-    logs.add("loss", total * len(x), len(x))
+    # Keras' step weights the logged loss by the batch; the custom steps give their metric no weight, so each step counts alike.
+    examples = 1 if training and case.step != "keras" else len(x)
+    logs.add("loss", total * examples, examples)
     return total
 
 
