@@ -234,6 +234,11 @@ def test_a_missing_config_flag_is_a_fault(arguments):
         ("def get_config():\n    open('/no/such/file')\n", ", line 2: FileNotFoundError: "),
         ("def get_config():\n    return {}['x']\n", ", line 2: KeyError: 'x'"),
         ("\n\nimport json.no_such_module\n", ", line 3: ModuleNotFoundError: No module named 'json.no_such_module'"),
+        (
+            "from tfdist.task import Task\n",
+            ", line 1: ModuleNotFoundError: No module named 'tfdist.task'; import public names from tfdist itself, as "
+            "`from tfdist import Task`",
+        ),
         ("\ndef get_config():\n    assert 0\n", ", line 3: AssertionError"),
         ("raise ValueError('a\\nb\\x1b[31m\\ud800')", r", line 1: ValueError: a\nb\x1b[31m\ud800"),
         ("\nclass E(Exception):\n    def __str__(self): return 1 / 0\nraise E\n", ", line 4: E"),

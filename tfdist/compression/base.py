@@ -18,6 +18,15 @@ from tfdist.config.compression import argument_faults
 from tfdist.errors import ConfigError
 
 _LEAST = 1024  # numbers of a variable that is worth it
+# Members that had other names before the packages: a subclass that overrides the old one would be ignored in silence.
+_OLD_NAMES = {
+    "begins": "start_step",
+    "of": "for_variable",
+    "rows": "row_codec",
+    "run_length": "granularity",
+    "slots": "state_specs",
+    "suits_adaptive": "supports_adaptive_optimizers",
+}
 
 
 class StateSpec(NamedTuple):
@@ -51,6 +60,16 @@ class RowCodec:
 @dataclasses.dataclass(frozen=True)
 class Compressor(abc.ABC):
     """Sums values over all ranks with fewer bytes. Two of one kind with the same arguments are equal."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises where a compressor of the user's overrides a member by its old name.
+
+        Raises:
+            TypeError: With the old name and the new one.
+        """
+        super().__init_subclass__(**kwargs)
+        if old := [f"{name} is now {new}" for name, new in _OLD_NAMES.items() if name in vars(cls)]:
+            raise TypeError(f"{cls.__name__} overrides members of Compressor by old names: {'; '.join(old)}.")
 
     def __post_init__(self) -> None:
         """Refuses arguments out of range.
@@ -111,7 +130,7 @@ class Compressor(abc.ABC):
     def bytes_per_step(
         self, shapes: Sequence[tuple[int, ...]] | Mapping[str, tuple[int, ...]], num_replicas: int
     ) -> int:
-        """Returns the bytes that each rank sends for a step, by the collectives' formulas (see `comm.ByteCounter`).
+        """Returns the bytes that each rank sends for a step, by the collectives' formulas (see `ByteCounter`).
 
         Args:
             shapes: Of the variables with dense gradients, float32; by name where the compressor looks at names.

@@ -62,6 +62,8 @@ def _of_program(path: str, source: bytes) -> TrainConfig:
         if isinstance(e, KeyError) and "get_config" not in namespace:
             raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
         text = told(e)
+        if isinstance(e, ModuleNotFoundError) and (e.name or "").startswith("tfdist."):
+            text += "; import public names from tfdist itself, as `from tfdist import Task`"
         line, origin = _error_location(e, path)
         raise ConfigError(f"--config={path}{line}: {text}{_nearest_field(text, namespace)}{origin}") from None
     if not isinstance(config, TrainConfig):
