@@ -212,7 +212,7 @@ class TestRecorder(keras.callbacks.Callback):
 def start_again(model, task):
     ask("start", task)
     deadline = time.monotonic() + 60
-    while trainer._coordinator.scheduler._lost:  # its step finds it lost, and back
+    while trainer._context.coordinator.scheduler._lost:  # its step finds it lost, and back
         assert time.monotonic() < deadline
         time.sleep(0.3)  # it has TensorFlow to import
         trainer.predict(model, X[:40], batch_size=1, verbose=0)

@@ -77,7 +77,7 @@ def made():
 
 
 def kept(callbacks):
-    wrapped = callback_sync.wrap_callbacks(callbacks, trainer.strategy, trainer._ranks, check_weights=True)
+    wrapped = callback_sync.wrap_callbacks(callbacks, trainer.strategy, trainer._context.ranks, check_weights=True)
     return [type(each).__name__ for each in wrapped[1:-1]]
 
 
@@ -102,7 +102,7 @@ def sent():
 
 
 def spoiled(checks=True):
-    trainer._check_weights = checks
+    trainer._context.check_weights = checks
     try:
         fit([keras.callbacks.CSVLogger(OUT / "spoiled.csv"), Spoils()])
     except tfdist.ClusterError as e:

@@ -1,0 +1,61 @@
+"""What a training prints on the chief: its replicas, Keras' progress, and warnings about compression."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import keras
+
+from tfdist.monitoring import compression_report
+
+
+def describe_replicas(replicas: int, global_batch_size: int | None, asynchronous: bool) -> str:
+    """Returns on how many replicas a training runs, and how its batch is split over them.
+
+    Args:
+        replicas: The number of replicas; of workers, if they are asynchronous.
+        global_batch_size: Examples per step, or None if unknown.
+        asynchronous: Whether each worker trains on batches of the whole size.
+    """
+    number, batch = replicas, global_batch_size
+    if asynchronous:
+        batches = "" if batch is None else f", each with batches of {batch}"
+        return f"{number} worker{'s' if number > 1 else ''}{batches}"
+    share = f" = {number} x {(batch or 0) // number}" if batch and batch % number == 0 else ", dealt out evenly"
+    batches = "" if batch is None else f", global batch {batch}{share}"
+    return f"{number} replica{'s' if number > 1 else ''}{batches}"
+
+
+def verbosity(verbose: str | int, is_chief: bool) -> str | int:
+    """Returns the `verbose` that Keras gets: one line per epoch where a progress bar cannot redraw its line.
+
+    Args:
+        verbose: The user's `verbose`.
+        is_chief: Whether this is the chief. The other ranks show nothing.
+    """
+    if not is_chief:
+        return 0
+    # A bar redraws its line, which only a terminal or a notebook shows as one. mpirun gives its tasks a pseudo-terminal.
+    redraws = "ipykernel" in sys.modules or (sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ)
+    return verbose if redraws or verbose not in ("auto", 1) else 2
+
+
+def print_compression_faults(model: keras.Model) -> None:
+    """Prints the problems that the compressor of a trained model has had."""
+    for sentence in compression_report.faults(model):
+        print(sentence, flush=True)
+
+
+def exchange_times(model: keras.Model, is_chief: bool) -> dict[str, Any]:
+    """Returns `exchange_ms`, and warns on the chief if compression makes the exchange no faster. A collective.
+
+    Args:
+        model: The model, once trained.
+        is_chief: Whether this is the chief.
+    """
+    times = compression_report.exchange_ms(model)
+    if times and times["compressed"] >= times["plain"] and is_chief:
+        print(compression_report.NO_GAIN_WARNING.format(**times), flush=True)
+    return {"exchange_ms": times}

@@ -1,0 +1,160 @@
+"""What surrounds a loop of Keras on this rank: watched peers, open engines, backups, the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfdist.backup import compatibility
+from tfdist.backup.callback import BackupAndRestore
+from tfdist.backup.data_position import LoopTracker
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.collectives.ranks import Ranks
+from tfdist.compression.base import Compressor
+from tfdist.parameter_server import termination
+from tfdist.parameter_server.engine import Coordinator
+from tfdist.parameter_server.strategy import bytes_per_server
+from tfdist.runtime import exit_status
+from tfdist.step import execution
+from tfdist.training import checks, console, lost_workers
+
+
+class LoopContext:
+    """The context in which a trainer runs Keras' loops.
+
+    Attributes:
+        strategy: The strategy.
+        coordinator: The engine of parameter servers, or None under synchronous strategies.
+        ranks: The ranks that train together.
+        cluster: The cluster, or None where this process trains alone.
+        task: This process's task.
+        backup: How the training is backed up, or None.
+        check_weights: Whether workers compare all their weights after each epoch.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        coordinator: Coordinator | None,
+        ranks: Ranks,
+        cluster: ClusterSpec | None,
+        task: TaskSpec,
+        backup: BackupAndRestore | None,
+        check_weights: bool,
+    ):
+        self.strategy = strategy
+        self.coordinator = coordinator
+        self.ranks = ranks
+        self.cluster = cluster
+        self.task = task
+        self.backup = backup
+        self.check_weights = check_weights
+        self._depth = 0  # of nested calls that work on a model
+        self._has_printed_replicas = False
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.ranks.is_chief
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas over all workers, or, under parameter servers, of workers."""
+        return self.coordinator.scheduler.workers if self.coordinator else self.strategy.num_replicas_in_sync
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a method of the trainer is running."""
+        return self._depth > 0
+
+    def attach(self, model: keras.Model, compressor: Compressor | None, method: str) -> None:
+        """Checks a model, and gives it the step function of this strategy.
+
+        Args:
+            model: The model.
+            compressor: How its gradients are compressed, or None.
+            method: The trainer's method that was called.
+
+        Raises:
+            ConfigError: This strategy cannot train the model.
+        """
+        checks.check_model(model, self.strategy, method)
+        if self.coordinator:
+            self.coordinator.attach(model)
+        else:
+            execution.attach(model, compressor)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Has the model's methods that are called inside be Keras' own."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def watching_workers(self) -> contextlib.AbstractContextManager[None]:
+        """Ends the collectives inside when another worker is lost."""
+        if self.cluster and self.ranks.size > 1:
+            return lost_workers.abort_on_lost_workers(self.cluster, self.task)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def running(self, model: keras.Model) -> Iterator[None]:
+        """Runs a loop of Keras on `model` inside."""
+        others = self.coordinator.run_on_workers(model) if self.coordinator else self.watching_workers()
+        with self.working(), self.strategy.statistics.caller_marks_changes(), others, warnings.catch_warnings():
+            if not self.is_chief:
+                warnings.filterwarnings("ignore", message=".*ran out of data")  # the chief warns once for all ranks
+            try:
+                yield
+            except SystemExit as e:
+                exit_status.exit_code = e.code if isinstance(e.code, int) else int(e.code is not None)
+                raise
+
+    def backing_up(
+        self, backup: BackupAndRestore | None, model: keras.Model, data: Any, fit_arguments: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Backs up the `fit` inside, which goes on from a backup if there is one.
+
+        Args:
+            backup: How to back up, or None for no backups.
+            model: The model.
+            data: The training data.
+            fit_arguments: The other arguments of `fit`, some of which must be those of the backup.
+        """
+        if backup is None:
+            return contextlib.nullcontext() if self.coordinator else LoopTracker(model, is_backed_up=False).track()
+        names = ("batch_size", "class_weight", "initial_epoch", "shuffle", "steps_per_epoch", "validation_split")
+        same = {name: fit_arguments[name] for name in names if name in fit_arguments}
+        same["data"] = compatibility.describe_data(data, fit_arguments.get("y"))
+        drain = functools.partial(self.coordinator.drain, model) if self.coordinator else lambda: None
+        peer_preempted = termination.PreemptionListener() if self.coordinator else lambda: False
+        return backup.training(model, self.ranks, same, drain, peer_preempted, self.task.name)
+
+    def print_replicas(self, global_batch_size: int | None) -> None:
+        """Prints, on the chief and once, on how many replicas the training runs.
+
+        Args:
+            global_batch_size: Examples per step, or None if unknown.
+        """
+        printed, self._has_printed_replicas = self._has_printed_replicas, True
+        if printed or not self.is_chief:
+            return
+        sentence = console.describe_replicas(self.num_replicas, global_batch_size, self.coordinator is not None)
+        print(f"{self.strategy.kind}: {sentence}", flush=True)
+
+    def server_report(self, model: keras.Model) -> dict[str, Any]:
+        """Returns `retried_steps` and `bytes_per_server` under parameter servers, else an empty dict.
+
+        Args:
+            model: The model.
+        """
+        if not self.coordinator:
+            return {}
+        return {"retried_steps": self.coordinator.retried_steps, "bytes_per_server": bytes_per_server(model)}

@@ -1,0 +1,89 @@
+"""The start of a `Trainer`: finds the cluster, creates the strategy, and says who trains together."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from tfdist.backup.callback import BackupAndRestore
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.cluster.resolvers import discovery
+from tfdist.collectives import ranks
+from tfdist.config import StrategyConfig
+from tfdist.parameter_server import termination
+from tfdist.parameter_server.engine import Coordinator
+from tfdist.parameter_server.strategy import ParameterServerStrategy
+from tfdist.runtime.preemption import GRACE_SECONDS
+from tfdist.strategies.factory import create_strategy
+from tfdist.training import checks
+from tfdist.training.loop_context import LoopContext
+
+Cluster = tuple[ClusterSpec, TaskSpec]
+
+
+def start_strategy(
+    strategy: str | StrategyConfig | tf.distribute.Strategy,
+    cluster: Cluster | Literal[False] | None,
+    backup: BackupAndRestore | None,
+    start_timeout: float,
+    options: dict[str, Any],
+) -> tuple[Any, Cluster | None]:
+    """Returns the strategy, connected with the other tasks, and the cluster, or None without one.
+
+    Args:
+        strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
+        cluster: The cluster and this process's task in it; None means what the environment says, False none.
+        backup: How the training is backed up, or None. SIGTERM is heeded from here on, and the seed of a backup is set.
+        start_timeout: Seconds to wait for the other tasks.
+        options: As for `create_strategy`.
+
+    Raises:
+        ClusterError: Other tasks are not there in time.
+        ConfigError: As `create_strategy`.
+    """
+    preemption = backup and backup.preemption
+    if preemption:
+        preemption.listen()  # from now on: a strategy may wait for its peers
+    found = discovery.find_cluster(timeout=start_timeout) if cluster is None else cluster or None
+    if not isinstance(strategy, tf.distribute.Strategy):
+        grace = preemption.grace_seconds if preemption else GRACE_SECONDS
+        strategy = create_strategy(strategy, found or False, start_timeout, grace, **options)
+    else:
+        checks.check_strategy(strategy, options)
+    if preemption:
+        preemption.listen()  # TensorFlow has taken the signal
+    if backup:
+        backup.restore_seed()
+    return strategy, found
+
+
+def create_context(
+    strategy: Any, found: Cluster | None, backup: BackupAndRestore | None, check_weights: bool
+) -> LoopContext:
+    """Returns the context of the trainer's loops: which tasks train together under the strategy, and by which engine.
+
+    Args:
+        strategy: The strategy.
+        found: The cluster and this process's task in it, or None without one.
+        backup: How the training is backed up, or None.
+        check_weights: Whether workers compare all their weights after each epoch.
+
+    Raises:
+        ConfigError: The strategy trains in one process, and this is one of several training tasks.
+    """
+    multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
+    if coordinator:
+        found = (strategy.cluster, strategy.cluster.chief)
+        if backup and backup.preemption:
+            backup.preemption.on_exit = functools.partial(termination.publish_exit_code, strategy.cluster)
+    elif not multi_worker:
+        checks.check_trains_alone(found, type(strategy).__name__)
+        found = None
+    cluster = found[0] if found else None
+    task = found[1] if found else TaskSpec("worker", 0)
+    tasks = cluster.training_tasks() if cluster and multi_worker else [task]
+    together = ranks.Ranks(strategy, tasks.index(task), len(tasks))
+    return LoopContext(strategy, coordinator, together, cluster, task, backup, check_weights)
