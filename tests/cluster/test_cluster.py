@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist import cluster
-from tfdist.cluster import ClusterSpec, TaskSpec, from_tf_config, local, preflight
+from tfdist.cluster import ClusterSpec, TaskSpec, from_tf_config, greeting, local
 from tfdist.cluster.__main__ import main
 from tfdist.cluster.resolvers import discovery
 from tfdist.errors import ConfigError
@@ -422,7 +422,7 @@ def test_check_connects(capsys, monkeypatch):
     spec = ClusterSpec({"worker": [own, other]})
     monkeypatch.setenv("TF_CONFIG", spec.to_tf_config(TaskSpec("worker", 0)))
     monkeypatch.setenv("http_proxy", "http://proxy:1")
-    with preflight.listening_for_peers(spec, TaskSpec("worker", 1)):
+    with greeting.listening_for_peers(spec, TaskSpec("worker", 1)):
         code, out, err = run(capsys, "check", "--connect", "--timeout=5")
     assert (code, err) == (0, "")
     assert "http_proxy=http://proxy:1" in out and out.endswith("OK: all tasks can be reached\n")

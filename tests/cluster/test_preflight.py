@@ -9,7 +9,16 @@ import threading
 
 import pytest
 
-from tfdist.cluster import ClusterSpec, free_ports, local_cluster, preflight, task_versions
+from tfdist.cluster import (
+    ClusterSpec,
+    free_ports,
+    greeting,
+    local_cluster,
+    preflight,
+    proxies,
+    reachability,
+    task_versions,
+)
 from tfdist.errors import ClusterError
 
 
@@ -24,7 +33,7 @@ def cluster(*addresses):
 
 
 def test_what_listens_is_reached(listening):
-    assert preflight.unreachable_reason(listening) == ""
+    assert reachability.unreachable_reason(listening) == ""
 
 
 @pytest.mark.parametrize(
@@ -42,9 +51,9 @@ def test_who_answers_is_known(said, reason):
         spec = ClusterSpec({"worker": ["127.0.0.1:1", f"127.0.0.1:{server.getsockname()[1]}"]})
         worker = spec.tasks()[1]
         answers = {
-            "own": preflight.encode_greeting(spec, worker),
-            "index": preflight.encode_greeting(spec, spec.tasks()[0]),
-            "cluster": preflight.encode_greeting(ClusterSpec({"worker": ["h:1", "h:2"]}), worker),
+            "own": greeting.encode_greeting(spec, worker),
+            "index": greeting.encode_greeting(spec, spec.tasks()[0]),
+            "cluster": greeting.encode_greeting(ClusterSpec({"worker": ["h:1", "h:2"]}), worker),
         }
         answer = said if isinstance(said, bytes) else answers[said].encode() + b"\n"
 
@@ -55,8 +64,8 @@ def test_who_answers_is_known(said, reason):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        expected = preflight.encode_greeting(spec, worker)
-        assert preflight.unreachable_reason(spec.address(worker), expected=expected) == reason
+        expected = greeting.encode_greeting(spec, worker)
+        assert reachability.unreachable_reason(spec.address(worker), expected=expected) == reason
         thread.join()
 
 
@@ -66,7 +75,7 @@ def test_a_port_that_is_taken_is_named_with_its_owner(listening):
     spec = ClusterSpec({"worker": [f"h:{port}"]})
     with (
         pytest.raises(ClusterError, match=rf"port {port} is taken by pid {os.getpid()} "),
-        preflight.listening_for_peers(spec, spec.tasks()[0]),
+        greeting.listening_for_peers(spec, spec.tasks()[0]),
     ):
         pass
 
@@ -75,9 +84,11 @@ def test_afterwards_the_port_is_free():
     (port,) = free_ports(1)
     spec = ClusterSpec({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]})
     for _ in range(3):
-        with preflight.listening_for_peers(spec, spec.tasks()[0]):
+        with greeting.listening_for_peers(spec, spec.tasks()[0]):
             own = spec.tasks()[0]
-            assert preflight.unreachable_reason(spec.address(own), expected=preflight.encode_greeting(spec, own)) == ""
+            assert (
+                reachability.unreachable_reason(spec.address(own), expected=greeting.encode_greeting(spec, own)) == ""
+            )
         with socket.create_server(("127.0.0.1", port), reuse_port=True):
             pass
 
@@ -96,14 +107,14 @@ def test_the_clusters_hosts_are_reached_without_a_proxy(monkeypatch, before, nam
     for each, value in before.items():
         monkeypatch.setenv(each, value)
     monkeypatch.setenv("no_proxy", before.get("no_proxy", ""))
-    preflight.bypass_proxies(ClusterSpec({"worker": ["h0:1", "h1:1"]}))
+    proxies.bypass_proxies(ClusterSpec({"worker": ["h0:1", "h1:1"]}))
     assert os.environ[name] == after
 
 
 def test_the_reason_is_named():
     (port,) = free_ports(1)
-    assert preflight.unreachable_reason(f"127.0.0.1:{port}") == "connection refused"
-    assert "name" in preflight.unreachable_reason("no-such-host.invalid:2222")
+    assert reachability.unreachable_reason(f"127.0.0.1:{port}") == "connection refused"
+    assert "name" in reachability.unreachable_reason("no-such-host.invalid:2222")
 
 
 def test_ipv6_addresses_lose_their_brackets(monkeypatch):
@@ -114,14 +125,14 @@ def test_ipv6_addresses_lose_their_brackets(monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert preflight.unreachable_reason("[::1]:2222") == "no answer"
+    assert reachability.unreachable_reason("[::1]:2222") == "no answer"
     assert asked == [("::1", 2222)]
 
 
 def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
     answers = {"h:1": iter(["connection refused", ""]), "h:2": iter(["no answer", "no answer", ""])}
-    monkeypatch.setattr(preflight, "unreachable_reason", lambda address, *_, **__: next(answers[address]))
+    monkeypatch.setattr(reachability, "unreachable_reason", lambda address, *_, **__: next(answers[address]))
     times = iter(range(0, 1000, 6))
     preflight.wait_until_reachable(spec, spec.tasks()[1:], clock=lambda: next(times), sleep=lambda seconds: None)
     assert not [*answers["h:1"], *answers["h:2"]], "those that are there are asked no more"
@@ -131,7 +142,7 @@ def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
 def test_a_wait_has_a_limit(monkeypatch, capsys):
     spec = cluster("h:1", "h:2")
     monkeypatch.setattr(
-        preflight, "unreachable_reason", lambda address, *_, **__: "no answer" if address == "h:2" else ""
+        reachability, "unreachable_reason", lambda address, *_, **__: "no answer" if address == "h:2" else ""
     )
     times = iter(range(0, 1000, 6))
     with pytest.raises(ClusterError, match=r"Waited 60 s for worker:1 at h:2 \(no answer\)\. Is it started"):
@@ -149,7 +160,7 @@ def test_peers_are_asked_at_once(monkeypatch):
         together.wait(10)
         return ""
 
-    monkeypatch.setattr(preflight, "unreachable_reason", unreachable)
+    monkeypatch.setattr(reachability, "unreachable_reason", unreachable)
     preflight.wait_until_reachable(spec, spec.tasks(), 5)
 
 
@@ -170,13 +181,13 @@ def test_a_port_that_cannot_be_had_is_not_called_taken(monkeypatch):
     monkeypatch.setattr(socket.socket, "bind", refuse)
     spec = ClusterSpec({"worker": ["h:80"]})
     said = r"port 80 cannot be had \(permission denied\); give the task another port"
-    with pytest.raises(ClusterError, match=said), preflight.listening_for_peers(spec, spec.tasks()[0]):
+    with pytest.raises(ClusterError, match=said), greeting.listening_for_peers(spec, spec.tasks()[0]):
         pass
 
 
 def test_a_name_that_is_looked_for_does_not_hold_the_wait(monkeypatch):
     over = threading.Event()
-    monkeypatch.setattr(preflight, "unreachable_reason", lambda address, *_, **__: over.wait(30) and "")
+    monkeypatch.setattr(reachability, "unreachable_reason", lambda address, *_, **__: over.wait(30) and "")
     spec = cluster("h:1")
     try:
         with pytest.raises(ClusterError, match=r"Waited 1 s for worker:0 at h:1 \(its name is not resolved yet\)"):
@@ -202,7 +213,7 @@ def test_tasks_that_run_something_else_are_named_before_the_start(monkeypatch, c
     mine = {**task_versions.own(), "configuration": "mine", "script": "mine"}
     monkeypatch.setattr(task_versions, "own", lambda: mine)
     monkeypatch.setattr(task_versions, "encode", lambda: json.dumps({**mine, **theirs}).encode())
-    with preflight.listening_for_peers(spec, other):
+    with greeting.listening_for_peers(spec, other):
         where = f"worker:1 at {spec.address(other)} "
         if fault:
             with pytest.raises(ClusterError, match=re.escape(where + fault)):
@@ -217,5 +228,5 @@ def test_a_task_that_says_nothing_sound_of_its_versions_is_no_fault(monkeypatch,
     spec = local_cluster(2)
     _, other = spec.tasks()
     monkeypatch.setattr(task_versions, "encode", lambda: said)
-    with preflight.listening_for_peers(spec, other):
+    with greeting.listening_for_peers(spec, other):
         preflight.wait_until_reachable(spec, [other], 5)

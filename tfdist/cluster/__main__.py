@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist.cluster import preflight
+from tfdist.cluster import greeting, preflight
 from tfdist.cluster.jobs import job as job_lib
 from tfdist.cluster.jobs import kubernetes, slurm
 from tfdist.cluster.resolvers import discovery
@@ -122,7 +122,7 @@ def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
         f"proxies: {', '.join(f'{name}={value}' for name, value in proxies.items()) or 'none'}; the cluster passes by them"
     )
     try:
-        with preflight.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
+        with greeting.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
             began = time.monotonic()
             preflight.wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
             time.sleep(min(_LINGER, max(0.0, began + timeout - time.monotonic())))  # others may still look for this one

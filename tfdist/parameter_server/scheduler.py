@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context as eager_context
 
-from tfdist.cluster import TaskSpec, preflight
+from tfdist.cluster import TaskSpec, missing_tasks, preflight, reachability
 from tfdist.compat.keras_internals import TF_CLUSTER
 from tfdist.errors import ClusterError
 from tfdist.parameter_server.strategy import ParameterServerStrategy
@@ -106,7 +106,7 @@ class Scheduler:
             if not isinstance(e, (tf.errors.UnavailableError, tf.errors.AbortedError)) and not _is_cluster_error(e):
                 raise
             servers = [task for task in self._spec.tasks() if task.type == "ps"]
-            absent = preflight.unreachable_tasks(self._spec, servers)
+            absent = reachability.unreachable_tasks(self._spec, servers)
             told = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
             if (
                 not absent and told and cluster_coordinator._is_ps_failure(e)
@@ -119,7 +119,9 @@ class Scheduler:
     def _look(self, waited: float) -> None:
         with self.explain_errors():
             self._cluster.done()
-        absent = preflight.unreachable_tasks(self._spec, [task for task in self._spec.tasks() if task.type != "chief"])
+        absent = reachability.unreachable_tasks(
+            self._spec, [task for task in self._spec.tasks() if task.type != "chief"]
+        )
         if servers := {task: reason for task, reason in absent.items() if task.type == "ps"}:
             raise self._server_lost(servers)
         busy = {
@@ -136,16 +138,16 @@ class Scheduler:
         # With one worker away TensorFlow does not take another one back either.
         if waited > _NO_WORKER_TIMEOUT:
             raise ClusterError(
-                f"No worker has worked for {waited:.0f} s: {preflight.format_tasks(self._spec, absent)}."
+                f"No worker has worked for {waited:.0f} s: {missing_tasks.format_tasks(self._spec, absent)}."
             )
         if time.monotonic() > self._said + _REPORT_EVERY:
             self._said = time.monotonic()
-            print(f"tfdist: waiting for {preflight.format_tasks(self._spec, absent)}", flush=True)
+            print(f"tfdist: waiting for {missing_tasks.format_tasks(self._spec, absent)}", flush=True)
 
     def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:
         names = ", ".join(map(str, servers))
         return ClusterError(
-            f"{names} is lost, and with it the variables it held: {preflight.format_tasks(self._spec, servers)}. Start the "
+            f"{names} is lost, and with it the variables it held: {missing_tasks.format_tasks(self._spec, servers)}. Start the "
             "training again, from what it has saved last."
         )
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.cluster import ClusterSpec, TaskSpec, preflight, reachability
 from tfdist.errors import ClusterError
 from tfdist.parameter_server import termination
 from tfdist.runtime import exit_status
@@ -66,7 +66,7 @@ def serve(
             if task.type == "ps":
                 termination.announce_preemption(cluster, task)
         time.sleep(_POLL_SECONDS_IF_PREEMPTED if told else _POLL_SECONDS)
-        misses = misses + 1 if preflight.unreachable_reason(cluster.address(cluster.chief)) else 0
+        misses = misses + 1 if reachability.unreachable_reason(cluster.address(cluster.chief)) else 0
     code = termination.read_exit_code(cluster, task)
     if code is None:
         code = exit_status.PREEMPTED if heard.requested else 1

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, proxies
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.compat.keras_internals import KERAS_OPTIMIZER_SCALARS, KERAS_PREDICT_STEP
 from tfdist.config import StrategyConfig
@@ -141,12 +141,12 @@ def parameter_server(
         raise ConfigError(fault + ranks * (list(spec.jobs) == ["worker"]) for fault in faults)
     if task.type == "evaluator":
         raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
-    preflight.bypass_proxies(spec)
+    proxies.bypass_proxies(spec)
     if task.type != "chief":
-        with preflight.listening_for_peers(spec, task):
+        with greeting.listening_for_peers(spec, task):
             pass
         server.serve(spec, task, start_timeout, grace_seconds)
-    with preflight.listening_for_peers(spec, task):
+    with greeting.listening_for_peers(spec, task):
         # TensorFlow would wait in silence.
         preflight.wait_until_reachable(spec, [other for other in spec.tasks() if other != task], start_timeout)
     try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.cluster import ClusterSpec, TaskSpec, reachability
 from tfdist.runtime import exit_status
 
 _WITHIN_MS = 5000
@@ -56,7 +56,7 @@ def publish_exit_code(cluster: ClusterSpec) -> None:
         if (
             task != cluster.chief
             and time.monotonic() < ends
-            and not preflight.unreachable_reason(cluster.address(task))
+            and not reachability.unreachable_reason(cluster.address(task))
         ):
             _put(cluster, task, _ENDS, str(code))
 

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
-from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.cluster import ClusterSpec, TaskSpec, missing_tasks, reachability
 from tfdist.errors import ClusterError
 
 _EVERY = 1.0  # seconds
 _SILENT = 10.0  # seconds without an answer, after which it is said, and said again
 # What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
-_ENDED = ("connection refused", preflight.WAITS_FOR_OTHERS)
+_ENDED = ("connection refused", reachability.WAITS_FOR_OTHERS)
 
 # TensorFlow's numbers of collective operations.
 _KINDS = {"0": "a sum", "1": "a broadcast", "2": "a gathering", "3": "a permutation", "4": "an exchange"}
@@ -48,7 +48,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     def watch() -> None:
         before: set[TaskSpec] = set()
         while not done.wait(_EVERY):
-            absent = preflight.unreachable_tasks(cluster, others, serving=True)
+            absent = reachability.unreachable_tasks(cluster, others, serving=True)
             ended = {task for task, reason in absent.items() if reason in _ENDED}
             silent.note(absent.keys() - ended)
             if ended & before and not done.is_set():  # twice: the network may have hesitated
@@ -74,7 +74,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
                 ) from e
             raise
         raise ClusterError(
-            f"{preflight.format_tasks(cluster, ended)} has ended while {task} trained with it; see its log for the cause. Start all "
+            f"{missing_tasks.format_tasks(cluster, ended)} has ended while {task} trained with it; see its log for the cause. Start all "
             "tasks again, to go on from the last backup if there is one."
         ) from e
     finally:
@@ -118,5 +118,5 @@ class _Silent:
 
 def _ended_tasks(cluster: ClusterSpec, tasks: Sequence[TaskSpec]) -> dict[TaskSpec, str]:
     """Returns those of the tasks whose processes have ended, and how that shows."""
-    absent = preflight.unreachable_tasks(cluster, tasks, serving=True)
+    absent = reachability.unreachable_tasks(cluster, tasks, serving=True)
     return {task: reason for task, reason in absent.items() if reason in _ENDED}

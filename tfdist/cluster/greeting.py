@@ -1,0 +1,100 @@
+"""What a task says to whoever connects before TensorFlow starts: its cluster and itself, then its versions. No TensorFlow here."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+from tfdist.cluster import task_versions
+from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.errors import ClusterError
+
+PREFIX = b"tfdist "
+MAX_BYTES = 4096  # of a greeting
+
+
+def encode_greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
+    """Returns the first line of a task's greeting: a checksum of its cluster's addresses, and its name."""
+    return f"tfdist {hashlib.sha256(repr(cluster).encode()).hexdigest()[:16]} {task}"
+
+
+@contextlib.contextmanager
+def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
+    """Listens at the task's own address and sends the greeting; afterwards the port is free for TensorFlow.
+
+    Raises:
+        ClusterError: The port is taken, by another process that is named if the system tells, or only root may use it.
+    """
+    port = int(cluster.address(task).rsplit(":", 1)[1])
+    try:
+        listener = _listener(port)
+    except OSError as e:
+        taken = e.errno == errno.EADDRINUSE
+        why = f"is taken{_owner(port)}. End that, or" if taken else f"cannot be had ({(e.strerror or str(e)).lower()});"
+        raise ClusterError(
+            f"{task} cannot listen at {cluster.address(task)}: port {port} {why} give the task another port."
+        ) from None
+    said = encode_greeting(cluster, task).encode() + b"\n" + task_versions.encode() + b"\n"
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(said)
+
+    threading.Thread(target=answer, daemon=True, name="tfdist-preflight").start()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        listener.close()
+
+
+def _listener(port: int) -> socket.socket:
+    """Returns a socket that listens at a port of all addresses, IPv6 and IPv4 where the host has both.
+
+    Raises:
+        OSError: The port is not available.
+    """
+    error = OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+    for family, place in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            listener = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as e:  # no such addresses here
+            error = e
+            continue
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind((place, port))
+            listener.listen(128)
+            return listener
+        except OSError as e:
+            listener.close()
+            error = e
+            if e.errno == errno.EADDRINUSE:
+                break
+    raise error
+
+
+def _owner(port: int) -> str:
+    """Returns ` by pid 4711 (python)` where the system tells who listens at a port."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+                return f" by pid {connection.pid} ({psutil.Process(connection.pid).name()})"
+    except (psutil.Error, OSError):
+        pass
+    return ""

@@ -1,0 +1,122 @@
+"""Whether something listens at the addresses of a cluster's tasks, and whether it is the right task. No TensorFlow here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from tfdist.cluster import greeting
+from tfdist.cluster.spec import ClusterSpec, TaskSpec
+
+ANSWER_TIMEOUT = 3.0  # seconds that an address has to answer
+WAITS_FOR_OTHERS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
+_SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
+
+
+def unreachable_reason(
+    address: str,
+    timeout: float = ANSWER_TIMEOUT,
+    expected: str = "",
+    serving: bool = False,
+    heard: Callable[[bytes], object] = lambda line: None,
+) -> str:
+    """Returns why nothing can be reached at `address`, or an empty text where something listens.
+
+    Args:
+        address: `host:port`.
+        timeout: Seconds to wait for an answer.
+        expected: The greeting of the task that should answer (`greeting.encode_greeting`). Empty means that any answer will do.
+        serving: Whether it must be TensorFlow's server.
+        heard: Called with the line in which the other task sends its versions.
+    """
+    host, port = address.rsplit(":", 1)
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
+            return _unexpected_peer(connection, expected, serving, heard) if expected else ""
+    except TimeoutError:
+        return "no answer"
+    except UnicodeError:  # of a name with too long a part, or an empty one
+        return "no name of a host"
+    except OSError as e:
+        return (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
+
+
+def _unexpected_peer(
+    connection: socket.socket, expected: str, serving: bool, heard: Callable[[bytes], object] = lambda line: None
+) -> str:
+    """Returns which other task or program answers, or an empty text for the expected task or TensorFlow's server."""
+    connection.settimeout(ANSWER_TIMEOUT)
+    said = b""
+    with contextlib.suppress(TimeoutError):
+        said = connection.recv(200)
+        while said.startswith(greeting.PREFIX) and said.count(b"\n") < 2 and len(said) < greeting.MAX_BYTES:
+            if not (more := connection.recv(greeting.MAX_BYTES)):
+                break
+            said += more
+    if said[3:4] == _SETTINGS:  # TensorFlow's server speaks first, too
+        return ""
+    if not said.startswith(greeting.PREFIX):
+        return "another program answers there"
+    first, _, second = said.partition(b"\n")
+    found = first.decode(errors="replace").strip()
+    if found == expected:
+        heard(second)
+        return WAITS_FOR_OTHERS if serving else ""
+    (_, mine, name), (_, other, task) = expected.split(" ", 2), [*found.split(" ", 2), "", ""][:3]
+    return (
+        f"{task} answers there, not {name}"
+        if mine == other
+        else f"{task} of a cluster with other addresses answers there"
+    )
+
+
+def unreachable_tasks(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: bool = False) -> dict[TaskSpec, str]:
+    """Returns those of `tasks` at whose addresses nothing listens, and why. The system accepts connections of a busy process.
+
+    Args:
+        cluster: The cluster.
+        tasks: The tasks to connect to.
+        serving: Whether their TensorFlow servers must listen; a busy server may not answer.
+    """
+
+    def why_not(task: TaskSpec, seconds: float) -> str:
+        return unreachable_reason(
+            cluster.address(task), seconds, greeting.encode_greeting(cluster, task) if serving else "", serving
+        )
+
+    return ReachabilityProbe(why_not).ask(tasks)
+
+
+class ReachabilityProbe:
+    """Connects to all tasks at once, each in a thread: the system may take arbitrarily long to resolve a name.
+
+    Args:
+        why_not: Returns why a task cannot be reached, given the seconds that its address has to answer, or an empty text.
+    """
+
+    def __init__(self, why_not: Callable[[TaskSpec, float], str]):
+        self._why_not = why_not
+        self._threads: dict[TaskSpec, threading.Thread] = {}
+        self._reasons: dict[TaskSpec, str] = {}
+
+    def ask(self, tasks: Iterable[TaskSpec], seconds: float = ANSWER_TIMEOUT) -> dict[TaskSpec, str]:
+        """Returns why tasks cannot be reached. A connection of the previous round may still be under way."""
+        tasks = list(tasks)
+        for task in tasks:
+            if task not in self._threads:
+                self._reasons[task] = "its name is not resolved yet"
+                self._threads[task] = threading.Thread(target=self._ask, args=(task, seconds), daemon=True)
+                self._threads[task].start()
+        ends = time.monotonic() + seconds + 0.5
+        for task in tasks:
+            self._threads[task].join(max(0.0, ends - time.monotonic()))
+            if not self._threads[task].is_alive():
+                del self._threads[task]
+        return {task: self._reasons[task] for task in tasks if self._reasons[task]}
+
+    def _ask(self, task: TaskSpec, seconds: float) -> None:
+        self._reasons[task] = self._why_not(task, seconds)
