@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import optimizer_search
-from tfdist.errors import format_value
+from tfdist.errors import ConfigError, format_value
 
 _ABSENT = object()
+_NAMED = 5  # differences that a message names
 
 
 def describe_model(model: keras.Model) -> dict[str, Any]:
@@ -75,3 +76,23 @@ def differences(now: Any, then: Any, path: str = "") -> Iterator[str]:
         yield f"{path} is {format_value(now)}, and was not there"
     elif now != then and not (now != now and then != then):
         yield f"{path} is {format_value(now)}, and was {format_value(then)}"
+
+
+def check_same_training(now: Any, then: Any, path: str, folder: str) -> None:
+    """Checks that a backup is of this training.
+
+    Args:
+        now: The description of this training.
+        then: The description in the backup.
+        path: The backup.
+        folder: The folder of the backups.
+
+    Raises:
+        ConfigError: The descriptions differ.
+    """
+    if different := list(differences(now, then)):
+        more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
+        raise ConfigError(
+            f"The backup {path} is of another training: {'; '.join(different[:_NAMED])}"
+            f"{more}. To train from the beginning, remove {folder!r} or choose another backup_dir."
+        )

@@ -1,0 +1,71 @@
+"""Writes the snapshots of one `fit`: each rank its part, the chief the shared part and the manifest."""
+
+from __future__ import annotations
+
+from tfdist.backup.ownership import OwnershipMarker
+from tfdist.backup.search import Snapshot
+from tfdist.backup.storage import SHARED, Storage
+from tfdist.collectives.ranks import Ranks
+from tfdist.runtime.progress import Progress
+
+
+class SnapshotWriter:
+    """Writes snapshots to a folder that it owns.
+
+    Args:
+        storage: The folder.
+        ranks: The ranks.
+        keep: How many backups to keep.
+        progress: What the supervisor is told of the last backup.
+
+    Attributes:
+        saved: The step of the newest backup, or None.
+    """
+
+    def __init__(self, storage: Storage, ranks: Ranks, keep: int, progress: Progress):
+        self._storage = storage
+        self._ranks = ranks
+        self._keep = keep
+        self._progress = progress
+        self._ownership = OwnershipMarker(storage.folder)
+        self.saved: float | None = None
+
+    def take_folder(self, after: float) -> None:
+        """Takes the folder over from other runs, and removes this rank's files of later backups.
+
+        Args:
+            after: The step of the backup that the run goes on from, or -1.
+        """
+        if self._ranks.is_chief:
+            self._ownership.acquire()
+        self._ranks.barrier()
+        self._storage.clean(after)
+        self._ranks.barrier()
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Writes a snapshot, unless it is there already.
+
+        Raises:
+            ConfigError: Another run has taken the folder over.
+        """
+        if snapshot.step == self.saved:  # the same on all ranks
+            return
+        storage = self._storage
+        if self._ranks.is_chief:
+            self._ownership.check()
+        storage.write_part(snapshot.step, storage.part, snapshot.own)
+        if self._ranks.is_chief:
+            storage.write_part(snapshot.step, SHARED, snapshot.shared)
+            self._ownership.check()
+            storage.write_manifest(snapshot.step, snapshot.manifest, self._keep)
+            self._progress.write(saved=int(snapshot.step))
+        else:
+            storage.clean()
+        self.saved = snapshot.step
+
+    def finish(self) -> None:
+        """Removes backups beyond `keep`, once all ranks have written, and gives the folder back."""
+        self._ranks.barrier()
+        self._storage.clean()
+        if self._ranks.is_chief:
+            self._ownership.release()
