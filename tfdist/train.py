@@ -13,10 +13,8 @@ import contextlib
 import json
 import os
 import pathlib
-import platform
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -28,11 +26,11 @@ from tfdist.compat import keras_backend
 from tfdist.config import TrainConfig, registry
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
-from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
+from tfdist.config.workdir import make_workdir
+from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import exit_status, preemption, progress
-from tfdist.version import __version__
+from tfdist.runtime import exit_status, preemption
 
 _SOURCE = "TFDIST_SOURCE"  # who is asked for the cluster by the tasks that this command starts
 
@@ -66,7 +64,9 @@ def train(
 
     from tfdist.backup.callback import BackupAndRestore
     from tfdist.config import batch_size as batch_size_lib
-    from tfdist.monitoring import compression_report, network, tensorboard
+    from tfdist.gradients.configured_optimizer import build_optimizer
+    from tfdist.monitoring import network, tensorboard
+    from tfdist.monitoring import summary as summary_lib
     from tfdist.monitoring import throughput as throughput_lib
     from tfdist.training.trainer import Trainer
 
@@ -98,7 +98,7 @@ def train(
         raise ConfigError(f"global_batch_size {batch_size} is larger than the training data of task {config.task!r}.")
     trainer.say_replicas(batch_size)
     if trainer.is_chief:
-        _write_json(workdir / "config.json", config_lib.to_dict(config))
+        summary_lib.write_json(workdir / "config.json", config_lib.to_dict(config))
 
     with trainer.scope():
         model = task.build_model()
@@ -123,71 +123,22 @@ def train(
     )
     trainer.save(model, workdir / "model.keras", delete_backup=False)
 
-    summary = {
-        "strategy": config.strategy.name,
-        "num_replicas": replicas,
-        "cluster": {job: len(addresses) for job, addresses in trainer.cluster.jobs.items()}
-        if trainer.cluster
-        else {"worker": 1},
-        "seed": config.seed,
-        "epochs": len(history.epoch),
-        "steps": throughput.steps,
-        "metrics": {name: _finite(values[-1]) for name, values in history.history.items()},
-        "examples_per_second": throughput.examples_per_second and round(throughput.examples_per_second, 1),
-        "step_ms": throughput.step_ms,
-        "compression": {"name": config.compression.name, **config.compression.arguments()},
-        "wire_bytes_per_step": {
-            "predicted": compression_report.planned_bytes(model, trainer.compression, replicas) if in_step else None,
-            "measured": sent and sent.per_step,
-            **({"before_compression": _before(model, sent, replicas)} if sent and begins else {}),
-        },
-        "restarts": progress.restarts(),
-        **trainer.server_report(model),
-        "wall_seconds": round(time.perf_counter() - started, 2),
-        "versions": {
-            "tfdist": __version__,
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
-            "numpy": sys.modules["numpy"].__version__,
-            "python": platform.python_version(),
-        },
-    }
+    wire_bytes = summary_lib.wire_bytes_per_step(model, trainer.compression, replicas, sent)
+    summary = summary_lib.summarize(
+        config,
+        trainer.cluster,
+        replicas,
+        history,
+        throughput,
+        wire_bytes,
+        trainer.server_report(model),
+        started,
+    )
     if trainer.is_chief:
-        _write_json(workdir / "summary.json", summary)
+        summary_lib.write_json(workdir / "summary.json", summary)
         print(json.dumps(summary, indent=2), flush=True)
     trainer.delete_backup()  # with everything written
     return summary
-
-
-def _before(model: Any, sent: Any, replicas: int) -> dict[str, int | None]:
-    """Returns the bytes of the steps before compression begins."""
-    from tfdist.monitoring import compression_report
-
-    return {"predicted": compression_report.planned_bytes(model, None, replicas), "measured": sent.per_step_before}
-
-
-def build_optimizer(config: TrainConfig) -> Any:
-    """Returns the Keras optimizer that `config` asks for.
-
-    Raises:
-        ConfigError: What it names makes none.
-    """
-    import keras
-
-    name = config.optimizer.name
-    arguments = {"learning_rate": config.learning_rate, **config.optimizer.non_default_arguments()}
-    if ":" in name:
-        optimizer = registry.resolve("optimizer", name, {})(**arguments)
-        if not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise ConfigError(
-                f"optimizer {name!r} must return a keras.optimizers.Optimizer. Received: {format_value(optimizer)}."
-            )
-    else:
-        optimizer = keras.optimizers.get({"class_name": name, "config": arguments})
-    if config.precision == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        # `compile` would do it, but forget it in the file that `save` writes.
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    return optimizer
 
 
 def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
@@ -206,38 +157,6 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
         max_restarts=config.max_restarts,
     )
     return launcher.run()
-
-
-def _finite(value: Any) -> Any:
-    """Returns a metric as plain numbers; JSON has no NaN, so what is not finite becomes null."""
-    import numpy as np
-
-    numbers = np.asarray(value, np.float64)
-    return np.where(np.isfinite(numbers), numbers.astype(object), None).tolist()  # type: ignore[call-overload]
-
-
-def _make(workdir: pathlib.Path) -> None:
-    """Makes the work directory.
-
-    Raises:
-        ConfigError: It cannot be made, or not be written to.
-    """
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=workdir):
-            pass
-    except (OSError, ValueError) as e:
-        why = getattr(e, "strerror", None) or e
-        raise ConfigError(
-            f"workdir must be a folder that can be written to. Received: {format_value(str(workdir))} ({why})."
-        ) from None
-
-
-def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2, default=str) + "\n")  # a task's options may be anything
-    partial.replace(path)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -281,7 +200,7 @@ def _main(argv: Sequence[str]) -> int:
                     print(f"tfdist: training on this host alone, though {hint}.", flush=True)
                 starts = found is None and (config.cluster.workers > 1 or config.cluster.ps > 0)
                 if starts or found is None or found.task == found.cluster.chief:
-                    _make(workdir)
+                    make_workdir(workdir)
                 if starts:
                     return launch(config, argv, workdir)
                 text = json.dumps({**config_lib.fixed(config), "epochs": config.epochs}, default=str)

@@ -225,24 +225,26 @@ def own_optimizer(learning_rate, **arguments):
 
 
 def test_a_function_may_make_the_optimizer():
-    from tfdist import train
+    from tfdist.gradients.configured_optimizer import build_optimizer
 
     named = config.TrainConfig(
         "digits", optimizer=config.OptimizerConfig(f"{__name__}:own_optimizer"), learning_rate=0.5
     )
-    assert float(train.build_optimizer(named).learning_rate) == 0.5
+    assert float(build_optimizer(named).learning_rate) == 0.5
     named.learning_rate = 1.5
     with pytest.raises(
         train_lib.ConfigError, match=r"own_optimizer' must return a keras.optimizers.Optimizer. Received: 'none'"
     ):
-        train.build_optimizer(named)
+        build_optimizer(named)
 
 
 def test_summary_numbers_are_json():
-    from tfdist import train
+    from tfdist.monitoring.summary import finite_or_none
 
-    assert train._finite(np.float32(0.5)) == 0.5
-    assert json.dumps([train._finite(float("nan")), train._finite(np.array([0.25, np.inf]))]) == "[null, [0.25, null]]"
+    assert finite_or_none(np.float32(0.5)) == 0.5
+    assert (
+        json.dumps([finite_or_none(float("nan")), finite_or_none(np.array([0.25, np.inf]))]) == "[null, [0.25, null]]"
+    )
 
 
 def test_a_hangup_is_ignored_under_nohup(tmp_path):

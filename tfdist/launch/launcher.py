@@ -6,7 +6,6 @@ import os
 import pathlib
 import selectors
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,11 @@ from typing import IO
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.launch.guardian import Guardian
+from tfdist.launch.output import LauncherOutput
 from tfdist.launch.process import Failure, TaskProcess, last_error_line, signal_name
 from tfdist.launch.restart_policy import RestartPolicy
 from tfdist.runtime import exit_status, progress
 
-# A traceback is held back for this long: its task may be about to end of it, and then it is shown with that.
-_HOLD_SECONDS = 3.0
-_TRACEBACK = b"Traceback (most recent call last):"
-_FAULTY = 2  # the exit code
 _AFTER_INTERRUPT = 2.0  # seconds that the others have, once one has ended of Ctrl-C
 
 
@@ -67,7 +63,7 @@ class Launcher:
         self._log_dir = pathlib.Path(log_dir)
         self._environ = dict(os.environ if environ is None else environ)
         self._grace_seconds = grace_seconds
-        self._output = output or sys.stdout.buffer
+        self._output = LauncherOutput(output)
         self._tasks: list[TaskProcess] = []
         self._running: list[TaskProcess] = []
         self._later: list[tuple[float, TaskSpec]] = []  # when to start a worker again
@@ -159,8 +155,7 @@ class Launcher:
             for key, _ in self._selector.select(timeout=0.05):
                 self._forward_output(key.data)
             for task in self._running:
-                if task.held and time.monotonic() - task.held_since > _HOLD_SECONDS:
-                    self._release(task)
+                self._output.release_expired(task)
             # Of several at once, the one that was killed or complained first is the cause.
             for task in sorted(filter(self._is_over, self._running), key=TaskProcess.failures_by_cause):
                 self._running.remove(task)
@@ -175,7 +170,7 @@ class Launcher:
                 if self._running:
                     name = signal_name(self._signals[handled])
                     last = f"; those left after {grace:g} s are killed, or upon another signal" if grace else " now"
-                    self._say(f"{name}: ending all tasks{last}")
+                    self._output.say(f"{name}: ending all tasks{last}")
                 self._end(self._signals[0], grace)
                 handled = len(self._signals)
             if time.monotonic() > self._kill_at:
@@ -194,17 +189,7 @@ class Launcher:
             time.sleep(0.05)
 
     def _forward_output(self, task: TaskProcess) -> None:
-        for line in task.read():
-            if task.held or line.startswith(_TRACEBACK):
-                task.held_since = task.held_since if task.held else time.monotonic()
-                task.held.append(line)
-            else:
-                self._print(task, line)
-        if task.log_fault:
-            self._say(
-                f"cannot write {task.log_path}: {task.log_fault.strerror}; what {task.spec} says is shown here alone"
-            )
-            task.log_fault = None
+        self._output.forward(task)
         if not task.open and task.pipe in self._selector.get_map():
             self._selector.unregister(task.pipe)
 
@@ -212,25 +197,6 @@ class Launcher:
         deadline = time.monotonic() + 1
         while task.open and time.monotonic() < deadline:
             self._forward_output(task)
-
-    def _release(self, task: TaskProcess) -> None:
-        for line in task.held:
-            self._print(task, line)
-        task.held = []
-
-    def _print(self, task: TaskProcess, line: bytes) -> None:
-        self._write(f"[{task.spec}] ".encode() + line)
-
-    def _say(self, sentence: str) -> None:
-        self._write(f"tfdist: {sentence}".encode())
-
-    def _write(self, line: bytes) -> None:
-        try:
-            self._output.write(line + b"\n")
-            self._output.flush()
-        except (OSError, ValueError):
-            # Nobody reads any more (`| head`), or the disk is full; the logs still have everything.
-            self._output = open(os.devnull, "wb")  # noqa: SIM115 (for the rest of the run)
 
     def _ended(self, task: TaskProcess) -> None:
         code = task.process.returncode
@@ -244,7 +210,7 @@ class Launcher:
         if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task)):
             self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))
             return
-        self._release(task)
+        self._output.release(task)
         if code == exit_status.PREEMPTED:
             done, self._saved = self._steps(task)
             # Without progress since it was told last, it is no preemption that it suffers from.
@@ -252,7 +218,7 @@ class Launcher:
             self._last_preemption_step, self._preempted = done or 0, True
             self._restart = self.restarts.limit > 0 and (free or not self.restarts.failed(done))
             then = f"; starting again from step {self._saved}" if self._restart else ""
-            self._say(f"{task.spec} was told to end (SIGTERM) at step {done or 0}{then}")
+            self._output.say(f"{task.spec} was told to end (SIGTERM) at step {done or 0}{then}")
             self._kill_at = time.monotonic() + self._grace_seconds  # the others are saving, too
             self.restarts.total += self._restart and free
         elif task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
@@ -263,30 +229,30 @@ class Launcher:
         alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
         done, self._saved = self._steps(task)
         lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
-        if failure.exit_code == _FAULTY:
+        if failure.exit_code == exit_status.FAULTY_CONFIG:
             why = "a faulty command line or configuration stays so"
         elif not (why := self.restarts.failed(done)):
             count = f"restart {self.restarts.spent}/{self.restarts.limit} from step"
-            self._release(task)
+            self._output.release(task)
             if alone:
-                self._say(f"{lost}; {count} {done or 0}, of {task.spec} alone")
+                self._output.say(f"{lost}; {count} {done or 0}, of {task.spec} alone")
                 progress.write_restarts(self._progress, self.restarts.total)
                 self._later.append((time.monotonic() + self.restarts.delay, task.spec))
             else:
-                self._say(f"{lost}; {count} {self._saved}. Full output: {task.log_path}")
+                self._output.say(f"{lost}; {count} {self._saved}. Full output: {task.log_path}")
                 self._restart = True
                 self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
             return
         gone = failure.exit_code < 0 or failure.exit_code == exit_status.PREEMPTED
         if alone and gone and (self._later or any(other.spec.type == "worker" for other in self._running)):
             # Parameter servers keep what it has learnt.
-            self._release(task)
-            self._say(f"{failure}; the other workers go on")
+            self._output.release(task)
+            self._output.say(f"{failure}; the other workers go on")
             return
         self.failure = failure
-        self._release(task)
+        self._output.release(task)
         why = f"; {why}" if self.restarts.limit else ""
-        self._say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}")
+        self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}")
         self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # it has nothing to save
 
     def _steps(self, task: TaskProcess) -> tuple[int | None, int]:

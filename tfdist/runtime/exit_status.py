@@ -6,6 +6,8 @@ import sys
 
 # The exit code of a task that has been told to go, has saved what it had, and wants to be started again: EX_TEMPFAIL.
 PREEMPTED = 75
+# The exit code of a faulty command line or configuration, which no restart mends.
+FAULTY_CONFIG = 2
 
 
 # With which this process is going to end, as far as that is known; for those who serve it.

@@ -12,9 +12,7 @@ from tfdist.cluster.jobs.job import Job, check, command, tasks
 from tfdist.cluster.resolvers import environment
 from tfdist.config import TrainConfig
 from tfdist.errors import format_value
-from tfdist.runtime.exit_status import PREEMPTED
-
-_FAULTY = 2  # exit code of a configuration that no restart mends
+from tfdist.runtime.exit_status import FAULTY_CONFIG, PREEMPTED
 
 
 def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[str], job: Job) -> str:
@@ -57,7 +55,7 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
         "volumes": [{"name": "work", "persistentVolumeClaim": {"claimName": job.claim}}],
     }
     rules = [
-        {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [_FAULTY]}},
+        {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [FAULTY_CONFIG]}},
         {"action": "Ignore", "onExitCodes": {"containerName": "train", "operator": "In", "values": [PREEMPTED]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]

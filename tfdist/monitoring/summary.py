@@ -1,0 +1,115 @@
+"""The summary of a run, `summary.json`: what was trained, on what, how well and how fast."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import platform
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.cluster import ClusterSpec
+from tfdist.compression.base import Compressor
+from tfdist.config import TrainConfig
+from tfdist.monitoring import compression_report
+from tfdist.monitoring.network import WireBytes
+from tfdist.monitoring.throughput import Throughput
+from tfdist.runtime import progress
+from tfdist.version import __version__
+
+
+def summarize(
+    config: TrainConfig,
+    cluster: ClusterSpec | None,
+    replicas: int,
+    history: keras.callbacks.History,
+    throughput: Throughput,
+    wire_bytes: dict[str, Any],
+    server_report: dict[str, Any],
+    started: float,
+) -> dict[str, Any]:
+    """Returns the summary of a training.
+
+    Args:
+        config: What was trained.
+        cluster: The cluster, or None without one.
+        replicas: The number of replicas.
+        history: What `fit` returned.
+        throughput: The callback that has counted the steps.
+        wire_bytes: The bytes per step, from `wire_bytes_per_step`.
+        server_report: What is reported of parameter servers.
+        started: The `time.perf_counter()` of the start.
+    """
+    return {
+        "strategy": config.strategy.name,
+        "num_replicas": replicas,
+        "cluster": {job: len(addresses) for job, addresses in cluster.jobs.items()} if cluster else {"worker": 1},
+        "seed": config.seed,
+        "epochs": len(history.epoch),
+        "steps": throughput.steps,
+        "metrics": {name: finite_or_none(values[-1]) for name, values in history.history.items()},
+        "examples_per_second": throughput.examples_per_second and round(throughput.examples_per_second, 1),
+        "step_ms": throughput.step_ms,
+        "compression": {"name": config.compression.name, **config.compression.arguments()},
+        "wire_bytes_per_step": wire_bytes,
+        "restarts": progress.restarts(),
+        **server_report,
+        "wall_seconds": round(time.perf_counter() - started, 2),
+        "versions": {
+            "tfdist": __version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def wire_bytes_per_step(
+    model: keras.Model, compressor: Compressor | None, replicas: int, wire: WireBytes | None
+) -> dict[str, Any]:
+    """Returns the bytes that a rank sends in a step, `predicted` and `measured`; None where unknown.
+
+    If compression starts later in the training, `before_compression` has the bytes of the steps before.
+
+    Args:
+        model: The model.
+        compressor: What compresses its gradients, or None.
+        replicas: The number of ranks.
+        wire: The callback that has counted the bytes, or None where ranks do not exchange gradients.
+    """
+    if wire is None:
+        return {"predicted": None, "measured": None}
+    found: dict[str, Any] = {
+        "predicted": compression_report.planned_bytes(model, compressor, replicas),
+        "measured": wire.per_step,
+    }
+    if compressor and compressor.start_step:
+        found["before_compression"] = {
+            "predicted": compression_report.planned_bytes(model, None, replicas),
+            "measured": wire.per_step_before,
+        }
+    return found
+
+
+def finite_or_none(value: Any) -> Any:
+    """Returns a metric as plain numbers, with None for values that are not finite: JSON has no NaN."""
+    values = np.asarray(value, np.float64)
+    return np.where(np.isfinite(values), values.astype(object), None).tolist()  # type: ignore[call-overload]
+
+
+def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
+    """Writes a JSON file under another name and then renames it, so that no reader finds half a file.
+
+    Args:
+        path: The file; its folder is made.
+        value: What to write. Values that JSON does not know are written as strings.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=2, default=str) + "\n")  # a task's options may be anything
+    partial.replace(path)
