@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as losses
 from keras.src.trainers import compile_utils, data_adapters
@@ -24,16 +23,13 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 
 import tfdist
-from tfdist.backup import state as state_lib
 from tfdist.backup import unsaved_randomness
-from tfdist.compat import keras_internals
+from tfdist.compat import call_stack, keras_callbacks, keras_internals, keras_loops, tf_cluster, tf_internals
 from tfdist.data import graph as graph_lib
 from tfdist.data import random_state
-from tfdist.gradients import optimizer
 from tfdist.parameter_server import strategy as strategy_lib
 from tfdist.parameter_server import worker_step
 from tfdist.replicas import integer_weights, random_seeds
-from tfdist.step import losses as losses_lib
 from tfdist.strategies import model_methods
 
 
@@ -46,22 +42,18 @@ def test_keras_builds_models_where_they_are_built_here():
     moved = "seam first batch: Keras builds models elsewhere"
     for method in (keras.Model.fit, keras.Model.evaluate):
         source = inspect.getsource(method)
-        loop = re.search(rf"self\.{keras_internals.KERAS_BUILD}\(iterator=epoch_iterator\)", source)
+        loop = re.search(rf"self\.{keras_loops.KERAS_BUILD}\(iterator=epoch_iterator\)", source)
         function = re.search(r"self\.make_(train|test)_function\(\)", source)
         assert loop and function and loop.start() < function.start(), moved
     for method in (keras.Model.train_on_batch, keras.Model.test_on_batch):
-        assert f"self.{keras_internals.KERAS_BUILD}(data_batch=(x, y, sample_weight))" in inspect.getsource(method), (
-            moved
-        )
-    build = inspect.getsource(getattr(keras.Model, keras_internals.KERAS_BUILD))
-    assert f"self.{keras_internals.KERAS_BUILD_BY_CALL}(data_batch=data_batch)" in build, moved
+        assert f"self.{keras_loops.KERAS_BUILD}(data_batch=(x, y, sample_weight))" in inspect.getsource(method), moved
+    build = inspect.getsource(getattr(keras.Model, keras_loops.KERAS_BUILD))
+    assert f"self.{keras_loops.KERAS_BUILD_BY_CALL}(data_batch=data_batch)" in build, moved
     for name in keras_internals.KERAS_COMPILED:
-        assert f"self.{name}.built" in inspect.getsource(getattr(keras.Model, keras_internals.KERAS_BUILD_BY_CALL)), (
-            moved
-        )
-    assert f"self.{keras_internals.KERAS_DATA} = dataset" in inspect.getsource(
-        keras_trainer.TFEpochIterator.__init__
-    ), moved
+        assert f"self.{name}.built" in inspect.getsource(getattr(keras.Model, keras_loops.KERAS_BUILD_BY_CALL)), moved
+    assert f"self.{keras_loops.KERAS_DATA} = dataset" in inspect.getsource(keras_trainer.TFEpochIterator.__init__), (
+        moved
+    )
 
 
 def test_keras_saves_and_trains_by_methods_of_its_model():
@@ -70,10 +62,10 @@ def test_keras_saves_and_trains_by_methods_of_its_model():
     several = collective_all_reduce_strategy.CollectiveAllReduceExtended
     for extended in (mirrored_strategy.MirroredExtended, several):
         source = inspect.getsource(extended)
-        assert "container_strategy._collective_key_base" in source, "seam keys: of a second strategy in one process"
-    assert f'getattr(self, "{keras_internals.TF_SERVES}", False)' in inspect.getsource(several), (
-        "seam server: started again"
-    )
+        assert f"container_strategy.{tf_internals.TF_COLLECTIVE_KEYS}" in source, (
+            "seam keys: of a second strategy in one process"
+        )
+    assert f'getattr(self, "{tf_cluster.TF_SERVES}", False)' in inspect.getsource(several), "seam server: started again"
 
 
 def test_keras_distributes_and_draws_data_where_the_strategy_looks():
@@ -81,9 +73,9 @@ def test_keras_distributes_and_draws_data_where_the_strategy_looks():
     assert ".experimental_distribute_dataset(" in inspect.getsource(keras_trainer.TFEpochIterator.__init__), moved
     for method in (keras.Model.fit, keras.Model.evaluate, keras.Model.predict):
         assert "TFEpochIterator(" in inspect.getsource(method), moved
-    assert f"def {keras_internals.KERAS_PREDICT_DATA}(iterator)" in inspect.getsource(keras.Model.predict), moved
+    assert f"def {call_stack.KERAS_PREDICT_DATA}(iterator)" in inspect.getsource(keras.Model.predict), moved
     predict = inspect.getsource(keras.Model.make_predict_function)
-    assert f"def {keras_internals.KERAS_PREDICT}(data)" in predict, moved
+    assert f"def {call_stack.KERAS_PREDICT_STEP}(data)" in predict, moved
     layer = keras.layers.BatchNormalization(synchronized=True)
     assert f"self.{keras_internals.KERAS_MOMENTS}(inputs, mask)" in inspect.getsource(type(layer).call), moved
 
@@ -99,7 +91,7 @@ def test_keras_names_a_seed_generators_state_as_expected(strategy):
     with strategy.scope():
         seed = keras.random.SeedGenerator(3).state.value
     first, second = strategy.experimental_local_results(seed)
-    assert keras_internals.KERAS_SEED_VARIABLE in seed.name, "seam variable creation: the seed's name has moved"
+    assert keras_internals.SEED_STATE in seed.name, "seam variable creation: the seed's name has moved"
     assert first.numpy().tolist() == [3, 0]
     assert second.numpy()[0] != 3
 
@@ -124,11 +116,11 @@ def test_statistics_are_told_from_slots_and_metrics(strategy):
 
 def test_optimizers_reduce_gradients_where_expected():
     moved = "seam gradient reduction has moved"
-    assert optimizer.KERAS_REDUCTION in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
-    assert keras_internals.KERAS_APPLY in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
-    assert "distribution.extended" in inspect.getsource(
-        getattr(keras.optimizers.Optimizer, keras_internals.KERAS_APPLY)
-    ), moved
+    assert keras_internals.KERAS_REDUCTION in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
+    assert call_stack.KERAS_APPLY in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
+    assert "distribution.extended" in inspect.getsource(getattr(keras.optimizers.Optimizer, call_stack.KERAS_APPLY)), (
+        moved
+    )
     assert keras_internals.KERAS_UPDATE in inspect.getsource(keras.optimizers.Optimizer.apply), moved
     assert "self.apply(" in inspect.getsource(keras.optimizers.Optimizer.apply_gradients), moved
 
@@ -164,9 +156,9 @@ def test_accumulators_are_told_from_slots(strategy):
         adam = keras.optimizers.Adam(gradient_accumulation_steps=2)
         adam.build(model.trainable_variables)
     moved = "seam variable creation: the accumulators' name has moved"
-    assert len(getattr(adam, keras_internals.KERAS_ACCUMULATORS)) == 2
-    for variable in getattr(adam, keras_internals.KERAS_ACCUMULATORS):
-        assert keras_internals.KERAS_ACCUMULATOR_VARIABLE in variable.name, moved
+    assert len(keras_internals.accumulators(adam)) == 2
+    for variable in keras_internals.accumulators(adam):
+        assert keras_internals.GRADIENT_ACCUMULATOR in variable.name, moved
         assert isinstance(variable.value, values.SyncOnReadVariable), moved
 
 
@@ -174,9 +166,7 @@ def test_models_make_their_functions_where_the_trainer_does():
     for make in (keras.Model.make_train_function, keras.Model.make_test_function):
         assert keras_internals.KERAS_MAKE_FUNCTION in inspect.getsource(make), "seam step function has moved"
     source = inspect.getsource(getattr(keras.Model, keras_internals.KERAS_MAKE_FUNCTION))
-    assert f"def {keras_internals.KERAS_STEP}(data)" in source, (
-        "seam step function: a bare fit is not recognised any more"
-    )
+    assert f"def {call_stack.KERAS_STEP}(data)" in source, "seam step function: a bare fit is not recognised any more"
     assert ".run(step_function, args=(data,))" in source, "seam step function: it runs another function now"
 
 
@@ -184,13 +174,13 @@ def test_datasets_tell_what_they_are_made_from_and_what_their_functions_draw():
     moved = "seam random state of data: {} has moved"
     generator, flip = tf.random.Generator.from_seed(1), keras.layers.RandomFlip()
     dataset = tf.data.Dataset.from_tensors(tf.zeros([2, 2, 1])).repeat(3)
-    assert int(getattr(dataset, keras_internals.TF_COUNT)) == 3, moved.format(keras_internals.TF_COUNT)
+    assert tf_internals.repeat_count(dataset) == 3, moved.format(tf_internals.TF_COUNT)
     dataset = dataset.map(lambda x: flip(x + generator.normal([2, 2, 1]), training=True), 2, deterministic=False)
-    assert len(list(graph_lib.walk(dataset))) == 3, moved.format(keras_internals.TF_INPUTS)
+    assert len(list(graph_lib.walk(dataset))) == 3, moved.format(tf_internals.TF_INPUTS)
     shapes = [tuple(state.shape) for state in random_state.random_states(dataset)]
     assert sorted(shapes) == [(2,), (3,)], moved.format("a seed generator's or a Generator's state")
-    assert getattr(dataset, keras_internals.TF_PARALLEL, None) is not None, moved.format(keras_internals.TF_PARALLEL)
-    assert getattr(dataset, keras_internals.TF_ORDERED, None) == "false", moved.format(keras_internals.TF_ORDERED)
+    assert tf_internals.is_parallel(dataset), moved.format(tf_internals.TF_PARALLEL)
+    assert tf_internals.is_unordered(dataset), moved.format(tf_internals.TF_ORDERED)
 
 
 def test_traced_functions_tell_their_random_operations():
@@ -214,23 +204,23 @@ def test_keras_sums_and_logs_losses_where_the_step_does():
     assert "apply_mask(" in reduction, "seam losses: masks become weights elsewhere"
     assert "backend.get_keras_mask(y_pred)" in inspect.getsource(keras.losses.Loss.__call__), moved
     masked = keras.layers.Masking()(tf.zeros([2, 3, 1]))
-    assert hasattr(masked, keras_internals.KERAS_MASK), "seam losses: masks are kept elsewhere"
+    assert keras_internals.mask(masked) is not None, "seam losses: masks are kept elsewhere"
     for step_method in (keras_trainer.TensorFlowTrainer.train_step, keras_trainer.TensorFlowTrainer.test_step):
         assert f"self.{keras_internals.KERAS_LOSS_TRACKER}.update_state(" in inspect.getsource(step_method), moved
 
 
 def test_datasets_tell_how_they_are_shuffled():
     dataset = tf.data.Dataset.range(4).shuffle(4, seed=7).batch(2)
-    (shuffled,) = getattr(dataset, keras_internals.TF_INPUTS)()
-    assert type(shuffled).__name__ == keras_internals.TF_SHUFFLES, "consistency: what shuffles has another name"
-    assert all(hasattr(shuffled, name) for name in keras_internals.TF_SEEDS), "consistency: its seeds have other names"
+    (shuffled,) = tf_internals.inputs(dataset)
+    assert type(shuffled).__name__ == tf_internals.TF_SHUFFLES, "consistency: what shuffles has another name"
+    assert all(hasattr(shuffled, name) for name in tf_internals.TF_SEEDS), "consistency: its seeds have other names"
 
 
 def test_models_tell_their_layers_and_variables_their_strategy(strategy):
     with strategy.scope():
         inner = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
         model = keras.Sequential([keras.Input((2,)), inner])
-    assert inner.layers[0] in list(model._flatten_layers()), "unsupported: nested layers are told elsewhere"
+    assert inner.layers[0] in list(keras_internals.layers(model)), "unsupported: nested layers are told elsewhere"
     assert all(v.value.distribute_strategy is strategy for v in model.weights)
 
 
@@ -253,8 +243,8 @@ def test_keras_divides_a_loss_by_what_the_strategy_says(strategy):
 
 def test_keras_tells_where_data_come_from():
     moved = "arrays: Keras has renamed its adapters"
-    assert keras_internals.KERAS_ADAPTER in inspect.getsource(keras_epochs.EpochIterator.__init__), moved
-    for name in keras_internals.KERAS_SELF_FEEDING:
+    assert keras_loops.KERAS_ADAPTER in inspect.getsource(keras_epochs.EpochIterator.__init__), moved
+    for name in keras_loops.KERAS_SELF_FEEDING:
         assert name in inspect.getsource(data_adapters), moved
     adapter = generator_data_adapter.GeneratorDataAdapter((np.ones((2, size)),) for size in (3, 3, 3))
     assert len(adapter._first_batches) == 2, moved
@@ -287,7 +277,7 @@ def test_keras_tells_what_stays_on_the_chief_of_parameter_servers():
     ]
     assert all(strategy_lib.lives_on_chief(*each) for each in created[:counters]), moved
     assert not any(strategy_lib.lives_on_chief(*each) for each in created[counters:]), moved
-    assert getattr(adam, keras_internals.KERAS_ITERATIONS).aggregation == "only_first_replica", moved
+    assert keras_internals.step_counter(adam).aggregation == "only_first_replica", moved
 
 
 def test_a_stateless_scope_keeps_what_a_step_assigns():
@@ -298,7 +288,7 @@ def test_a_stateless_scope_keeps_what_a_step_assigns():
         metric.update_state(2.0)
         layer.bias.assign([3.0])
         assert layer.bias.numpy() == [3.0], moved
-        assert scope.get_current_value(layer.kernel) is getattr(layer.kernel, keras_internals.KERAS_VALUE), moved
+        assert scope.get_current_value(layer.kernel) is keras_internals.raw_value(layer.kernel), moved
     assert scope.state_mapping[id(metric.total)].numpy() == 7, moved
     assert set(scope.state_mapping) == {id(metric.total), id(layer.bias)}, moved
     assert metric.total.numpy() == 0 and layer.bias.numpy() == [0], moved
@@ -314,7 +304,7 @@ def test_optimizers_update_one_variable_after_the_other():
 
 def test_predict_runs_the_function_that_a_bare_strategy_refuses():
     source = inspect.getsource(keras.Model.make_predict_function)
-    assert f"def {keras_internals.KERAS_PREDICT_STEP}(data)" in source, "strategy: predict has moved"
+    assert f"def {call_stack.KERAS_PREDICT_STEP}(data)" in source, "strategy: predict has moved"
     assert "self.predict_function is not None and not force" in source, "engine: predict has moved"
 
 
@@ -327,21 +317,21 @@ def test_keras_ends_an_epoch_by_the_function_that_drains():
 def test_tensorflows_coordinator_runs_python_functions_in_a_thread_for_each_worker():
     moved = "scheduler: TensorFlow's coordinator works in another way now"
     source = inspect.getsource(cluster_coordinator)
-    assert f"self.{keras_internals.TF_CLUSTER} = Cluster(strategy)" in source, moved
+    assert f"self.{tf_cluster.TF_CLUSTER} = Cluster(strategy)" in source, moved
     assert "def schedule(self, function, args, kwargs)" in inspect.getsource(cluster_coordinator.Cluster), moved
     assert "with ops.device(worker.device_name)" in inspect.getsource(cluster_coordinator.Closure.execute_on), moved
     lost = tf.errors.UnavailableError(None, None, "GRPC error information from remote target /job:ps/replica:0/task:1")
-    assert cluster_coordinator._is_ps_failure(lost) and not cluster_coordinator._is_worker_failure(lost), moved
+    assert tf_cluster.is_server_failure(lost) and not tf_cluster.is_worker_failure(lost), moved
     lost = tf.errors.UnavailableError(None, None, "remote target /job:worker/replica:0/task:1")
-    assert cluster_coordinator._is_worker_failure(lost), moved
+    assert tf_cluster.is_worker_failure(lost), moved
 
 
 def test_optimizers_know_their_strategy(strategy):
     outside = keras.optimizers.SGD()
     with strategy.scope():
         inside = keras.optimizers.SGD()
-    assert getattr(inside, keras_internals.KERAS_STRATEGY) is strategy, "the optimizer's strategy has moved"
-    assert getattr(outside, keras_internals.KERAS_STRATEGY) is not strategy
+    assert keras_internals.optimizer_strategy(inside, None) is strategy, "the optimizer's strategy has moved"
+    assert keras_internals.optimizer_strategy(outside, strategy) is not strategy
 
 
 def test_stock_strategies_still_fail_as_the_cures_suppose(strategy):
@@ -359,7 +349,7 @@ def test_stock_strategies_still_fail_as_the_cures_suppose(strategy):
 
 
 def test_learning_rate_is_where_agreement_looks():
-    assert isinstance(keras.optimizers.SGD(0.1)._learning_rate, keras.Variable), (
+    assert isinstance(keras_internals.learning_rate_variable(keras.optimizers.SGD(0.1)), keras.Variable), (
         "callback_sync: the learning rate has moved"
     )
 
@@ -367,7 +357,7 @@ def test_learning_rate_is_where_agreement_looks():
 def test_tensorflow_tells_whether_a_seed_was_set():
     before = context.global_seed()
     tf.random.set_seed(7)
-    assert context.global_seed() == 7
+    assert tf_internals.global_seed() == 7
     tf.random.set_seed(before)
 
 
@@ -375,19 +365,19 @@ def test_tensorflow_takes_seeds_from_the_traced_graph_and_from_its_context():
     moved = "random_seeds: TensorFlow keeps its seed elsewhere"
     before = context.global_seed()
     tf.random.set_seed(7)
-    assert getattr(context.context(), keras_internals.TF_GLOBAL_SEED) == 7, moved
+    assert tf_internals.get_seed(tf_internals.seed_holder()) == 7, moved
 
     @tf.function
     def traced():
-        graph = tf.compat.v1.get_default_graph()
-        assert getattr(graph, keras_internals.TF_GRAPH_SEED) == 7, moved
-        setattr(graph, keras_internals.TF_GRAPH_SEED, 8)
+        graph = tf_internals.seed_holder()
+        assert tf_internals.get_seed(graph) == 7, moved
+        tf_internals.set_seed(graph, 8)
         drawn = tf.random.uniform([])
         inner = tf.function(lambda: tf.random.uniform([]))
         inner()
         assert drawn.op.get_attr("seed") == 8, moved
         assert inner.get_concrete_function().graph.get_operations()[1].get_attr("seed") == 8, moved
-        assert getattr(graph, keras_internals.TF_OUTER_GRAPH) is not None, moved
+        assert getattr(graph, tf_internals.TF_OUTER_GRAPH) is not None, moved
         return drawn
 
     traced()
@@ -433,17 +423,17 @@ def test_reduce_sums_structures_and_scalars(strategy):
 def test_keras_loop_begins_and_ends_epochs_where_a_resumed_training_steps_in():
     moved = "seam data position: {} has moved"
     source = inspect.getsource(keras.Model.fit)
-    build = f"self.{keras_internals.KERAS_BUILD}(iterator=epoch_iterator)"
+    build = f"self.{keras_loops.KERAS_BUILD}(iterator=epoch_iterator)"
     for line in (
         build,
         "epoch_iterator.reset()",
         "callbacks.on_train_begin()",
-        f"initial_epoch = self.{keras_internals.KERAS_INITIAL_EPOCH} or initial_epoch",
+        f"initial_epoch = self.{keras_loops.KERAS_INITIAL_EPOCH} or initial_epoch",
         "self.reset_metrics()",
         "callbacks.on_epoch_begin(epoch)",
         "in epoch_iterator:",
         "callbacks.on_train_batch_end(end_step, logs)",
-        f"self.{keras_internals.KERAS_LOGS}(logs)",
+        f"self.{keras_loops.KERAS_LOGS}(logs)",
         "callbacks.on_epoch_end(epoch, epoch_logs)",
     ):
         assert line in source, moved.format(line)
@@ -459,14 +449,14 @@ def test_keras_loop_takes_its_passes_and_steps_from_the_functions_that_are_follo
 
     moved = "seam data position: the loop over steps has moved"
     loop = TFEpochIterator(x=np.zeros((8, 1)), batch_size=2, distribute_strategy=tf.distribute.get_strategy())
-    assert f"self.{keras_internals.KERAS_ENUMERATE}()" in inspect.getsource(TFEpochIterator.__iter__), moved
-    source = inspect.getsource(getattr(TFEpochIterator, keras_internals.KERAS_ENUMERATE))
-    assert source.count(f"iter(self.{keras_internals.KERAS_GET_ITERATOR}())") == 3, moved
-    assert all(hasattr(loop, name) for name in (*keras_internals.KERAS_ITERATORS, keras_internals.KERAS_DATA)), moved
-    assert callable(getattr(loop.data_adapter, keras_internals.KERAS_EPOCH_END)), moved
+    assert f"self.{keras_loops.KERAS_ENUMERATE}()" in inspect.getsource(TFEpochIterator.__iter__), moved
+    source = inspect.getsource(getattr(TFEpochIterator, keras_loops.KERAS_ENUMERATE))
+    assert source.count(f"iter(self.{keras_loops.KERAS_GET_ITERATOR}())") == 3, moved
+    assert all(hasattr(loop, name) for name in (*keras_loops.KERAS_ITERATORS, keras_loops.KERAS_DATA)), moved
+    assert callable(loop.data_adapter.on_epoch_end), moved
     steps = iter(loop)
     assert [next(steps)[:2] for _ in range(2)] == [(0, 0), (1, 1)], moved
-    assert (getattr(loop, keras_internals.KERAS_STEPS_SEEN), loop.steps_per_epoch) == (2, None), moved
+    assert (getattr(loop, keras_loops.KERAS_STEPS_SEEN), loop.steps_per_epoch) == (2, None), moved
 
 
 @pytest.mark.parametrize(
@@ -483,10 +473,10 @@ def test_keras_loop_takes_its_passes_and_steps_from_the_functions_that_are_follo
 def test_keras_callbacks_remember_what_is_backed_up(make, attributes):
     callback = make()
     source = inspect.getsource(attributes)
-    for name in state_lib._KERAS_CALLBACK_STATE[attributes]:
+    for name in keras_callbacks.CALLBACK_STATE[attributes]:
         assert f"self.{name}" in source or hasattr(callback, name), f"seam callback state: {name} has moved"
     # What they change while they train, and is not backed up, is set anew when a training begins.
-    known = {*state_lib._KERAS_CALLBACK_STATE[attributes], "best_epoch", "monitor_op", "csv_file"}
+    known = {*keras_callbacks.CALLBACK_STATE[attributes], "best_epoch", "monitor_op", "csv_file"}
     known |= {
         "_batch_trace_context",
         "_is_tracing",
@@ -511,43 +501,39 @@ def test_collectives_are_launched_as_expected():
         assert name in functions, f"seam collectives: {name} has gone"
     made = inspect.getsource(functions["__init__"])
     assert all(f"self.{name} =" in made for name in ("_group_key", "_group_size", "_device", "_options"))
-    assert f"self.{keras_internals.TF_LAUNCHERS} = []" in inspect.getsource(
-        cross_device_ops.CollectiveAllReduce.__init__
-    )
+    assert f"self.{tf_cluster.TF_LAUNCHERS} = []" in inspect.getsource(cross_device_ops.CollectiveAllReduce.__init__)
     source = inspect.getsource(collective_all_reduce_strategy.CollectiveAllReduceExtended)
-    assert f"self.{keras_internals.TF_CROSS_DEVICE_OPS} =" in source
+    assert f"self.{tf_cluster.TF_CROSS_DEVICE_OPS} =" in source
 
 
 def test_variables_are_told_by_their_names():
     moved = "parameter_servers, data_state: the names of variables have moved"
     sgd = keras.optimizers.SGD(0.1)
     sgd.build([keras.Variable(1.0)])
-    assert {v.name for v in sgd.variables} >= set(keras_internals.KERAS_OPTIMIZER_SCALARS), moved
-    assert keras.random.SeedGenerator(1).state.name.startswith(keras_internals.KERAS_SEED_STATE), moved
-    assert tf.random.Generator.from_seed(1).state.name.startswith(keras_internals.TF_GENERATOR_STATE), moved
+    assert {v.name for v in sgd.variables} >= set(keras_internals.OPTIMIZER_SCALARS), moved
+    assert keras.random.SeedGenerator(1).state.name.startswith(keras_internals.SEED_STATE), moved
+    assert tf.random.Generator.from_seed(1).state.name.startswith(tf_internals.GENERATOR_STATE), moved
 
 
 def test_keras_has_one_generator_for_all_who_bring_none():
-    global_state.set_global_attribute(keras_internals.KERAS_GLOBAL_GENERATOR, None)
+    keras_internals.set_global_generator(None)
     keras.random.uniform(())
-    found = global_state.get_global_attribute(keras_internals.KERAS_GLOBAL_GENERATOR)
+    found = keras_internals.global_generator()
     assert isinstance(found, keras.random.SeedGenerator), "random_seeds: the global generator has moved"
 
 
 def test_functions_and_datasets_tell_what_they_hold():
     function = tf.function(lambda x: x + 1)
     function(1.0)
-    assert len(getattr(function, keras_internals.TF_TRACED)()) == 1, "unsaved_randomness: traces have moved"
+    assert len(tf_internals.traced_functions(function)) == 1, "unsaved_randomness: traces have moved"
     inner = tf.function(lambda x: x + 1).get_concrete_function(tf.TensorSpec([]))
     with tf.Graph().as_default() as graph:
         inner(tf.constant(1.0))
-        found = getattr(graph, keras_internals.TF_FUNCTION)(inner.name.decode())
+        found = tf_internals.graph_function(graph, inner.name.decode())
     assert len(found.cached_definition.node_def) > 0, "integer_weights: functions of a graph have moved"
     mapped = tf.data.Dataset.range(3).map(lambda x: x + 1)
-    assert len(getattr(mapped, keras_internals.TF_FUNCTIONS)()) == 1, "arrays: functions of datasets have moved"
-    assert int(getattr(tf.data.Dataset.range(3).batch(2), keras_internals.TF_BATCH_SIZE)) == 2, (
-        "arrays: the batch size has moved"
-    )
+    assert len(list(tf_internals.dataset_functions(mapped))) == 1, "arrays: functions of datasets have moved"
+    assert int(tf_internals.own_batch_size(tf.data.Dataset.range(3).batch(2))) == 2, "arrays: the batch size has moved"
 
 
 def test_optimizers_clip_where_it_is_done_here():
@@ -566,8 +552,8 @@ def test_arrays_without_a_batch_size_have_keras_own():
             sizes.append(batch)
 
     model.fit(
-        np.zeros([2 * keras_internals.KERAS_BATCH_SIZE, 1]),
-        np.zeros([2 * keras_internals.KERAS_BATCH_SIZE, 1]),
+        np.zeros([2 * keras_loops.DEFAULT_BATCH_SIZE, 1]),
+        np.zeros([2 * keras_loops.DEFAULT_BATCH_SIZE, 1]),
         callbacks=[Sizes()],
         verbose=0,
     )
@@ -582,10 +568,10 @@ def test_keras_own_steps_are_told_by_their_modules():
         keras.Model.compute_loss,
         compile_utils.CompileLoss.call,
     ):
-        assert own.__module__.startswith(losses_lib._KERAS_STEPS), moved
+        assert own.__module__.startswith(call_stack.KERAS_STEP_MODULES), moved
 
 
 def test_keras_asks_for_an_epochs_logs_where_they_are_computed():
-    assert f"self.{keras_internals.KERAS_LOGS}(logs)" in inspect.getsource(inspect.unwrap(keras.Model.fit)), (
+    assert f"self.{keras_loops.KERAS_LOGS}(logs)" in inspect.getsource(inspect.unwrap(keras.Model.fit)), (
         "execution: logs have moved"
     )

@@ -13,12 +13,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import context as eager_context
 
 from tfdist.backup.search import read_seed
 from tfdist.backup.session import BackupSession
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
+from tfdist.compat import tf_internals
 from tfdist.errors import ConfigError, format_value
 from tfdist.runtime import progress
 from tfdist.runtime.preemption import Preemption
@@ -141,9 +141,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         Call it before datasets are made: a dataset that shuffles takes its seed from there. A seed that is set later holds.
         """
         seed = read_seed(self.backup_dir)
-        if seed is None and eager_context.global_seed() is None:
+        if seed is None and tf_internals.global_seed() is None:
             seed = int.from_bytes(os.urandom(4), "little") >> 1
-        if seed is not None and seed != eager_context.global_seed():
+        if seed is not None and seed != tf_internals.global_seed():
             tf.random.set_seed(seed)
 
     @property

@@ -16,16 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backup import unsaved_randomness
-from tfdist.compat.keras_internals import (
-    KERAS_BUILD,
-    KERAS_DATA,
-    KERAS_ENUMERATE,
-    KERAS_GET_ITERATOR,
-    KERAS_INITIAL_EPOCH,
-    KERAS_ITERATORS,
-    KERAS_LOGS,
-    KERAS_STEPS_SEEN,
-)
+from tfdist.compat import keras_loops
 from tfdist.data.random_state import DatasetRandomState
 from tfdist.data.resume import iterator_from_step, replay
 
@@ -77,14 +68,14 @@ class LoopTracker:
     @contextlib.contextmanager
     def track(self) -> Iterator[None]:
         """Lets this follow the `fit` that is called inside."""
-        build = getattr(self._model, KERAS_BUILD)
-        setattr(self._model, KERAS_BUILD, functools.partial(self._build, build))
+        build = keras_loops.build_method(self._model)
+        keras_loops.replace_build(self._model, functools.partial(self._build, build))
         try:
             yield
         finally:
-            setattr(self._model, KERAS_BUILD, build)
+            keras_loops.replace_build(self._model, build)
             self._take_logs_back()
-            setattr(self._model, KERAS_INITIAL_EPOCH, None)
+            keras_loops.set_initial_epoch(self._model, None)
 
     def resume(
         self, position: LoopPosition, first_epoch: int, logs: Any, own: Mapping[str, Any], arrive: Callable[[], Any]
@@ -101,10 +92,10 @@ class LoopTracker:
         self.position = position
         self._resumes, self._arrive = True, arrive
         self.state.load(own, goes_on=position.epoch_step > 0)
-        setattr(self._model, KERAS_INITIAL_EPOCH, first_epoch)
+        keras_loops.set_initial_epoch(self._model, first_epoch)
         if position.epoch_step:
-            self._results = getattr(self._model, KERAS_LOGS)
-            setattr(self._model, KERAS_LOGS, lambda own: self._results(own or logs))
+            self._results = results = keras_loops.logs_method(self._model)
+            keras_loops.replace_logs(self._model, lambda own: results(own or logs))
 
     def on_execution_end(self, end_step: int, steps: int | None) -> None:
         """Says that the loop has done an execution of steps.
@@ -133,24 +124,23 @@ class LoopTracker:
         if self._loop is not None:  # the first one is fit's own, later ones evaluate's
             build(iterator=iterator, data_batch=data_batch)
             return
-        self._sources = getattr(getattr(iterator, KERAS_DATA, None), "sources", [])
+        self._sources = getattr(keras_loops.distributed_dataset(iterator), "sources", [])
         self.state = DatasetRandomState(self._sources, iterator.data_adapter, self._is_backed_up)
         with self.state.preserve_seed_generators():
             build(iterator=iterator, data_batch=data_batch)
         self._loop = iterator
-        setattr(iterator, KERAS_ENUMERATE, self._enumerate)
-        setattr(iterator, KERAS_GET_ITERATOR, lambda: self)
+        keras_loops.replace_enumeration(iterator, self._enumerate, lambda: self)
 
     def _take_logs_back(self) -> None:
         if self._results is not None:
-            setattr(self._model, KERAS_LOGS, self._results)
+            keras_loops.replace_logs(self._model, self._results)
             self._results = None
 
     def __iter__(self) -> Any:
         """Begins a pass over the data."""
-        data = getattr(type(self._loop), KERAS_GET_ITERATOR)(self._loop)
+        data = keras_loops.pass_data(self._loop)
         place, goes_on = self.position, self._resumes_within_pass
-        setattr(self._loop, KERAS_ITERATORS[0], None)  # or the pass before might read ahead, and draw random numbers
+        keras_loops.drop_iterator(self._loop)  # or the pass before might read ahead, and draw random numbers
         if not goes_on:
             place.passes, place.drawn = place.passes + 1, 0
         if self._resumes:
@@ -176,11 +166,11 @@ class LoopTracker:
         if self._resumes and not self._resumes_within_pass:
             self.state.restore("now")
         done, resumes = place.epoch_step, self._resumes
-        for begin, end, data in getattr(type(loop), KERAS_ENUMERATE)(loop):
+        for begin, end, data in keras_loops.enumerate_steps(loop):
             self._resumes_within_epoch = True
             if self._resumes:
                 # Of earlier epochs, in the same pass.
-                setattr(loop, KERAS_STEPS_SEEN, getattr(loop, KERAS_STEPS_SEEN) + place.drawn - done)
+                keras_loops.add_steps_seen(loop, place.drawn - done)
                 self._resumes = False
             if resumes:
                 if begin < done:

@@ -11,20 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import optimizer_search
+from tfdist.compat.keras_callbacks import CALLBACK_STATE, STATELESS_ATTRIBUTES
 from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 
-# What Keras' own callbacks remember from one step or epoch to another.
-_KERAS_CALLBACK_STATE: Mapping[type, Sequence[str]] = {
-    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
-    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
-    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"),
-    keras.callbacks.History: ("epoch", "history"),
-}
-_BARE = vars(keras.callbacks.Callback()).keys() | {"_supports_tf_logs"}
 _REST = "rest"  # what is no tensor, as JSON
 _GLOBAL_SEED = "global seed/"  # of this thread's `keras.random`
 _ARRAY, _PAIRS = "array:", "pairs:"
@@ -124,7 +115,7 @@ class TrainingState:
     def unsaved_callbacks(self) -> list[str]:
         """Returns the classes of the user's callbacks that may remember something, which is not backed up."""
         own = [c for c in self._unnamed if not type(c).__module__.startswith(("keras.", "tfdist."))]
-        return sorted({type(callback).__qualname__ for callback in own if vars(callback).keys() - _BARE})
+        return sorted({type(callback).__qualname__ for callback in own if vars(callback).keys() - STATELESS_ATTRIBUTES})
 
     def _components(self, variable: tf.Variable) -> Sequence[tf.Variable]:
         return self._strategy.experimental_local_results(variable)
@@ -156,7 +147,7 @@ def _stateful_callbacks(
     """Yields the callbacks that remember anything, by their class and their number within it."""
     counts: dict[str, int] = {}
     for callback in callbacks:
-        if hasattr(callback, "state_dict") or isinstance(callback, tuple(_KERAS_CALLBACK_STATE)):
+        if hasattr(callback, "state_dict") or isinstance(callback, tuple(CALLBACK_STATE)):
             name = type(callback).__qualname__
             counts[name] = counts.get(name, 0) + 1
             yield f"{name}-{counts[name]}", callback
@@ -164,7 +155,7 @@ def _stateful_callbacks(
 
 def _get_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    for kind, names in _KERAS_CALLBACK_STATE.items():
+    for kind, names in CALLBACK_STATE.items():
         if isinstance(callback, kind):
             # In a list of their own, as training changes them while they are written.
             state |= {name: getattr(callback, name) for name in names if hasattr(callback, name)}

@@ -9,10 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry
-from tensorflow.python.framework.config import is_op_determinism_enabled
 
-from tfdist.compat.keras_internals import TF_ORDERED, TF_PARALLEL, TF_TRACED
+from tfdist.compat import tf_internals
 from tfdist.data.graph import functions, nodes, walk
 from tfdist.data.random_state import random_states
 from tfdist.runtime.log import log
@@ -33,15 +31,15 @@ def warn_if_inexact(doubts: Sequence[str]) -> None:
 
 def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
     """Yields why the order of a training's datasets, or what they draw, differs from run to run, and the remedies."""
-    if is_op_determinism_enabled():
+    if tf_internals.is_op_determinism_enabled():
         return
     every = [each for dataset in datasets for each in walk(dataset)]
-    parallel = [each for each in every if getattr(each, TF_PARALLEL, None) is not None]
+    parallel = [each for each in every if tf_internals.is_parallel(each)]
     if any(
         next(random_states(each), None) is not None or any(map(_random_nodes, functions(each))) for each in parallel
     ):
         yield f"a dataset's map or interleave draws random numbers in several threads; {_THREADS}"
-    if any(getattr(each, TF_ORDERED, None) == "false" or each.options().deterministic is False for each in every):
+    if any(tf_internals.is_unordered(each) or each.options().deterministic is False for each in every):
         yield "a dataset's elements come in any order, which deterministic=False allows; leave it out"
 
 
@@ -82,9 +80,8 @@ def graphs(function: Any) -> Iterator[tf.Graph]:
     """Yields the graphs that have been traced for an execution of steps."""
     held = [function, *(vars(function).values() if hasattr(function, "__dict__") else ())]
     for each in held:
-        if hasattr(each, TF_TRACED):
-            for traced in getattr(each, TF_TRACED)():
-                yield traced.graph
+        for traced in tf_internals.traced_functions(each):
+            yield traced.graph
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -98,7 +95,7 @@ def _random_nodes(function: Any) -> bool:
 
 def _draws_from_own_counter(kind: str) -> bool:
     """Whether operations of a kind draw random numbers from a counter of their own."""
-    known = op_def_registry.get(kind)
+    known = tf_internals.operation_definition(kind)
     if known is None or not known.is_stateful or kind.startswith("Cudnn") or "Dataset" in kind:
         return False
     return {"seed", "seed2"} <= {attribute.name for attribute in known.attr}

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import collective_ops, resource_variable_ops
 
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.requests import flatten, unflatten
-from tfdist.compat.keras_internals import TF_CROSS_DEVICE_OPS, TF_LAUNCHERS
+from tfdist.compat import tf_cluster, tf_internals
 
 _PIECES = 8  # at most, of 4 MB or less, in which a rank's part of a sum travels: one is added while the next one comes
 _LANES = 16  # at most; a collective keeps a thread for as long as it takes
@@ -25,11 +24,11 @@ class CrossProcessCommunicator(Communicator):
     """
 
     def __init__(self, strategy: tf.distribute.MultiWorkerMirroredStrategy):
-        self._launchers = getattr(getattr(strategy.extended, TF_CROSS_DEVICE_OPS), TF_LAUNCHERS)
+        self._launchers = tf_cluster.launchers(strategy)
         self._tokens: dict[tuple[str, int], Any] = {}
         ids = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
         ranks = [int(number) for number in strategy.experimental_local_results(ids)]
-        super().__init__(ranks, strategy.extended._num_replicas_in_sync)
+        super().__init__(ranks, tf_internals.num_replicas(strategy))
 
     def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
         results = []
@@ -44,7 +43,7 @@ class CrossProcessCommunicator(Communicator):
                     continue
                 same = [values[place] for place in places]
                 total = self._launch(
-                    collective_ops.all_reduce_v2,
+                    tf_cluster.all_reduce,
                     launcher,
                     flatten(same) if len(same) > 1 else same[0],
                     merge_op="Max" if largest else "Add",
@@ -58,14 +57,14 @@ class CrossProcessCommunicator(Communicator):
     def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [
             tf.ensure_shape(
-                self._launch(collective_ops.all_gather_v2, launcher, tensor[tf.newaxis]), [self.size, *tensor.shape]
+                self._launch(tf_cluster.all_gather, launcher, tensor[tf.newaxis]), [self.size, *tensor.shape]
             )
             for tensor, launcher in zip(tensors, self._launchers, strict=True)
         ]
 
     def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [
-            self._launch(collective_ops.all_to_all_v2, launcher, tensor)
+            self._launch(tf_cluster.all_to_all, launcher, tensor)
             for tensor, launcher in zip(tensors, self._launchers, strict=True)
         ]
 
@@ -77,7 +76,7 @@ class CrossProcessCommunicator(Communicator):
         for each, launcher in zip(slices, self._launchers, strict=True):
 
             def gather(tensor: tf.Tensor, key: Any = 0, launcher: Any = launcher) -> tf.Tensor:
-                return self._launch(collective_ops.all_gather_v2, launcher, tensor, key)
+                return self._launch(tf_cluster.all_gather, launcher, tensor, key)
 
             counts = gather(tf.shape(each.indices))
             most = tf.reduce_max(counts)
@@ -94,13 +93,12 @@ class CrossProcessCommunicator(Communicator):
         return results
 
     def _launch(self, collective: Any, launcher: Any, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
-        options = launcher._options
-        with tf.device(launcher._device):
+        options = tf_cluster.options(launcher)
+        with tf.device(tf_cluster.device(launcher)):
             return collective(
                 tensor,
-                launcher._group_size,
-                launcher._group_key,
-                launcher._next_instance_key() + key,
+                *tf_cluster.group(launcher),
+                tf_cluster.next_key(launcher) + key,
                 communication_hint=options.implementation.value,
                 timeout=options.timeout_seconds or 0,
                 ordering_token=self._token(launcher),
@@ -109,10 +107,11 @@ class CrossProcessCommunicator(Communicator):
 
     def _token(self, launcher: Any) -> tf.Tensor:
         """Returns that on which a lane's collectives wait for each other: TensorFlow lets all wait for all."""
-        if "GPU" in launcher._device:  # NCCL wants the same order on all ranks
-            return launcher._get_ordering_token()
-        key = launcher._device, self._lane if self._lane < 0 else self._lane % _LANES
+        device = tf_cluster.device(launcher)
+        if "GPU" in device:  # NCCL wants the same order on all ranks
+            return tf_cluster.ordering_token(launcher)
+        key = device, self._lane if self._lane < 0 else self._lane % _LANES
         if key not in self._tokens:
-            with tf.init_scope(), tf.device(launcher._device):
-                self._tokens[key] = resource_variable_ops.ResourceVariable(0.0)
+            with tf.init_scope(), tf.device(device):
+                self._tokens[key] = tf_cluster.ResourceVariable(0.0)
         return self._tokens[key].handle

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_process import CrossProcessCommunicator
 from tfdist.collectives.in_process import InProcessCommunicator
+from tfdist.compat import tf_internals
 from tfdist.errors import ConfigError
 
 _GROUP = "_tfdist_group"  # a strategy's attribute
@@ -42,7 +43,7 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
             made = (
                 CrossProcessCommunicator(strategy)
                 if several
-                else InProcessCommunicator(strategy.extended._num_replicas_in_sync)
+                else InProcessCommunicator(tf_internals.num_replicas(strategy))
             )
         setattr(strategy, _GROUP, made)
     return getattr(strategy, _GROUP)

@@ -1,107 +1,267 @@
-"""The private names of Keras and TensorFlow that tfdist leans on.
+"""What tfdist uses of Keras' models, layers, losses and optimizers beyond their public interfaces.
 
-A release may move them: tests/architecture/test_keras_internals.py says which.
+A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
+the constants that begin with `KERAS_`. For Keras' loop over data see `keras_loops.py`.
 """
 
-# backup/data_position.py
-KERAS_LOGS = "_get_metrics_result_or_logs"
-KERAS_ENUMERATE = "_enumerate_iterator"
-KERAS_GET_ITERATOR = "_get_iterator"
-KERAS_INITIAL_EPOCH = "_initial_epoch"
-KERAS_STEPS_SEEN = "_steps_seen"
-KERAS_ITERATORS = ("_current_iterator", "_epoch_iterator")
+from __future__ import annotations
 
-# backup/unsaved_randomness.py
-TF_PARALLEL = "_num_parallel_calls"
-TF_ORDERED = "_deterministic"
-TF_TRACED = "_list_all_concrete_functions"
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-# collectives/communicator.py
-TF_CROSS_DEVICE_OPS = "_cross_device_ops"
-TF_LAUNCHERS = "_launchers"
+import keras
+from keras.src.backend.common import global_state
+from keras.src.losses.loss import apply_mask
 
-# compat/optimizer_search.py
-KERAS_STRATEGY = "_distribution_strategy"
+__all__ = ["apply_mask"]  # with the functions and constants below
 
-# compat/unsupported.py
-KERAS_REDUCTION = "_all_reduce_sum_gradients"
-KERAS_ADAPTER = "data_adapter"
-KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoaderAdapter", "GrainDatasetAdapter")
+# Names of variables.
+SEED_STATE = "seed_generator_state"
+GRADIENT_ACCUMULATOR = "gradient_accumulator"
+OPTIMIZER_SCALARS = ("iteration", "learning_rate")
 
-# data/arrays.py
-TF_INPUTS = "_inputs"
-TF_FUNCTIONS = "_functions"
-TF_COUNT = "_count"
-TF_BATCH_SIZE = "_batch_size"
+Method = Callable[..., Any]
 
-# data/random_state.py
-KERAS_SEED_STATE = "seed_generator_state"
-TF_GENERATOR_STATE = "StateVar"
-KERAS_EPOCH_END = "on_epoch_end"
 
-# gradients/update.py
-KERAS_UPDATE = "_backend_apply_gradients"
-KERAS_CLIP = "_clip_gradients"
-KERAS_ACCUMULATORS = "_accumulated_gradients"
-KERAS_MOVE_AVERAGES = "_update_model_variables_moving_average"
-KERAS_OVERWRITE = "_overwrite_model_variables_with_average_value"
+# Models and layers
 
-# parameter_server/scheduler.py
-# The public `schedule` takes no Python functions, in which alone it is known who runs them how often.
-TF_CLUSTER = "_cluster"
-
-# parameter_server/strategy.py
-KERAS_OPTIMIZER_SCALARS = ("iteration", "learning_rate")
-KERAS_PREDICT_STEP = "one_step_on_data_distributed"
-
-# parameter_server/worker_step.py
-KERAS_ITERATIONS = "_iterations"
-KERAS_UPDATE_STEP = "update_step"
-KERAS_VALUE = "_value"
-KERAS_WEIGHT_DECAY = "_apply_weight_decay"
-
-# replicas/integer_weights.py
-TF_FUNCTION = "_get_function"
-
-# replicas/random_seeds.py
-KERAS_GLOBAL_GENERATOR = "global_seed_generator"
-TF_GLOBAL_SEED = "_seed"
-TF_GRAPH_SEED = "seed"
-TF_OUTER_GRAPH = "outer_graph"
-
-# step/execution.py
 KERAS_MAKE_FUNCTION = "_make_function"
+KERAS_COMPILED = ("_compile_metrics", "_compile_loss")
+KERAS_MOMENTS = "_moments"
 
-# step/losses.py
+
+def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """Yields a model and its layers, the nested ones included."""
+    found: Iterator[keras.layers.Layer] = model._flatten_layers()
+    return found
+
+
+def call_takes_training(model: keras.Model) -> bool:
+    """Whether a model's `call` takes the argument `training`."""
+    return bool(model._call_has_training_arg)
+
+
+def added_losses(layer: keras.layers.Layer) -> list[Any]:
+    """Returns the losses that a layer has added by `add_loss` in its last call, without regularizers and without sub-layers."""
+    return list(layer._get_own_losses())
+
+
+def compiled_parts(model: keras.Model) -> list[Any]:
+    """Returns the metrics and losses that a model is compiled with, as Keras' containers."""
+    return [part for name in KERAS_COMPILED if (part := getattr(model, name, None))]
+
+
+def has_replaced_make_function(model: keras.Model) -> bool:
+    """Whether `replace_make_function` was called for a model."""
+    return KERAS_MAKE_FUNCTION in vars(model)
+
+
+def replace_make_function(model: keras.Model, new: Method) -> None:
+    """Replaces the method with which a model makes its training and test functions from a step."""
+    setattr(model, KERAS_MAKE_FUNCTION, new)
+
+
+def moments(layer: keras.layers.Layer) -> Method:
+    """Returns the method with which a BatchNormalization layer computes mean and variance."""
+    method: Method = getattr(layer, KERAS_MOMENTS)
+    return method
+
+
+def has_replaced_moments(layer: keras.layers.Layer) -> bool:
+    """Whether `replace_moments` was called for a layer."""
+    return KERAS_MOMENTS in vars(layer)
+
+
+def replace_moments(layer: keras.layers.Layer, new: Method) -> None:
+    """Replaces the method with which a BatchNormalization layer computes mean and variance."""
+    setattr(layer, KERAS_MOMENTS, new)
+
+
+# Losses
+
 KERAS_ADDED_LOSS = "_aggregate_additional_loss"
-KERAS_LOSS_TRACKER = "_loss_tracker"
 KERAS_COMPILED_LOSS = "_compile_loss"
+KERAS_LOSS_TRACKER = "_loss_tracker"
 KERAS_LOSSES = "_flat_losses"
 KERAS_MASK = "_keras_mask"
 
-# step/model_building.py
-KERAS_BUILD = "_maybe_symbolic_build"
-KERAS_BUILD_BY_CALL = "_symbolic_build"
-KERAS_DATA = "_distributed_dataset"
-KERAS_COMPILED = ("_compile_metrics", "_compile_loss")
 
-# step/synchronized_norm.py
-KERAS_MOMENTS = "_moments"
+def added_loss_method(model: keras.Model) -> Method:
+    """Returns the method with which a model sums one loss that a layer has added."""
+    method: Method = getattr(model, KERAS_ADDED_LOSS)
+    return method
 
-# strategies/base.py
-KERAS_STEP = "one_step_on_data"
-KERAS_PREDICT = "one_step_on_data_distributed"
-KERAS_APPLY = "_distributed_tf_update_step"
-KERAS_SEED_VARIABLE = "seed_generator_state"
-KERAS_ACCUMULATOR_VARIABLE = "gradient_accumulator"
-TF_SERVES = "_std_server_started"
 
-# strategies/distributed_data.py
-KERAS_PREDICT_DATA = "get_data"
+def replaced_added_loss(model: keras.Model) -> Any:
+    """Returns what `replace_added_loss` has set on a model, or None."""
+    return vars(model).get(KERAS_ADDED_LOSS)
 
-# training/arguments.py
-KERAS_BATCH_SIZE = 32  # where none is given
 
-# training/consistency.py
-TF_SHUFFLES = "_ShuffleDataset"
-TF_SEEDS = ("_seed", "_seed2")
+def replace_added_loss(model: keras.Model, new: Method) -> None:
+    """Replaces the method with which a model sums one loss that a layer has added."""
+    setattr(model, KERAS_ADDED_LOSS, new)
+
+
+def compiled_loss(model: keras.Model) -> Any:
+    """Returns Keras' container of the losses that a model is compiled with, or None."""
+    return getattr(model, KERAS_COMPILED_LOSS, None)
+
+
+def losses(compiled: Any) -> list[Any]:
+    """Returns the list in which a built container keeps its losses: named tuples with a field `loss`."""
+    found: list[Any] = getattr(compiled, KERAS_LOSSES)
+    return found
+
+
+def loss_tracker(model: keras.Model) -> Any:
+    """Returns the metric that keeps the mean of a model's loss, or None."""
+    return getattr(model, KERAS_LOSS_TRACKER, None)
+
+
+def mask(tensor: Any) -> Any:
+    """Returns the mask that Keras keeps with a tensor, or None."""
+    return getattr(tensor, KERAS_MASK, None)
+
+
+# Optimizers
+
+KERAS_STRATEGY = "_distribution_strategy"
+KERAS_REDUCTION = "_all_reduce_sum_gradients"
+KERAS_UPDATE = "_backend_apply_gradients"
+KERAS_CLIP = "_clip_gradients"
+KERAS_WEIGHT_DECAY = "_apply_weight_decay"
+KERAS_UPDATE_VARIABLES = "_backend_update_step"
+KERAS_UPDATE_STEP = "update_step"
+KERAS_ACCUMULATORS = "_accumulated_gradients"
+KERAS_MOVE_AVERAGES = "_update_model_variables_moving_average"
+KERAS_OVERWRITE = "_overwrite_model_variables_with_average_value"
+KERAS_ITERATIONS = "_iterations"
+KERAS_TRAINABLE = "_trainable_variables"
+KERAS_VARIABLE_INDEX = "_get_variable_index"
+KERAS_LEARNING_RATE = "_learning_rate"
+
+
+def optimizer_strategy(optimizer: keras.optimizers.Optimizer, default: Any) -> Any:
+    """Returns the strategy in whose scope an optimizer was created; `default` if it does not say."""
+    return getattr(optimizer, KERAS_STRATEGY, default)
+
+
+def trainable_variables(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
+    """Returns the variables that an optimizer was built with."""
+    found: Sequence[Any] = getattr(optimizer, KERAS_TRAINABLE)
+    return found
+
+
+def variable_index(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
+    """Returns the index of a variable in `trainable_variables`. Raises KeyError if the optimizer was built without it."""
+    return int(getattr(optimizer, KERAS_VARIABLE_INDEX)(variable))
+
+
+def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """Returns the variable that counts an optimizer's steps; its property `iterations` counts updates."""
+    return getattr(optimizer, KERAS_ITERATIONS)
+
+
+def learning_rate_variable(optimizer: Any) -> Any:
+    """Returns the variable, or the schedule, that holds an optimizer's learning rate; None if there is no optimizer."""
+    return getattr(optimizer, KERAS_LEARNING_RATE, None)
+
+
+def accumulators(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
+    """Returns the variables in which an optimizer adds up gradients, one for each of `trainable_variables`."""
+    found: Sequence[Any] = getattr(optimizer, KERAS_ACCUMULATORS)
+    return found
+
+
+def clip_method(optimizer: keras.optimizers.Optimizer) -> Method:
+    """Returns the method that clips a list of gradients."""
+    method: Method = getattr(optimizer, KERAS_CLIP)
+    return method
+
+
+def replace_clip(optimizer: keras.optimizers.Optimizer, new: Method) -> None:
+    """Replaces the method that clips a list of gradients."""
+    setattr(optimizer, KERAS_CLIP, new)
+
+
+def update_method(optimizer: keras.optimizers.Optimizer) -> Method:
+    """Returns the method that updates variables with gradients: accumulation, clipping, weight decay and averages included."""
+    method: Method = getattr(optimizer, KERAS_UPDATE)
+    return method
+
+
+def replace_update(optimizer: keras.optimizers.Optimizer, new: Method) -> None:
+    """Replaces the method of `update_method`."""
+    setattr(optimizer, KERAS_UPDATE, new)
+
+
+def update_variables(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Does one update as Keras does: clips, decays the weights, and applies the gradients."""
+    grads = clip_method(optimizer)(grads)
+    getattr(optimizer, KERAS_WEIGHT_DECAY)(variables)
+    getattr(optimizer, KERAS_UPDATE_VARIABLES)(grads, variables, optimizer.learning_rate)
+
+
+def moving_average_method(optimizer: keras.optimizers.Optimizer) -> Method:
+    """Returns the method that updates the moving averages of a list of variables."""
+    method: Method = getattr(optimizer, KERAS_MOVE_AVERAGES)
+    return method
+
+
+def overwrite_method(optimizer: keras.optimizers.Optimizer) -> Method:
+    """Returns the method that overwrites a list of variables with their moving averages."""
+    method: Method = getattr(optimizer, KERAS_OVERWRITE)
+    return method
+
+
+def has_replaced_reduction(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether `replace_reduction` was called for an optimizer."""
+    return KERAS_REDUCTION in vars(optimizer)
+
+
+def replace_reduction(optimizer: keras.optimizers.Optimizer, new: Method) -> None:
+    """Replaces the method that sums a list of (gradient, variable) pairs over the replicas."""
+    setattr(optimizer, KERAS_REDUCTION, new)
+
+
+def restore_optimizer_methods(optimizer: keras.optimizers.Optimizer) -> None:
+    """Undoes `replace_reduction`, `replace_update` and `replace_clip`."""
+    for name in (KERAS_REDUCTION, KERAS_UPDATE, KERAS_CLIP):
+        vars(optimizer).pop(name, None)
+
+
+def has_replaced_variable_update(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether `replace_variable_update` was called for an optimizer."""
+    return KERAS_UPDATE_STEP in vars(optimizer)
+
+
+def variable_update_methods(optimizer: keras.optimizers.Optimizer) -> tuple[Method, Method]:
+    """Returns the method that updates one variable, and the one that decays the weights of a list of variables."""
+    return getattr(optimizer, KERAS_UPDATE_STEP), getattr(optimizer, KERAS_WEIGHT_DECAY)
+
+
+def replace_variable_update(optimizer: keras.optimizers.Optimizer, update_step: Method, weight_decay: Method) -> None:
+    """Replaces the methods of `variable_update_methods`."""
+    setattr(optimizer, KERAS_UPDATE_STEP, update_step)
+    setattr(optimizer, KERAS_WEIGHT_DECAY, weight_decay)
+
+
+# Variables and random numbers
+
+KERAS_VALUE = "_value"
+KERAS_GLOBAL_GENERATOR = "global_seed_generator"
+
+
+def raw_value(variable: keras.Variable) -> Any:
+    """Returns the TensorFlow variable of a Keras variable, whatever StatelessScope is entered."""
+    return getattr(variable, KERAS_VALUE)
+
+
+def global_generator() -> Any:
+    """Returns the seed generator from which `keras.random.*` draws in this thread if it is given no seed, or None."""
+    return global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
+
+
+def set_global_generator(generator: Any) -> None:
+    """Sets what `global_generator` returns."""
+    global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, generator)

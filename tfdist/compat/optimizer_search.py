@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfdist.compat.keras_internals import KERAS_STRATEGY
+from tfdist.compat.keras_internals import optimizer_strategy
 
 # Objects of these packages hold no optimizer of a user's, but for Keras' layers.
 _CLOSED = ("builtins", "keras", "tensorflow", "numpy", "tfdist")
@@ -25,7 +25,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     deeper = [
         each
         for each in _optimizers_in_parts(model)
-        if getattr(_wrapped_optimizer(each), KERAS_STRATEGY, strategy) is strategy
+        if optimizer_strategy(_wrapped_optimizer(each), strategy) is strategy
     ]
     return _without_wrapped([*own, *deeper])
 

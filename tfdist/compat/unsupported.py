@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras_internals import KERAS_ADAPTER, KERAS_REDUCTION, KERAS_SELF_FEEDING, KERAS_STRATEGY
+from tfdist.compat import keras_internals, keras_loops
 from tfdist.compat.optimizer_search import optimizers
 from tfdist.errors import ConfigError
 
@@ -76,7 +76,7 @@ def check_applied(optimizer: keras.optimizers.Optimizer) -> None:
     Raises:
         ConfigError: Its gradients are not reduced by `gradients/optimizer.py`.
     """
-    if KERAS_REDUCTION not in vars(optimizer):
+    if not keras_internals.has_replaced_reduction(optimizer):
         raise ConfigError(
             f"The training step applies an optimizer, {type(optimizer).__name__}, that the model does not hold, so its "
             "gradients cannot be averaged over the replicas: create it in `with trainer.scope():`, build it, and keep it "
@@ -98,7 +98,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
     strategy = model.distribute_strategy
     for optimizer in optimizers(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if getattr(inner, KERAS_STRATEGY, strategy) is not strategy:
+        if keras_internals.optimizer_strategy(inner, strategy) is not strategy:
             yield (
                 f"The optimizer {type(inner).__name__} was created outside of this trainer's scope: create it in "
                 "`with trainer.scope():`, or give its name."
@@ -117,7 +117,9 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             f"jit_compile=True compiles a train_step up to its gradients, and the one of {type(model).__name__} may do "
             "more after them: compile the model with jit_compile=False."
         )
-    if model.jit_compile and (found := [x.name for x in model._flatten_layers() if getattr(x, "synchronized", False)]):
+    if model.jit_compile and (
+        found := [x.name for x in keras_internals.layers(model) if getattr(x, "synchronized", False)]
+    ):
         yield (
             f"jit_compile=True: the layer {found[0]} is synchronized=True and sums over the replicas amid the step, which XLA "
             "cannot compile: compile the model with jit_compile=False, or make the layer without synchronized."
@@ -129,7 +131,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
         )
     if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
         yield "float8 layers keep scales that are no gradients, and cannot be summed over replicas; use mixed_bfloat16."
-    for layer in model._flatten_layers():
+    for layer in keras_internals.layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             yield f"The layer {layer.name} is stateful=True, and each replica would carry on its own share of a batch alone."
     if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) and model.jit_compile:
@@ -146,7 +148,7 @@ def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
         yield f"jit_compile=True {why} variables are on other machines; compile the model with jit_compile=False."
     if model.run_eagerly:
         yield f"run_eagerly=True {why} steps run on other machines; compile the model with run_eagerly=False."
-    for layer in model._flatten_layers():
+    for layer in keras_internals.layers(model):
         if isinstance(layer, keras.layers.SpectralNormalization):
             yield f"The layer {layer.name}, a SpectralNormalization, {why} steps read a variable once and write it at their end."
     for optimizer in optimizers(model):
@@ -203,9 +205,11 @@ def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:
             f"A PyDataset with workers={data.workers}, use_multiprocessing={data.use_multiprocessing} comes out of order "
             "after Keras has looked at its first batch; use workers=1, or a tf.data.Dataset."
         )
-    kind = type(getattr(data, KERAS_ADAPTER, data)).__name__
-    draws = kind in (*KERAS_SELF_FEEDING, "DataLoader") or (
-        not hasattr(data, KERAS_ADAPTER) and isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator))
+    kind = keras_loops.adapter_name(data)
+    draws = (
+        keras_loops.reads_python(data)
+        or kind == "DataLoader"
+        or (not keras_loops.is_loop(data) and isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator)))
     )
     if draws and isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.num_workers > 1:
         raise ConfigError(

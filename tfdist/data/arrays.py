@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat.keras_internals import TF_BATCH_SIZE
+from tfdist.compat import tf_internals
 from tfdist.config.batch_size import per_replica_batch_size
 from tfdist.data.graph import walk
 from tfdist.data.resume import STARTING_AT
@@ -93,6 +93,6 @@ def epochs(
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns how many examples are in a batch of a dataset, as its outermost `batch` says; None where it is not told."""
-    sizes = (getattr(each, TF_BATCH_SIZE, None) for each in walk(dataset))
+    sizes = map(tf_internals.own_batch_size, walk(dataset))
     size = next((each for each in sizes if each is not None), None)
     return None if size is None else int(size)

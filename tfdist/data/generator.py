@@ -6,7 +6,8 @@ import types
 from typing import Any
 
 import tensorflow as tf
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+from tfdist.compat.keras_loops import GeneratorDataAdapter
 
 
 def from_generator(generator: types.GeneratorType) -> tf.data.Dataset:

@@ -7,20 +7,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat.keras_internals import TF_FUNCTIONS, TF_INPUTS
+from tfdist.compat import tf_internals
 
 
 def walk(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Yields a dataset and the datasets it is made from, except those that its functions make."""
     yield dataset
-    for each in getattr(dataset, TF_INPUTS)():
+    for each in tf_internals.inputs(dataset):
         yield from walk(each)
 
 
 def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
     """Yields the traced functions of a dataset itself, as that of `map`."""
-    for each in getattr(dataset, TF_FUNCTIONS)():
-        yield each.function
+    yield from tf_internals.dataset_functions(dataset)
 
 
 def nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
+from tfdist.compat.keras_loops import PyDatasetAdapter
 from tfdist.runtime.log import log
 
 _ARRAY = "array of "

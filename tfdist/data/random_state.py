@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras_internals import KERAS_EPOCH_END, KERAS_SEED_STATE, TF_GENERATOR_STATE
+from tfdist.compat.keras_internals import SEED_STATE
+from tfdist.compat.tf_internals import GENERATOR_STATE
 from tfdist.data.graph import functions, nodes, walk
 from tfdist.data.python_state import PythonDataState
 
@@ -27,7 +28,7 @@ def random_states(dataset: tf.data.Dataset) -> Iterator[tf.Variable]:
     for function in functions(dataset):
         for variable in sorted(function.graph.variables, key=lambda each: each.name):
             name = variable.name.split("/")[-1].split(":")[0]
-            if variable.dtype.is_integer and name.startswith((KERAS_SEED_STATE, TF_GENERATOR_STATE)):
+            if variable.dtype.is_integer and name.startswith((SEED_STATE, GENERATOR_STATE)):
                 yield variable
 
 
@@ -59,8 +60,8 @@ class DatasetRandomState:
         self._epochs = 0  # whose data have ended
         self._is_over = False  # the present epoch's data
         self._states: dict[str, tuple[list[Any], Any]] = {}  # by moment: at the begin of the "first" and of this "pass"
-        end = getattr(adapter, KERAS_EPOCH_END)
-        setattr(adapter, KERAS_EPOCH_END, lambda: self._end_epoch(end))
+        end = adapter.on_epoch_end
+        adapter.on_epoch_end = lambda: self._end_epoch(end)
 
     def doubts(self) -> Iterator[str]:
         """Yields why this is not all of the data's state, and the remedies."""

@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops.cache_op import CacheDataset
-from tensorflow.python.data.ops.random_op import _RandomDataset as RandomDataset
-from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
-from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
 
-from tfdist.compat.keras_internals import TF_COUNT, TF_INPUTS
+from tfdist.compat import tf_internals
+from tfdist.compat.tf_internals import CacheDataset, RandomDataset, RepeatDataset, ShuffleDataset
 from tfdist.data.graph import walk
 
 STARTING_AT = "_tfdist_starting_at"  # an attribute of the datasets of `epochs`
@@ -51,9 +48,9 @@ def _reshuffling_datasets(dataset: tf.data.Dataset, begun: int, read: int) -> It
         yield dataset, begun
         begun = read
     if isinstance(dataset, RepeatDataset):
-        count = max(int(getattr(dataset, TF_COUNT)), 1)
+        count = max(tf_internals.repeat_count(dataset), 1)
         begun, read = begun + read * count, read * count  # it begins anew even after the last time
-    for each in getattr(dataset, TF_INPUTS)():
+    for each in tf_internals.inputs(dataset):
         yield from _reshuffling_datasets(each, begun, read)
 
 

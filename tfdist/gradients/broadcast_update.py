@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.collectives import hardware
 from tfdist.collectives.factory import communicator_for
 from tfdist.collectives.requests import AllReduce, RankContext
+from tfdist.compat import keras_internals
 from tfdist.gradients.reduction import uses_bucketed_all_reduce
 
 _LANE = -3  # beside those of gradients
@@ -63,7 +64,7 @@ def broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimize
         stacklevel=2,
     )
     group, local = communicator_for(strategy), strategy.experimental_local_results
-    own = [*optimizer._trainable_variables, *optimizer.variables]
+    own = [*keras_internals.trainable_variables(optimizer), *optimizer.variables]
     values = {id(variable.value): variable.value for variable in own if _is_replicated(variable.value)}.values()
 
     def chiefs(place: int, member: RankContext) -> Generator[Any, Any, Sequence[tf.Tensor]]:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist import compression as compression_lib
 from tfdist.collectives.factory import check_strategy
-from tfdist.compat.keras_internals import KERAS_CLIP, KERAS_REDUCTION, KERAS_UPDATE
+from tfdist.compat import keras_internals, tf_internals
 from tfdist.compat.unsupported import DISTRIBUTED, UNBUILT
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig
@@ -70,8 +70,9 @@ def distribute_optimizer(
         compressor = before  # as when Keras has put a LossScaleOptimizer around it
     if getattr(optimizer, DISTRIBUTED, False):
         return optimizer
-    for name in ("apply", "build", "scale_loss", KERAS_REDUCTION, KERAS_UPDATE, KERAS_CLIP, DISTRIBUTED):
+    for name in ("apply", "build", "scale_loss", DISTRIBUTED):
         vars(leaf).pop(name, None)  # it was used without its LossScaleOptimizer before, or with another one
+    keras_internals.restore_optimizer_methods(leaf)
     setattr(optimizer, DISTRIBUTED, True)
     setattr(leaf, _COMPRESSOR, compressor)
     update = AccumulatingUpdate(leaf, scaled, clip_after_reduce)
@@ -81,10 +82,10 @@ def distribute_optimizer(
         _warn_if_adaptive(leaf, compressor)
         update.compressor = compressor
         leaf.build = _BuildCompressionState(leaf, compressor, update)
-    setattr(leaf, KERAS_REDUCTION, list)
+    keras_internals.replace_reduction(leaf, list)
     if scaled:
         leaf.apply = _ApplyReduced(leaf)
-    setattr(leaf, KERAS_UPDATE, update)
+    keras_internals.replace_update(leaf, update)
     optimizer.apply = _ReduceThenApply(optimizer, update)
     optimizer.scale_loss = _WeightedLoss(optimizer)
     return optimizer
@@ -97,7 +98,7 @@ def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
 
 def _replicas() -> int:
     """Returns the number of replicas, which the strategy itself hides within a step (`as_one_replica`)."""
-    return int(tf.distribute.get_strategy().extended._num_replicas_in_sync)
+    return tf_internals.num_replicas(tf.distribute.get_strategy())
 
 
 def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:

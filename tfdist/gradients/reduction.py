@@ -14,11 +14,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_utils
 
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.factory import communicator_for
 from tfdist.collectives.requests import RankContext
+from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.compression.base import NONE, BucketedReduction, Compressor, RowCodec, StateSpec
 from tfdist.gradients import gradient_lists
 
@@ -129,7 +129,7 @@ class Reduction(tf.Module):
         if scale is not None:
             # What is no number in a gradient may be one in what was sent, and whoever scales looks for it.
             reduced = [gradient_lists.scale(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
-        return [distribute_utils.regroup(each) for each in zip(*reduced, strict=True)], finite
+        return [regroup(each) for each in zip(*reduced, strict=True)], finite
 
     def _all_reduce_uncompressed(
         self, values: Sequence[list[Any]], members: Sequence[RankContext], lane: int
@@ -181,7 +181,7 @@ def uses_bucketed_all_reduce(strategy: tf.distribute.Strategy) -> bool:
         return False
     # Eagerly one device's collective would wait for the next one's, which TensorFlow calls from a thread each.
     waits = tf.executing_eagerly() and len(strategy.extended.worker_devices) > 1
-    return strategy.extended._num_replicas_in_sync > 1 and not waits
+    return num_replicas(strategy) > 1 and not waits
 
 
 def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Any], step: tf.Tensor) -> list[Any]:
@@ -204,7 +204,7 @@ def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Any], 
     summed = dict(zip(dense, zip(*(each.sums for each in totals), strict=True), strict=True))
     for place in set(range(len(grads))) - set(dense):
         summed[place] = tuple(gather_deduplicated_rows(group, [each[place] for each in mine], NONE.row_codec, step))
-    return [distribute_utils.regroup(summed[place]) for place in range(len(grads))]
+    return [regroup(summed[place]) for place in range(len(grads))]
 
 
 def gather_rows_in_process(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[Any]:
@@ -219,10 +219,7 @@ def gather_rows_in_process(strategy: tf.distribute.Strategy, grads: Sequence[Any
     """
     group, local = communicator_for(strategy), strategy.experimental_local_results
     step = tf.zeros([], tf.int64)
-    return [
-        distribute_utils.regroup(tuple(gather_deduplicated_rows(group, local(grad), NONE.row_codec, step)))
-        for grad in grads
-    ]
+    return [regroup(tuple(gather_deduplicated_rows(group, local(grad), NONE.row_codec, step))) for grad in grads]
 
 
 def gather_deduplicated_rows(

@@ -12,13 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras_internals import (
-    KERAS_ACCUMULATORS,
-    KERAS_CLIP,
-    KERAS_MOVE_AVERAGES,
-    KERAS_OVERWRITE,
-    KERAS_UPDATE,
-)
+from tfdist.compat import keras_internals
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 from tfdist.gradients import broadcast_update, gradient_lists
@@ -47,7 +41,7 @@ class AccumulatingUpdate:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_after_reduce: bool):
         self._optimizer = optimizer
-        self._keras_update = getattr(optimizer, KERAS_UPDATE)
+        self._keras_update = keras_internals.update_method(optimizer)
         self.scaled = scaled
         self.compressor: Compressor | None = None
         self.reduction: Reduction | None = None  # once it is built
@@ -56,8 +50,8 @@ class AccumulatingUpdate:
         self._each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
         clips_after_reduce = clips_after_reduce or bool(optimizer.gradient_accumulation_steps and self._each_step)
         if not clips_after_reduce and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
-            self._clip = getattr(optimizer, KERAS_CLIP)
-            setattr(optimizer, KERAS_CLIP, list)  # it has been done by then
+            self._clip = keras_internals.clip_method(optimizer)
+            keras_internals.replace_clip(optimizer, list)  # it has been done by then
 
     def clip_local(self, grads: Sequence[Any], scale: Any = 1.0) -> Sequence[Any]:
         """Returns this replica's gradients, which are multiplied by `scale`, clipped if it is not done later."""
@@ -73,7 +67,7 @@ class AccumulatingUpdate:
     @property
     def variables(self) -> Sequence[Any]:
         """Those that the optimizer was built with."""
-        return self._optimizer._trainable_variables
+        return keras_internals.trainable_variables(self._optimizer)
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], scale: Any = None) -> tuple[list[Any], tf.Tensor]:
         """Returns the sums of values per replica, and whether all are finite. In cross-replica context.
@@ -89,7 +83,7 @@ class AccumulatingUpdate:
 
     def _number(self, variable: Any) -> int:
         try:
-            return int(self._optimizer._get_variable_index(variable))
+            return keras_internals.variable_index(self._optimizer, variable)
         except KeyError:
             raise ConfigError(
                 f"The optimizer {type(self._optimizer).__name__} was built without the variable "
@@ -121,8 +115,7 @@ class AccumulatingUpdate:
 
     def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
-        # `_iterations` counts steps, and the property `iterations` updates.
-        step = tf.convert_to_tensor(optimizer._iterations.value) + 1
+        step = tf.convert_to_tensor(keras_internals.step_counter(optimizer).value) + 1
         update = tf.convert_to_tensor(optimizer.iterations) + 1
 
         def each(function: Callable[..., None]) -> None:
@@ -133,17 +126,14 @@ class AccumulatingUpdate:
         else:
             each(self._step)
         if optimizer.use_ema:
-            trained = optimizer._trainable_variables
-            strategy.extended.call_for_each_replica(getattr(optimizer, KERAS_MOVE_AVERAGES), args=(trained,))
+            trained = keras_internals.trainable_variables(optimizer)
+            strategy.extended.call_for_each_replica(keras_internals.moving_average_method(optimizer), args=(trained,))
             if frequency := optimizer.ema_overwrite_frequency:
-                overwrite = getattr(optimizer, KERAS_OVERWRITE)
+                overwrite = keras_internals.overwrite_method(optimizer)
                 tf.cond(update % frequency == 0, lambda: overwrite(trained), lambda: None)
 
     def _step(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-        optimizer = self._optimizer
-        grads = optimizer._clip_gradients(grads)
-        optimizer._apply_weight_decay(variables)
-        optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
+        keras_internals.update_variables(self._optimizer, grads, variables)
         self._broadcast(tf.distribute.get_replica_context())
 
     def _add(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -183,7 +173,7 @@ class AccumulatingUpdate:
         steps = self._optimizer.gradient_accumulation_steps
         totals = [total for _, total in self._totals(grads, variables)]
         shares = self.clip_local([total / (steps * parts) for total in totals])
-        for each in getattr(self._optimizer, KERAS_ACCUMULATORS):
+        for each in keras_internals.accumulators(self._optimizer):
             if each is not None:  # as Keras, also of a variable that has no gradient at this step
                 each.value.assign(tf.zeros_like(each.value))
         return list(shares)
@@ -193,6 +183,6 @@ class AccumulatingUpdate:
         # so the mean of the accumulators is what one process would have.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync if self.accumulates else 1
         for grad, variable in zip(gradient_lists.with_static_shapes(grads, variables), variables, strict=True):
-            index = self._optimizer._get_variable_index(variable)
-            accumulator = getattr(self._optimizer, KERAS_ACCUMULATORS)[index].value
+            index = keras_internals.variable_index(self._optimizer, variable)
+            accumulator = keras_internals.accumulators(self._optimizer)[index].value
             yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas

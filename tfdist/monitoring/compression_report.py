@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import keras
 
-from tfdist.compat import optimizer_search
+from tfdist.compat import keras_internals, optimizer_search
 from tfdist.compression.base import NONE, Compressor
 from tfdist.gradients.optimizer import get_reduction
 
@@ -70,7 +70,7 @@ def planned_bytes(model: keras.Model, compression: Compressor | None, replicas: 
 
 
 def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    return model._flatten_layers()
+    return keras_internals.layers(model)
 
 
 def _is_sparse(layer: keras.layers.Layer) -> bool:

@@ -23,8 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import optimizer_search, unsupported
-from tfdist.compat.keras_internals import KERAS_MAKE_FUNCTION
+from tfdist.compat import keras_internals, optimizer_search, unsupported
 from tfdist.errors import ConfigError
 from tfdist.parameter_server.predictor import Predictions, Predictor
 from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
@@ -60,8 +59,8 @@ class Coordinator:
 
     def attach(self, model: keras.Model) -> None:
         """Makes Keras build `model`'s training and test functions here. In place."""
-        if KERAS_MAKE_FUNCTION not in vars(model):
-            setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, self))
+        if not keras_internals.has_replaced_make_function(model):
+            keras_internals.replace_make_function(model, functools.partial(Execution, model, self))
             for method in _DRAIN_FIRST_METHODS:
                 setattr(model, method, _DrainFirst(model, method))
             model.train_function = model.test_function = None

@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute.coordinator import cluster_coordinator
-from tensorflow.python.eager import context as eager_context
 
 from tfdist.cluster import TaskSpec, missing_tasks, preflight, reachability
-from tfdist.compat.keras_internals import TF_CLUSTER
+from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
 from tfdist.parameter_server.strategy import ParameterServerStrategy
 
@@ -47,7 +45,7 @@ class Scheduler:
     """
 
     def __init__(self, strategy: ParameterServerStrategy):
-        self._cluster = getattr(tf.distribute.coordinator.ClusterCoordinator(strategy), TF_CLUSTER)
+        self._cluster = tf_cluster.coordinator_cluster(strategy)
         self._spec = strategy.cluster
         self.workers = len(self._spec.jobs["worker"])
         self._lock = threading.Lock()
@@ -64,7 +62,7 @@ class Scheduler:
 
         def run() -> None:
             nonlocal tries
-            worker = int(tf.DeviceSpec.from_string(eager_context.context().device_name).task)
+            worker = int(tf.DeviceSpec.from_string(tf_cluster.current_device()).task)
             tries += 1
             self._since[worker] = time.monotonic()
             result, error = None, None
@@ -72,7 +70,7 @@ class Scheduler:
                 result = function(worker)
             except Exception as e:
                 if _is_cluster_error(e):
-                    if cluster_coordinator._is_worker_failure(e):
+                    if tf_cluster.is_worker_failure(e):
                         self._mark_lost(worker)
                     raise  # TensorFlow sees to it
                 error = _deduplicate_message(e)
@@ -108,9 +106,7 @@ class Scheduler:
             servers = [task for task in self._spec.tasks() if task.type == "ps"]
             absent = reachability.unreachable_tasks(self._spec, servers)
             told = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
-            if (
-                not absent and told and cluster_coordinator._is_ps_failure(e)
-            ):  # it is there again, without its variables
+            if not absent and told and tf_cluster.is_server_failure(e):  # it is there again, without its variables
                 absent = {TaskSpec("ps", int(told[1])): "started again"}
             if not absent:
                 raise
@@ -168,8 +164,8 @@ class Scheduler:
 def _is_cluster_error(error: Exception) -> bool:
     """Whether TensorFlow's coordinator handles an error: a task is lost, or was for a moment."""
     return (
-        cluster_coordinator._is_worker_failure(error)
-        or cluster_coordinator._is_ps_failure(error)
+        tf_cluster.is_worker_failure(error)
+        or tf_cluster.is_server_failure(error)
         or isinstance(error, (tf.errors.CancelledError, tf.errors.DeadlineExceededError))
     )
 

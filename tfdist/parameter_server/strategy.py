@@ -8,7 +8,6 @@ get what they need of them with each step (see `parameter_server/worker_step.py`
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, proxies
-from tfdist.compat import keras_internals, optimizer_search
-from tfdist.compat.keras_internals import KERAS_OPTIMIZER_SCALARS, KERAS_PREDICT_STEP
+from tfdist.compat import call_stack, keras_internals, optimizer_search
 from tfdist.config import StrategyConfig
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.parameter_server import server, termination
@@ -80,7 +78,7 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` as TensorFlow's own `run`, which is for functions that a coordinator schedules."""
-        if sys._getframe(1).f_code.co_name in (keras_internals.KERAS_STEP, KERAS_PREDICT_STEP):
+        if call_stack.called_from_step() or call_stack.called_from_predict_step():
             raise ConfigError(USE_TRAINER)
         return super().run(fn, args, kwargs, options)
 
@@ -97,10 +95,8 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
 
 def lives_on_chief(name: Any, synchronization: Any, aggregation: Any) -> bool:
     """Whether a variable stays on the chief: a metric's, a scalar of an optimizer, or a seed generator's state."""
-    scalar = name in KERAS_OPTIMIZER_SCALARS and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-    return (
-        scalar or name == keras_internals.KERAS_SEED_VARIABLE or synchronization == tf.VariableSynchronization.ON_READ
-    )
+    scalar = name in keras_internals.OPTIMIZER_SCALARS and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return scalar or name == keras_internals.SEED_STATE or synchronization == tf.VariableSynchronization.ON_READ
 
 
 def server_index(variable: tf.Variable) -> int:

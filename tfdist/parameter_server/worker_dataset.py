@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
 
+from tfdist.compat import tf_internals
 from tfdist.errors import ConfigError
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
@@ -89,7 +89,7 @@ class WorkerDataset:
 
         def make() -> tf.data.Dataset:
             # So that a map's `if` is converted, as it is outside of functions.
-            with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):
+            with tf_internals.autograph_as_outside_of_functions():
                 return self._function(context)
 
         try:

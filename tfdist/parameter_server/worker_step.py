@@ -24,15 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import optimizer_search
-from tfdist.compat.keras_internals import (
-    KERAS_ITERATIONS,
-    KERAS_OPTIMIZER_SCALARS,
-    KERAS_SEED_VARIABLE,
-    KERAS_UPDATE_STEP,
-    KERAS_VALUE,
-    KERAS_WEIGHT_DECAY,
-)
+from tfdist.compat import keras_internals, optimizer_search
 from tfdist.errors import ConfigError
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.parameter_server.results_table import ResultsTable
@@ -49,10 +41,10 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     `assign_add` and `assign_sub` are atomic there; an `assign` of a value computed from the old one (SGD's momentum) is
     not, and of two at once the later one holds.
     """
-    if KERAS_UPDATE_STEP in vars(optimizer):
+    if keras_internals.has_replaced_variable_update(optimizer):
         return
     deduplicate_rows_before_update(optimizer)
-    update_step, weight_decay = getattr(optimizer, KERAS_UPDATE_STEP), getattr(optimizer, KERAS_WEIGHT_DECAY)
+    update_step, weight_decay = keras_internals.variable_update_methods(optimizer)
 
     def on_server(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
         with tf.device(variable.device):
@@ -63,8 +55,7 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
             with tf.device(getattr(variable, "value", variable).device):
                 weight_decay([variable])
 
-    setattr(optimizer, KERAS_UPDATE_STEP, on_server)
-    setattr(optimizer, KERAS_WEIGHT_DECAY, decay)
+    keras_internals.replace_variable_update(optimizer, on_server, decay)
 
 
 class TracedStep:
@@ -111,10 +102,10 @@ class WorkerStep:
         self._rows = rows
         optimizers = optimizer_search.optimizers(model)
         self._metrics = _unique(v for metric in model.metrics for v in metric.variables)
-        self._iterations = [getattr(optimizer, KERAS_ITERATIONS) for optimizer in optimizers]
+        self._iterations = [keras_internals.step_counter(optimizer) for optimizer in optimizers]
         others = [v for o in optimizers for v in o.variables if all(v is not i for i in self._iterations)]
-        self._scalars = [v for v in others if v.name in KERAS_OPTIMIZER_SCALARS]
-        self._seeds = [v for v in model.variables if v.name == KERAS_SEED_VARIABLE]
+        self._scalars = [v for v in others if v.name in keras_internals.OPTIMIZER_SCALARS]
+        self._seeds = [v for v in model.variables if v.name == keras_internals.SEED_STATE]
         known = {id(v) for v in (*self._metrics, *self._iterations, *self._scalars, *self._seeds)}
         self._servers = [v for v in _unique((*model.variables, *others)) if id(v) not in known]
         self._functions = {
@@ -318,7 +309,7 @@ class _Scope(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
-        return getattr(variable, KERAS_VALUE) if value is None else value
+        return keras_internals.raw_value(variable) if value is None else value
 
 
 def _unique(variables: Any) -> list[Any]:

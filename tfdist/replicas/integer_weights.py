@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat.keras_internals import TF_FUNCTION
+from tfdist.compat.tf_internals import EagerTensor, graph_function
 from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import batch_splitting
 
@@ -124,7 +124,7 @@ def _depends_on_data(tensor: tf.Tensor) -> bool:
     pending, seen = [tensor], set()
     while pending:
         each = pending.pop()
-        if isinstance(each, tf.__internal__.EagerTensor) or id(each) in seen:
+        if isinstance(each, EagerTensor) or id(each) in seen:
             continue
         seen.add(id(each))
         op = each.op
@@ -156,7 +156,7 @@ def _operations(graph: tf.Graph, functions: list[str]) -> Iterator[str]:
     pending, seen = list(functions), set()
     while pending:
         name = pending.pop()
-        if name in seen or (found := getattr(graph, TF_FUNCTION)(name)) is None:
+        if name in seen or (found := graph_function(graph, name)) is None:
             continue
         seen.add(name)
         for node in found.cached_definition.node_def:

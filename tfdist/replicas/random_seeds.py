@@ -16,10 +16,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from tensorflow.python.eager import context as eager_context
 
-from tfdist.compat.keras_internals import KERAS_GLOBAL_GENERATOR, TF_GLOBAL_SEED, TF_GRAPH_SEED, TF_OUTER_GRAPH
+from tfdist.compat import keras_internals, tf_internals
 
 # Added to a seed once per replica. Odd and large, so that the seeds of two layers, which Keras draws below 1e9, do not
 # meet by being counted up.
@@ -39,29 +37,19 @@ def replica_seed(replica: int) -> Iterator[Callable[[int], None]]:
     Yields:
         A function that moves the traced graph's seed to that of another replica. It must run in the graph of the step.
     """
-    eager = tf.executing_eagerly()
-    owner: Any = eager_context.context() if eager else tf.compat.v1.get_default_graph()
-    name = TF_GLOBAL_SEED if eager else TF_GRAPH_SEED
-    seed = getattr(owner, name)
-    depth = 0 if eager else _depth(owner)
+    holder = tf_internals.seed_holder()
+    seed = tf_internals.get_seed(holder)
+    depth = tf_internals.graph_depth(holder)
 
     def move(to: int) -> None:
         if seed is not None:
-            setattr(owner, name, (seed + to * SEED_STRIDE + depth * _DEPTH_STRIDE) % (2**31 - 1))
+            tf_internals.set_seed(holder, (seed + to * SEED_STRIDE + depth * _DEPTH_STRIDE) % (2**31 - 1))
 
     move(replica)
     try:
         yield move
     finally:
-        setattr(owner, name, seed)
-
-
-def _depth(graph: Any) -> int:
-    """Returns how many graphs enclose `graph`, as those of a loop over several steps do."""
-    depth = 0
-    while (graph := getattr(graph, TF_OUTER_GRAPH, None)) is not None and hasattr(graph, TF_OUTER_GRAPH):
-        depth += 1
-    return depth
+        tf_internals.set_seed(holder, seed)
 
 
 class GlobalSeedGenerator:
@@ -83,7 +71,7 @@ class GlobalSeedGenerator:
     @classmethod
     def for_current_thread(cls, strategy: tf.distribute.Strategy) -> GlobalSeedGenerator:
         """Returns this thread's, made anew after `set_random_seed` or `clear_session`, or for another strategy."""
-        found = global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
+        found = keras_internals.global_generator()
         if not isinstance(found, cls) or found._strategy is not strategy:
             found = cls(strategy)
             found.install()
@@ -91,7 +79,7 @@ class GlobalSeedGenerator:
 
     def install(self) -> None:
         """Makes this the generator of the current thread."""
-        global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, self)
+        keras_internals.set_global_generator(self)
 
     def next(self, ordered: bool = True) -> tf.Tensor:
         """Returns the next seed, another one on each replica."""
@@ -119,13 +107,13 @@ def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Var
         strategy: The strategy of the steps that draw.
         makes: Whether to make it if there is none.
     """
-    found = global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
+    found = keras_internals.global_generator()
     if strategy.num_replicas_in_sync > 1:
         if makes or isinstance(found, GlobalSeedGenerator):
             found = GlobalSeedGenerator.for_current_thread(strategy).generator(makes)
     elif found is None and makes:
         found = keras.random.SeedGenerator()
-        global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, found)
+        keras_internals.set_global_generator(found)
     return found.state.value if isinstance(found, keras.random.SeedGenerator) else None
 
 
@@ -151,18 +139,17 @@ class StepSeedGenerator:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Makes this the generator of the current thread for a while."""
-        before = global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
-        global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, self)
+        before = keras_internals.global_generator()
+        keras_internals.set_global_generator(self)
         try:
             yield
         finally:
-            global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, before)
+            keras_internals.set_global_generator(before)
 
 
 def use_entropy_per_worker() -> None:
     """Lets each worker that runs the graph in tracing draw from its system's entropy, whatever seed is set."""
-    graph = tf.compat.v1.get_default_graph()
-    setattr(graph, TF_GRAPH_SEED, None)
+    tf_internals.set_seed(tf.compat.v1.get_default_graph(), None)
 
 
 def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], value: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.tf_internals import num_replicas
 from tfdist.replicas import batch_splitting
 
 
@@ -38,7 +39,7 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
         by how much the examples have moved each statistic, flat; empty if every replica had some.
     """
     metrics, statistics = metric_variables(model), moving_statistic_variables(model)
-    some = totals[1] < model.distribute_strategy.extended._num_replicas_in_sync
+    some = totals[1] < num_replicas(model.distribute_strategy)
 
     def flat(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
         return [tf.reshape(variable.read_value(), [-1]) for variable in variables]

@@ -15,8 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import optimizer_search, unsupported
-from tfdist.compat.keras_internals import KERAS_LOGS, KERAS_MAKE_FUNCTION
+from tfdist.compat import keras_internals, keras_loops, optimizer_search, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 from tfdist.gradients import optimizer as optimizer_lib
@@ -30,11 +29,11 @@ _NOTES = "float32"  # the type of numbers with which notes travel
 
 def attach(model: keras.Model, compression: Compressor | None = None) -> None:
     """Makes Keras build `model`'s training and test functions here, and its optimizer reduce first. In place."""
-    if KERAS_MAKE_FUNCTION not in vars(model):
+    if not keras_internals.has_replaced_make_function(model):
         model.train_function = model.test_function = None
-    setattr(model, KERAS_MAKE_FUNCTION, functools.partial(Execution, model, compression))
-    if KERAS_LOGS not in vars(model):
-        setattr(model, KERAS_LOGS, functools.partial(_results_or_logs, model))
+    keras_internals.replace_make_function(model, functools.partial(Execution, model, compression))
+    if not keras_loops.has_replaced_logs(model):
+        keras_loops.replace_logs(model, functools.partial(_results_or_logs, model))
     synchronized_norm.synchronize_moments(model)
     model_building.adopt(model)
     for optimizer in optimizer_search.optimizers(model):
@@ -46,7 +45,7 @@ def attach(model: keras.Model, compression: Compressor | None = None) -> None:
 
 def _results_or_logs(model: keras.Model, logs: Any) -> Any:
     """As Keras' own, which returns the logs of the last step where they are others than the metrics' results."""
-    found: Any = getattr(type(model), KERAS_LOGS)(model, logs)
+    found: Any = keras_loops.metrics_or_logs(model, logs)
     for function in (model.train_function, model.test_function):
         if isinstance(function, Execution) and found is not None and found is function.logs:
             return {**logs, **function.computed_logs()}

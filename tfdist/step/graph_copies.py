@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compat.tf_internals import EagerTensor
+
 
 def depends_only_on(given: Callable[[tf.Tensor], bool], values: Any) -> bool:
     """Whether `values` are computed from given tensors and constants alone.
@@ -63,7 +65,7 @@ def copied(now: Callable[[tf.Tensor], tf.Tensor | None], values: Any) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    return not isinstance(value, tf.Tensor) or isinstance(value, tf.__internal__.EagerTensor)
+    return not isinstance(value, tf.Tensor) or isinstance(value, EagerTensor)
 
 
 def _calls(op: tf.Operation) -> bool:

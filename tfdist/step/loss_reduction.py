@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import keras_internals
+
 Reduction = Literal["vector", "sum", "mean"]
 
 _ROWS = 16
@@ -58,7 +60,7 @@ def infer_added_loss_reductions(model: keras.Model, x: Any, training: bool) -> l
         values = [(variable, local(variable.value)[0]) for variable in model.variables]
         with keras.StatelessScope(values, collect_losses=True):
             inputs = tf.nest.map_structure(tf.convert_to_tensor, rows)
-            model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+            model(inputs, training=training) if keras_internals.call_takes_training(model) else model(inputs)
             return [(np.ndim(each), float(tf.reduce_sum(each))) for each in losses_added_by_layers(model)]
 
     return _infer_reductions(numbers, x, f"A loss that a layer of {model.name} adds")
@@ -66,7 +68,7 @@ def infer_added_loss_reductions(model: keras.Model, x: Any, training: bool) -> l
 
 def losses_added_by_layers(model: keras.Model) -> list[Any]:
     """Returns what layers have added by `add_loss` in their last call, without regularizers."""
-    return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
+    return [loss for layer in keras_internals.layers(model) for loss in keras_internals.added_losses(layer)]
 
 
 def _infer_reductions(numbers: Callable[[Any], list[tuple[int, float]]], like: Any, name: str) -> list[Reduction]:

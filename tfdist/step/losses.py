@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,19 +11,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.losses.loss import apply_mask
 
-from tfdist.compat.keras_internals import (
-    KERAS_ADDED_LOSS,
-    KERAS_COMPILED_LOSS,
-    KERAS_LOSS_TRACKER,
-    KERAS_LOSSES,
-    KERAS_MASK,
-)
+from tfdist.compat import call_stack, keras_internals
 from tfdist.errors import ConfigError
 from tfdist.step import loss_reduction
 
-_KERAS_STEPS = ("keras.src.backend.", "keras.src.trainers.")  # the modules of Keras' steps and compiled losses
 _MEANS = ("sum_over_batch_size", "mean")
 
 
@@ -74,14 +65,14 @@ def scale_losses_for_replica(model: keras.Model, *args: Any, **kwargs: Any) -> I
     Raises:
         ConfigError: Within it, if XLA would have to compile a collective.
     """
-    if not isinstance(vars(model).get(KERAS_ADDED_LOSS), _AddedLoss):
-        setattr(model, KERAS_ADDED_LOSS, _AddedLoss(model))
-    compiled = getattr(model, KERAS_COMPILED_LOSS, None)
+    if not isinstance(keras_internals.replaced_added_loss(model), _AddedLoss):
+        keras_internals.replace_added_loss(model, _AddedLoss(model))
+    compiled = keras_internals.compiled_loss(model)
     if compiled is not None and compiled.built:
         _replace_losses(compiled)
     elif compiled is not None and "build" not in vars(compiled):
         compiled.build = _BuildReplicaLosses(compiled)
-    for tracker in (getattr(model, KERAS_LOSS_TRACKER, None), *getattr(compiled, "metrics", ())):
+    for tracker in (keras_internals.loss_tracker(model), *getattr(compiled, "metrics", ())):
         if tracker is not None and not isinstance(vars(tracker).get("update_state"), _WeightedLossTracker):
             tracker.update_state = _WeightedLossTracker(tracker)
     for metric in model.metrics:
@@ -95,7 +86,7 @@ def scale_losses_for_replica(model: keras.Model, *args: Any, **kwargs: Any) -> I
 
 
 def _replace_losses(compiled: Any) -> None:
-    losses = getattr(compiled, KERAS_LOSSES)
+    losses = keras_internals.losses(compiled)
     for number, each in enumerate(losses):
         if not isinstance(each.loss, _CompiledLoss):
             losses[number] = each._replace(loss=_CompiledLoss(each.loss))
@@ -154,14 +145,14 @@ class _CompiledLoss:
 
     def _divisor(self, y_pred: Any, sample_weight: Any, dtype: Any) -> tf.Tensor | None:
         """Returns by what Keras divides this replica's sum, if that is not as many for each example."""
-        mask, reduction = getattr(y_pred, KERAS_MASK, None), getattr(self.loss, "reduction", None)
+        mask, reduction = keras_internals.mask(y_pred), getattr(self.loss, "reduction", None)
         if self._kind != "vector" or (mask is None and (sample_weight is None or reduction in _MEANS)):
             return None
         wide = tf.float64 if dtype == tf.float64 else tf.float32
         if reduction in _MEANS:
             return tf.reduce_sum(tf.cast(mask, wide))
         weights = None if sample_weight is None else tf.convert_to_tensor(sample_weight)
-        return tf.reduce_sum(tf.cast(apply_mask(weights, mask, dtype=wide, reduction=reduction), wide))
+        return tf.reduce_sum(tf.cast(keras_internals.apply_mask(weights, mask, dtype=wide, reduction=reduction), wide))
 
 
 class _AddedLoss:
@@ -169,7 +160,7 @@ class _AddedLoss:
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self._add = getattr(model, KERAS_ADDED_LOSS)
+        self._add = keras_internals.added_loss_method(model)
         self._kinds: dict[bool, list[loss_reduction.Reduction]] = {}
 
     def __call__(self, loss: Any) -> Any:
@@ -200,7 +191,7 @@ class _WeightedLossTracker:
 
     def __call__(self, value: Any, sample_weight: Any = None) -> Any:
         share = _current_share()
-        if not sys._getframe(1).f_globals["__name__"].startswith(_KERAS_STEPS):
+        if not call_stack.called_from_keras_step():
             return self._of_own_step(value, sample_weight)
         if share is None or share.examples is None or value.shape.rank:
             return self._update(value, sample_weight=sample_weight)

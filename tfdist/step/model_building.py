@@ -9,22 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat import optimizer_search
-from tfdist.compat.keras_internals import (
-    KERAS_ADAPTER,
-    KERAS_BUILD,
-    KERAS_BUILD_BY_CALL,
-    KERAS_COMPILED,
-    KERAS_DATA,
-    KERAS_SELF_FEEDING,
-)
+from tfdist.compat import call_stack, keras_internals, keras_loops, optimizer_search, tf_internals
 
 _STEPS = {
     "fit": "train_step",
@@ -36,8 +27,8 @@ _STEPS = {
 
 def adopt(model: keras.Model) -> None:
     """Makes Keras build `model` here. In place."""
-    if KERAS_BUILD not in vars(model):
-        setattr(model, KERAS_BUILD, _Builder(model))
+    if not keras_loops.has_replaced_build(model):
+        keras_loops.replace_build(model, _Builder(model))
 
 
 class _Builder:
@@ -70,16 +61,15 @@ class _Builder:
                 self._left[name] = _unbuilt(self._model)
 
     def _by_call(self, batch: Any) -> None:
-        getattr(self._model, KERAS_BUILD_BY_CALL)(data_batch=tf.nest.map_structure(_present, batch))
+        keras_loops.build_by_call(self._model, tf.nest.map_structure(_present, batch))
 
 
 def _form(loop: Any) -> Any:
     """Returns the form of a replica's batch: of the first one, where it is not known of all."""
-    data = getattr(loop, KERAS_DATA)
+    data = keras_loops.distributed_dataset(loop)
     source, parts = getattr(data, "sources", [data])[0], getattr(data, "parts", 1)
     form = source.element_spec
-    is_python = type(getattr(loop, KERAS_ADAPTER)).__name__ in KERAS_SELF_FEEDING  # it could not go back
-    if not is_python and not all(_is_known(each) for each in tf.nest.flatten(form)):
+    if not keras_loops.reads_python(loop) and not all(_is_known(each) for each in tf.nest.flatten(form)):
         form = next(iter(source.take(1) if isinstance(source, tf.data.Dataset) else source))
     return tf.nest.map_structure(functools.partial(_of_replica, parts=parts), form)
 
@@ -102,15 +92,16 @@ def _is_known(spec: Any) -> bool:
 
 def _step_of_caller() -> str | None:
     """Returns which step Keras is about to run: that of the nearest of its methods that run one."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in _STEPS:
-        frame = frame.f_back
-    return frame and _STEPS[frame.f_code.co_name]
+    method = call_stack.nearest_caller(_STEPS)
+    return None if method is None else _STEPS[method]
 
 
 def _unbuilt(model: keras.Model) -> set[int]:
-    compiled = (getattr(model, name, None) for name in KERAS_COMPILED)
-    parts = [*model._flatten_layers(), *optimizer_search.optimizers(model), *filter(None, compiled)]
+    parts = [
+        *keras_internals.layers(model),
+        *optimizer_search.optimizers(model),
+        *keras_internals.compiled_parts(model),
+    ]
     return {id(part) for part in parts if not part.built}
 
 
@@ -118,7 +109,7 @@ def _trace(step: Callable[[Any], Any], model: keras.Model, batch: Any) -> None:
     """Traces the step, and drops the graph. Variables that it makes are made outside."""
     strategy = model.distribute_strategy
     with (
-        tf.__internal__.FuncGraph(step.__name__).as_default(),
+        tf_internals.FuncGraph(step.__name__).as_default(),
         tf.variable_creator_scope(functools.partial(_outside_of_graphs, strategy)),
         tf.distribute.ReplicaContext(strategy, 0),
         strategy.as_one_replica(),
@@ -144,7 +135,7 @@ def _placeholder(value: Any) -> Any:
     """Returns what stands for a part of the batch in the graph; only a form says whether the size may differ."""
     if _present(value) is None:
         return None
-    if isinstance(value, tf.__internal__.CompositeTensor):
+    if isinstance(value, tf_internals.CompositeTensor):
         value = tf.type_spec_from_value(value)
     if isinstance(value, tf.TypeSpec):
         return tf.nest.map_structure(

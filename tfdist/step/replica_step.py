@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_internals
 from tfdist.errors import ConfigError
 from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.replicas import batch_splitting
@@ -136,7 +137,7 @@ class ReplicaStep:
 
     def _check_batch_norm_has_examples(self, data: Any, num_empty_replicas: tf.Tensor) -> Any:
         """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""
-        if not any(isinstance(layer, keras.layers.BatchNormalization) for layer in self.model._flatten_layers()):
+        if not any(isinstance(layer, keras.layers.BatchNormalization) for layer in keras_internals.layers(self.model)):
             return data
         fed = tf.debugging.Assert(tf.equal(num_empty_replicas, 0), [BATCH_NORM_WITHOUT_EXAMPLES], summarize=1)
         with tf.control_dependencies([fed] if fed is not None else []):

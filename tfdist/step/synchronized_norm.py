@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras_internals import KERAS_MOMENTS
+from tfdist.compat import keras_internals
 from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.replicas import batch_splitting
 
@@ -24,9 +24,9 @@ def synchronize_moments(model: keras.Model) -> None:
     Args:
         model: Of any layers.
     """
-    for layer in model._flatten_layers():
-        if getattr(layer, "synchronized", False) and KERAS_MOMENTS not in vars(layer):
-            setattr(layer, KERAS_MOMENTS, functools.partial(_moments, getattr(layer, KERAS_MOMENTS)))
+    for layer in keras_internals.layers(model):
+        if getattr(layer, "synchronized", False) and not keras_internals.has_replaced_moments(layer):
+            keras_internals.replace_moments(layer, functools.partial(_moments, keras_internals.moments(layer)))
 
 
 def _moments(moments: Callable[..., Any], inputs: tf.Tensor, mask: Any) -> Any:

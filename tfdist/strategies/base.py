@@ -9,21 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat import unsupported
-from tfdist.compat.keras_internals import (
-    KERAS_ACCUMULATOR_VARIABLE,
-    KERAS_APPLY,
-    KERAS_PREDICT,
-    KERAS_SEED_VARIABLE,
-    KERAS_STEP,
-)
+from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
 from tfdist.replicas import batch_splitting, integer_weights, random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
@@ -81,8 +73,8 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     @property
     def extended(self) -> Any:
         """TensorFlow's `extended`; not for an optimizer of which a step of the Trainer's does not know."""
-        if self._steps and (caller := sys._getframe(1)).f_code.co_name == KERAS_APPLY:
-            unsupported.check_applied(caller.f_locals["self"])
+        if self._steps and (optimizer := call_stack.applying_optimizer()) is not None:
+            unsupported.check_applied(optimizer)
         return super().extended
 
     @contextlib.contextmanager
@@ -112,7 +104,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             yield self
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        if kwargs.get("name") == KERAS_SEED_VARIABLE:
+        if kwargs.get("name") == keras_internals.SEED_STATE:
             return self._create_seed(next_creator, **kwargs)
         if not _is_statistic(kwargs):
             variable = next_creator(**kwargs)
@@ -155,8 +147,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     def _drawing(self, fn: Callable[..., Any], move: Callable[[int], None]) -> Callable[..., Any]:
         """Returns `fn` as it is to be traced for each replica."""
-        internal = tf.__internal__.autograph
-        converted = internal.tf_convert(fn, internal.control_status_ctx(), convert_by_default=False)
+        converted = tf_internals.convert_as_caller(fn)
         generator = random_seeds.GlobalSeedGenerator.for_current_thread(self)
 
         def replica(*args: Any, **kwargs: Any) -> Any:
@@ -174,12 +165,12 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on each replica, as TensorFlow's own `run`; a model's own step only if Keras can run it."""
-        if self.num_replicas_in_sync > 1 and sys._getframe(1).f_code.co_name == KERAS_STEP:
+        if self.num_replicas_in_sync > 1 and call_stack.called_from_step():
             unsupported.check_without_trainer(fn)
         self.statistics.mark_possibly_changed()
         several = super().num_replicas_in_sync > 1
         with random_seeds.replica_seed(self._replicas[0] if several else 0) as move:
-            if several and sys._getframe(1).f_code.co_name == KERAS_PREDICT:
+            if several and call_stack.called_from_predict_step():
                 fn = batch_splitting.predict_counted_examples(fn, self)
             if several and not isinstance(fn, tf.types.experimental.PolymorphicFunction):
                 fn = self._drawing(fn, move)
@@ -212,7 +203,7 @@ class _OwnKeys:
 
     def __init__(self, *args: Any, **kwargs: Any):
         # As TensorFlow's tests do: two strategies with the same keys take each other's collectives for their own.
-        self._collective_key_base = next(self._number) * _KEYS
+        tf_internals.set_collective_keys(self, next(self._number) * _KEYS)
         super().__init__(*args, **kwargs)
 
 
@@ -230,5 +221,5 @@ def _is_statistic(kwargs: dict[str, Any]) -> bool:
         and tf.as_dtype(dtype).is_floating
         and kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE)
         and kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO)
-        and (kwargs.get("colocate_with") is None or KERAS_ACCUMULATOR_VARIABLE in (kwargs.get("name") or ""))
+        and (kwargs.get("colocate_with") is None or keras_internals.GRADIENT_ACCUMULATOR in (kwargs.get("name") or ""))
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_internals, unsupported
-from tfdist.compat.keras_internals import KERAS_PREDICT_DATA
+from tfdist.compat import call_stack, keras_internals, keras_loops, unsupported
+from tfdist.compat.tf_internals import num_replicas
 from tfdist.data import resume
 from tfdist.replicas import batch_splitting
 from tfdist.replicas.moving_statistics import MovingStatistics
@@ -36,7 +35,7 @@ class DataDistribution(tf.distribute.Strategy):
         TensorFlow's AUTO sharding deals out whole files where it can, which permutes the results of `predict`
         and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept.
         """
-        loop = sys._getframe(1).f_locals.get("self")
+        loop = call_stack.caller_local("self")
         unsupported.check_data(self, loop)
         policy = tf.data.experimental.AutoShardPolicy
         if dataset.options().experimental_distribute.auto_shard_policy == policy.AUTO:
@@ -44,9 +43,9 @@ class DataDistribution(tf.distribute.Strategy):
             sharding_options.experimental_distribute.auto_shard_policy = policy.DATA
             dataset = dataset.with_options(sharding_options)
         distribute, elements = super().experimental_distribute_dataset, 1
-        if hasattr(loop, keras_internals.KERAS_ADAPTER):  # of a model's fit, evaluate or predict
-            model = sys._getframe(2).f_locals.get("self")
-            if isinstance(model, keras.Model) and keras_internals.KERAS_MAKE_FUNCTION not in vars(model):
+        if keras_loops.is_loop(loop):  # of a model's fit, evaluate or predict
+            model = call_stack.caller_local("self", depth=2)
+            if isinstance(model, keras.Model) and not keras_internals.has_replaced_make_function(model):
                 execution.attach(model)
             if self._splits_batches(dataset):
                 distribute, elements = self._split, len(self.extended.worker_devices)
@@ -58,12 +57,12 @@ class DataDistribution(tf.distribute.Strategy):
 
         distributed = self._with_synchronized_statistics(distribute(dataset, options), elements)
         distributed.starting_at, distributed.sources = starting_at, [dataset]
-        distributed.parts = self.extended._num_replicas_in_sync  # of each batch
+        distributed.parts = num_replicas(self)  # of each batch
         return distributed
 
     def _splits_batches(self, dataset: tf.data.Dataset) -> bool:
         """Whether batches are split here: not where TensorFlow does it evenly, nor where each worker reads its own."""
-        replicas = self.extended._num_replicas_in_sync
+        replicas = num_replicas(self)
         if replicas == 1 or not batch_splitting.is_splittable(dataset.element_spec):
             return False
         policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -73,7 +72,7 @@ class DataDistribution(tf.distribute.Strategy):
         return size is None or size % replicas > 0
 
     def _split(self, dataset: tf.data.Dataset, options: Any) -> Any:
-        replicas = self.extended._num_replicas_in_sync
+        replicas = num_replicas(self)
 
         def mine(context: tf.distribute.InputContext) -> tf.data.Dataset:
             return batch_splitting.split_batches(
@@ -131,7 +130,7 @@ class DataDistribution(tf.distribute.Strategy):
             else None
         )
         found = tf.constant([[-1 if size is None else size, int(dataset.cardinality())]], tf.int64)
-        if self.extended._num_replicas_in_sync > len(self.extended.worker_devices):
+        if num_replicas(self) > len(self.extended.worker_devices):
             values = self.experimental_distribute_values_from_function(lambda _: found)
             found = self.gather(values, axis=0)
         sizes, batches = found.numpy().T
@@ -169,7 +168,8 @@ class DataDistribution(tf.distribute.Strategy):
                 self.statistics.synchronize()
                 self.statistics.mark_possibly_changed()
             iterator = kind.__iter__(distributed)
-            iterator.__class__, iterator.strategy = _keras_iterator_class(iterator.__class__), self
+            call_stack.swap_class(iterator, _keras_iterator_class(iterator.__class__))
+            iterator.strategy = self
             return iterator
 
         def cardinality(distributed: Any) -> Any:
@@ -177,7 +177,8 @@ class DataDistribution(tf.distribute.Strategy):
             return elements if elements < 0 else -(-elements // elements_per_step)
 
         if getattr(kind, "cardinality", None) is not None:
-            dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "cardinality": property(cardinality)})
+            members = {"__iter__": begin, "cardinality": property(cardinality)}
+            call_stack.swap_class(dataset, type(kind.__name__, (kind,), members))
         return dataset
 
 
@@ -186,9 +187,9 @@ def _keras_iterator_class(kind: Any) -> type:
     """Returns a subclass of a distributed iterator whose `next` gives Keras what it can use; a `tf.function` uses `kind`'s."""
 
     def following(iterator: Any) -> Any:
-        element, caller = kind.__next__(iterator), sys._getframe(1).f_code.co_name
+        element, predicts = kind.__next__(iterator), call_stack.called_from_predict_data()
         dealt = isinstance(element, batch_splitting.SplitBatch)
-        if caller != KERAS_PREDICT_DATA:
+        if not predicts:
             return element
         if not dealt:
             return batch_splitting.SplitBatch(element, None)

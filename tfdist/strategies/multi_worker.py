@@ -11,14 +11,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
-from tensorflow.python.distribute import multi_worker_util
-from tensorflow.python.eager import context as eager_context
 
 from tfdist.cluster import ClusterSpec, TaskSpec, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.collectives import hardware
-from tfdist.compat.keras_internals import TF_SERVES
+from tfdist.compat import tf_cluster, tf_internals
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
 from tfdist.runtime import exit_status
@@ -44,7 +41,7 @@ class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWo
         super().__init__(cluster_resolver, communication_options)
         if cluster_resolver is not None:
             # A second strategy would start the server anew, under the collectives that the other workers still have on their way.
-            setattr(type(self.extended), TF_SERVES, True)
+            tf_cluster.keep_server(self)
 
     @property
     def num_workers(self) -> int:
@@ -70,7 +67,7 @@ class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWo
 
         if not callable(made):
             checked(made)
-        elif not isinstance(made, tf.__internal__.tracking.CheckpointInitialValueCallable):
+        elif not isinstance(made, tf_internals.CheckpointInitialValueCallable):
             kwargs["initial_value"] = lambda: checked(made())
         return super()._create_variable(next_creator, **kwargs)
 
@@ -98,8 +95,8 @@ def multi_worker_mirrored(
             task_id=task.index,
             rpc_layer="grpc",
         )
-        if not startup.is_server_running():  # this process, already, for a strategy before this one
-            if startup.is_started():
+        if not tf_internals.is_server_running():  # this process, already, for a strategy before this one
+            if tf_internals.is_started():
                 raise startup.already_started_error("multi_worker_mirrored cannot be created")
             _allow_overlap_on_one_core()
             _extend_heartbeat_timeout(spec)
@@ -132,7 +129,7 @@ def _exit_barrier() -> None:
     """
     if not exit_status.expected_exit_code():
         with contextlib.suppress(tf.errors.OpError):  # some may have ended long ago
-            eager_context.context().wait_at_barrier("tfdist/end", _FAREWELL_MS)
+            tf_cluster.wait_at_barrier("tfdist/end", _FAREWELL_MS)
 
 
 def _allow_overlap_on_one_core() -> None:
@@ -155,19 +152,8 @@ def _extend_heartbeat_timeout(cluster: ClusterSpec) -> None:
     gradients: as on a link of 20 Mbit/s, or sometimes of 100. The Trainer notices a process that ends within seconds all the same
     (`training/lost_workers.py`); a host that vanishes, TensorFlow notices after two minutes at most.
     """
-    context = eager_context.context()
-    if context.coordination_service is None:
-        known = tf.train.ClusterSpec({job: list(addresses) for job, addresses in cluster.jobs.items()})
-        context.configure_coordination_service(
-            service_type="standalone",
-            service_leader=multi_worker_util.coordination_leader(known),
-            heartbeat_timeout_in_ms=_HEARTBEAT_MS,
-            coordinated_jobs=[
-                coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
-                for job, addresses in cluster.jobs.items()
-                if job in ("chief", "worker")
-            ],
-        )
+    if not tf_cluster.has_coordination_service():
+        tf_cluster.configure_coordination_service(cluster.jobs, _HEARTBEAT_MS)
 
 
 def _broadcast_seed(strategy: tf.distribute.Strategy) -> None:
@@ -181,5 +167,5 @@ def _broadcast_seed(strategy: tf.distribute.Strategy) -> None:
         lambda context: tf.constant(seed if context.replica_id_in_sync_group == 0 else 0, tf.int64)
     )
     agreed = int(strategy.reduce("SUM", seeds))
-    if eager_context.global_seed() is None:
+    if tf_internals.global_seed() is None:
         tf.random.set_seed(agreed)

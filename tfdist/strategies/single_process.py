@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import values
 
+from tfdist.compat.tf_internals import SyncOnReadVariable
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
 from tfdist.strategies import startup
@@ -45,7 +45,7 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
         components = [next_creator(**kwargs) for _ in range(self.num_replicas_in_sync)]
         if len(components) == 1:
             return components[0]
-        return values.SyncOnReadVariable(self, [component.get() for component in components], kwargs["aggregation"])
+        return SyncOnReadVariable(self, [component.get() for component in components], kwargs["aggregation"])
 
 
 def _check_devices(config: StrategyConfig) -> None:

@@ -9,22 +9,10 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from tensorflow.python.eager import context as eager_context
-
 from tfdist.errors import ConfigError
 
 # Calls into TensorFlow or Keras that do not start it.
 _HARMLESS = {"config", "get_logger", "set_random_seed", "set_seed", "experimental"}
-
-
-def is_started() -> bool:
-    """Whether TensorFlow has looked at its devices, after which it can no more be told of a cluster."""
-    return eager_context.context()._context_handle is not None
-
-
-def is_server_running() -> bool:
-    """Whether TensorFlow's server of this process is there."""
-    return eager_context.context()._collective_leader is not None
 
 
 def already_started_error(what: str) -> ConfigError:

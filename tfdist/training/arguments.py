@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras_internals import KERAS_BATCH_SIZE
+from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE
 from tfdist.data import arrays
 
 
@@ -68,7 +68,7 @@ def batch_size(data: Any, given: dict[str, Any]) -> int | None:
         return arrays.batch_size(data)
     if is_function(data) or isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator)):
         return None
-    return given.get("batch_size") or KERAS_BATCH_SIZE
+    return given.get("batch_size") or DEFAULT_BATCH_SIZE
 
 
 def ends_within_execution(model: keras.Model, steps: int | None) -> bool:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.collectives import hardware
 from tfdist.collectives.ranks import Ranks
+from tfdist.compat import keras_internals
 from tfdist.errors import ClusterError
 from tfdist.replicas import integer_weights
 from tfdist.training import file_callbacks
@@ -140,7 +141,7 @@ class _CheckConsistency(keras.callbacks.Callback):
             return
         optimizer = self.model.optimizer
         # A LossScaleOptimizer's own rate means nothing.
-        rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+        rate = keras_internals.learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
         # A schedule is a function of the step, and so the same on all ranks.
         mine = float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
         gathered = self._ranks.gather(float(self.model.stop_training), mine)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat.keras_internals import TF_INPUTS, TF_SEEDS, TF_SHUFFLES
+from tfdist.compat import tf_internals
 from tfdist.errors import ConfigError
 
 _NUMBERS = ("epochs", "initial_epoch", "steps_per_epoch", "batch_size", "validation_steps", "validation_batch_size")
@@ -87,7 +87,7 @@ def _order(data: Any) -> float:
 
 
 def _seeds(dataset: tf.data.Dataset) -> Iterator[list[int]]:
-    if type(dataset).__name__ == TF_SHUFFLES:
-        yield [int(getattr(dataset, name)) for name in TF_SEEDS]
-    for each in getattr(dataset, TF_INPUTS)():
+    if (seeds := tf_internals.shuffle_seeds(dataset)) is not None:
+        yield seeds
+    for each in tf_internals.inputs(dataset):
         yield from _seeds(each)

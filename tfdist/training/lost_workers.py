@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
-from tensorflow.python.eager import context as eager_context
 
 from tfdist.cluster import ClusterSpec, TaskSpec, missing_tasks, reachability
+from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
 
 _EVERY = 1.0  # seconds
@@ -52,7 +52,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
             ended = {task for task, reason in absent.items() if reason in _ENDED}
             silent.note(absent.keys() - ended)
             if ended & before and not done.is_set():  # twice: the network may have hesitated
-                eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, "A worker has ended.")
+                tf_cluster.abort_collectives(tf.errors.UNAVAILABLE, "A worker has ended.")
                 return
             before = ended
 

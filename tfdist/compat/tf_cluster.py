@@ -1,0 +1,130 @@
+"""What tfdist uses of TensorFlow beyond its public interface where several processes work together.
+
+A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
+the constants that begin with `TF_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.distribute import multi_worker_util
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.ops.collective_ops import all_gather_v2 as all_gather
+from tensorflow.python.ops.collective_ops import all_reduce_v2 as all_reduce
+from tensorflow.python.ops.collective_ops import all_to_all_v2 as all_to_all
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+__all__ = ["ResourceVariable", "all_gather", "all_reduce", "all_to_all"]
+
+
+# Collectives
+
+TF_CROSS_DEVICE_OPS = "_cross_device_ops"
+TF_LAUNCHERS = "_launchers"
+
+
+def launchers(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Sequence[Any]:
+    """Returns the objects with which a strategy launches collectives, one for each device of this process."""
+    found: Sequence[Any] = getattr(getattr(strategy.extended, TF_CROSS_DEVICE_OPS), TF_LAUNCHERS)
+    return found
+
+
+def device(launcher: Any) -> str:
+    """Returns the device of a launcher."""
+    return str(launcher._device)
+
+
+def group(launcher: Any) -> tuple[Any, Any]:
+    """Returns (size, key) of the group of devices whose collectives a launcher launches."""
+    return launcher._group_size, launcher._group_key
+
+
+def next_key(launcher: Any) -> Any:
+    """Returns the key of a launcher's next collective, another one at each call."""
+    return launcher._next_instance_key()
+
+
+def options(launcher: Any) -> Any:
+    """Returns the communication options of a launcher."""
+    return launcher._options
+
+
+def ordering_token(launcher: Any) -> tf.Tensor:
+    """Returns the resource on which a launcher's collectives wait for each other."""
+    return launcher._get_ordering_token()
+
+
+def abort_collectives(code: int, message: str) -> None:
+    """Makes all collectives of this process fail."""
+    eager_context.context().abort_collective_ops(code, message)
+
+
+# The server and the coordination service
+
+TF_SERVES = "_std_server_started"
+
+
+def keep_server(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
+    """Makes further strategies of this class use the server that runs."""
+    setattr(type(strategy.extended), TF_SERVES, True)
+
+
+def has_coordination_service() -> bool:
+    """Whether TensorFlow's coordination service is configured."""
+    return eager_context.context().coordination_service is not None
+
+
+def configure_coordination_service(jobs: Mapping[str, Sequence[str]], heartbeat_timeout_ms: int) -> None:
+    """Configures TensorFlow's coordination service.
+
+    Args:
+        jobs: The addresses of each job's tasks. Tasks of `chief` and `worker` take part.
+        heartbeat_timeout_ms: Milliseconds after which a task that does not answer counts as lost.
+    """
+    spec = tf.train.ClusterSpec({job: list(addresses) for job, addresses in jobs.items()})
+    eager_context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=multi_worker_util.coordination_leader(spec),
+        heartbeat_timeout_in_ms=heartbeat_timeout_ms,
+        coordinated_jobs=[
+            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
+            for job, addresses in jobs.items()
+            if job in ("chief", "worker")
+        ],
+    )
+
+
+def wait_at_barrier(name: str, timeout_ms: int) -> None:
+    """Waits until all tasks of the coordination service wait at the same barrier."""
+    eager_context.context().wait_at_barrier(name, timeout_ms)
+
+
+# Parameter servers
+
+# The public `schedule` takes no Python functions, in which alone it is known who runs them how often.
+TF_CLUSTER = "_cluster"
+
+
+def coordinator_cluster(strategy: tf.distribute.ParameterServerStrategy) -> Any:
+    """Returns the object that schedules Python functions on the workers, of a new `ClusterCoordinator`."""
+    return getattr(tf.distribute.coordinator.ClusterCoordinator(strategy), TF_CLUSTER)
+
+
+def current_device() -> str:
+    """Returns the device on which this thread's operations run."""
+    return str(eager_context.context().device_name)
+
+
+def is_worker_failure(error: Exception) -> bool:
+    """Whether TensorFlow takes an error for the loss of a worker."""
+    return bool(cluster_coordinator._is_worker_failure(error))
+
+
+def is_server_failure(error: Exception) -> bool:
+    """Whether TensorFlow takes an error for the loss of a parameter server."""
+    return bool(cluster_coordinator._is_ps_failure(error))

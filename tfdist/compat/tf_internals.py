@@ -1,0 +1,194 @@
+"""What tfdist uses of TensorFlow beyond its public interface, in one process.
+
+A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
+the constants that begin with `TF_`. For several processes see `tf_cluster.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.data.ops.cache_op import CacheDataset
+from tensorflow.python.data.ops.random_op import _RandomDataset as RandomDataset
+from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
+from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
+from tensorflow.python.distribute.distribute_utils import regroup
+from tensorflow.python.distribute.values import SyncOnReadVariable
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework.config import is_op_determinism_enabled
+
+__all__ = [
+    "CacheDataset",
+    "RandomDataset",
+    "RepeatDataset",
+    "ShuffleDataset",
+    "SyncOnReadVariable",
+    "eager_context",
+    "is_op_determinism_enabled",
+    "regroup",
+]
+
+EagerTensor = tf.__internal__.EagerTensor
+CompositeTensor = tf.__internal__.CompositeTensor
+FuncGraph = tf.__internal__.FuncGraph
+CheckpointInitialValueCallable = tf.__internal__.tracking.CheckpointInitialValueCallable
+
+GENERATOR_STATE = "StateVar"  # the name of a tf.random.Generator's variable
+
+
+# Strategies and the context
+
+TF_COLLECTIVE_KEYS = "_collective_key_base"
+
+
+def num_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Returns the number of replicas over all workers, also within a step that sees one (`as_one_replica`)."""
+    return int(strategy.extended._num_replicas_in_sync)
+
+
+def set_collective_keys(strategy: Any, first: int) -> None:
+    """Sets the first key of a strategy's collectives. Call it before TensorFlow's `__init__`."""
+    setattr(strategy, TF_COLLECTIVE_KEYS, first)
+
+
+def is_started() -> bool:
+    """Whether TensorFlow has initialized its devices."""
+    return eager_context.context()._context_handle is not None
+
+
+def is_server_running() -> bool:
+    """Whether this process runs TensorFlow's server."""
+    return eager_context.context()._collective_leader is not None
+
+
+def global_seed() -> int | None:
+    """Returns the seed that `tf.random.set_seed` has set, or None."""
+    seed: int | None = eager_context.global_seed()
+    return seed
+
+
+# AutoGraph
+
+
+def convert_as_caller(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that AutoGraph converts if, and only if, it converts the caller."""
+    autograph = tf.__internal__.autograph
+    converted: Callable[..., Any] = autograph.tf_convert(
+        function, autograph.control_status_ctx(), convert_by_default=False
+    )
+    return converted
+
+
+def autograph_as_outside_of_functions() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which AutoGraph does what it does outside of any `tf.function`."""
+    context: contextlib.AbstractContextManager[Any] = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
+    return context
+
+
+# Graphs and seeds
+
+TF_GLOBAL_SEED = "_seed"
+TF_GRAPH_SEED = "seed"
+TF_OUTER_GRAPH = "outer_graph"
+TF_FUNCTION = "_get_function"
+TF_TRACED = "_list_all_concrete_functions"
+
+
+def seed_holder() -> Any:
+    """Returns the object that holds the seed of `tf.random.*` here: the graph that is traced, or the eager context."""
+    return eager_context.context() if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def get_seed(holder: Any) -> int | None:
+    """Returns the seed of a `seed_holder`, or None."""
+    seed: int | None = getattr(holder, _seed_name(holder))
+    return seed
+
+
+def set_seed(holder: Any, seed: int | None) -> None:
+    """Sets the seed of a `seed_holder`."""
+    setattr(holder, _seed_name(holder), seed)
+
+
+def _seed_name(holder: Any) -> str:
+    return TF_GRAPH_SEED if isinstance(holder, tf.Graph) else TF_GLOBAL_SEED
+
+
+def graph_depth(graph: Any) -> int:
+    """Returns how many traced graphs enclose `graph`, as those of a loop over several steps do."""
+    depth = 0
+    while (graph := getattr(graph, TF_OUTER_GRAPH, None)) is not None and hasattr(graph, TF_OUTER_GRAPH):
+        depth += 1
+    return depth
+
+
+def graph_function(graph: tf.Graph, name: str) -> Any:
+    """Returns the function of a name that operations of `graph` call, or None."""
+    return getattr(graph, TF_FUNCTION)(name)
+
+
+def traced_functions(function: Any) -> Sequence[Any]:
+    """Returns the concrete functions of a `tf.function`; of any other object, none."""
+    found: Sequence[Any] = getattr(function, TF_TRACED)() if hasattr(function, TF_TRACED) else ()
+    return found
+
+
+def operation_definition(kind: str) -> Any:
+    """Returns TensorFlow's definition of a type of operation, or None."""
+    return op_def_registry.get(kind)
+
+
+# Datasets
+
+TF_INPUTS = "_inputs"
+TF_FUNCTIONS = "_functions"
+TF_COUNT = "_count"
+TF_BATCH_SIZE = "_batch_size"
+TF_PARALLEL = "_num_parallel_calls"
+TF_ORDERED = "_deterministic"
+TF_SHUFFLES = "_ShuffleDataset"
+TF_SEEDS = ("_seed", "_seed2")
+
+
+def inputs(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:
+    """Returns the datasets from which a dataset is made."""
+    found: Sequence[tf.data.Dataset] = getattr(dataset, TF_INPUTS)()
+    return found
+
+
+def dataset_functions(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields the concrete functions of a dataset itself, as that of `map`."""
+    for wrapper in getattr(dataset, TF_FUNCTIONS)():
+        yield wrapper.function
+
+
+def repeat_count(dataset: RepeatDataset) -> int:
+    """Returns how often a dataset repeats its input; -1 for endlessly."""
+    return int(getattr(dataset, TF_COUNT))
+
+
+def own_batch_size(dataset: tf.data.Dataset) -> Any:
+    """Returns the batch size of a dataset that `batch` has made, a scalar tensor; None for any other dataset."""
+    return getattr(dataset, TF_BATCH_SIZE, None)
+
+
+def is_parallel(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset calls its function in several threads."""
+    return getattr(dataset, TF_PARALLEL, None) is not None
+
+
+def is_unordered(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset was made with `deterministic=False`."""
+    return bool(getattr(dataset, TF_ORDERED, None) == "false")
+
+
+def shuffle_seeds(dataset: tf.data.Dataset) -> list[int] | None:
+    """Returns the two seeds of a dataset that `shuffle` has made; None for any other dataset."""
+    if type(dataset).__name__ != TF_SHUFFLES:
+        return None
+    return [int(getattr(dataset, name)) for name in TF_SEEDS]
