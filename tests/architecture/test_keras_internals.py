@@ -116,8 +116,12 @@ def test_statistics_are_told_from_slots_and_metrics(strategy):
 
 def test_optimizers_reduce_gradients_where_expected():
     moved = "seam gradient reduction has moved"
-    assert keras_internals.KERAS_REDUCTION in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
-    assert call_stack.KERAS_APPLY in inspect.getsource(keras.optimizers.Optimizer._backend_update_step), moved
+    assert keras_internals.KERAS_REDUCTION in inspect.getsource(
+        getattr(keras.optimizers.Optimizer, keras_internals.KERAS_UPDATE_VARIABLES)
+    ), moved
+    assert call_stack.KERAS_APPLY in inspect.getsource(
+        getattr(keras.optimizers.Optimizer, keras_internals.KERAS_UPDATE_VARIABLES)
+    ), moved
     assert "distribution.extended" in inspect.getsource(getattr(keras.optimizers.Optimizer, call_stack.KERAS_APPLY)), (
         moved
     )
@@ -130,14 +134,14 @@ def test_optimizers_update_by_the_steps_that_are_repeated_outside_of_the_replica
     source = inspect.getsource(getattr(keras.optimizers.Optimizer, keras_internals.KERAS_UPDATE))
     calls = re.findall(r"self\.(_\w+)", source)
     assert set(calls) == {
-        "_iterations",
-        "_get_variable_index",
-        "_clip_gradients",
-        "_apply_weight_decay",
-        "_backend_update_step",
+        keras_internals.KERAS_ITERATIONS,
+        keras_internals.KERAS_VARIABLE_INDEX,
+        keras_internals.KERAS_CLIP,
+        keras_internals.KERAS_WEIGHT_DECAY,
+        keras_internals.KERAS_UPDATE_VARIABLES,
         "_backend_reset_gradient_accumulators",
         "_backend_increment_gradient_accumulators",
-        "_trainable_variables",
+        keras_internals.KERAS_TRAINABLE,
         keras_internals.KERAS_ACCUMULATORS,
         keras_internals.KERAS_MOVE_AVERAGES,
         keras_internals.KERAS_OVERWRITE,
@@ -296,7 +300,7 @@ def test_a_stateless_scope_keeps_what_a_step_assigns():
 
 def test_optimizers_update_one_variable_after_the_other():
     moved = "worker_step: updates are no longer placed on their servers"
-    source = inspect.getsource(keras.optimizers.Optimizer._distributed_tf_update_step)
+    source = inspect.getsource(getattr(keras.optimizers.Optimizer, call_stack.KERAS_APPLY))
     assert f"self.{keras_internals.KERAS_UPDATE_STEP}(grad, var, learning_rate)" in source, moved
     apply = inspect.getsource(getattr(keras.optimizers.Optimizer, keras_internals.KERAS_UPDATE))
     assert f"self.{keras_internals.KERAS_WEIGHT_DECAY}(trainable_variables)" in apply, moved
@@ -310,8 +314,8 @@ def test_predict_runs_the_function_that_a_bare_strategy_refuses():
 
 def test_keras_ends_an_epoch_by_the_function_that_drains():
     for loop in (keras.Model.fit, keras.Model.evaluate):
-        assert "self._get_metrics_result_or_logs(logs)" in inspect.getsource(inspect.unwrap(loop)), "engine has moved"
-    assert "self.get_metrics_result()" in inspect.getsource(keras.Model._get_metrics_result_or_logs)
+        assert f"self.{keras_loops.KERAS_LOGS}(logs)" in inspect.getsource(inspect.unwrap(loop)), "engine has moved"
+    assert "self.get_metrics_result()" in inspect.getsource(getattr(keras.Model, keras_loops.KERAS_LOGS))
 
 
 def test_tensorflows_coordinator_runs_python_functions_in_a_thread_for_each_worker():
@@ -575,3 +579,148 @@ def test_keras_asks_for_an_epochs_logs_where_they_are_computed():
     assert f"self.{keras_loops.KERAS_LOGS}(logs)" in inspect.getsource(inspect.unwrap(keras.Model.fit)), (
         "execution: logs have moved"
     )
+
+
+def test_layers_tell_their_own_losses_and_models_what_they_are_called_with():
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.sum(x))
+            return x
+
+    class Trains(keras.Model):
+        def call(self, x, training=False):
+            return x
+
+    adds = Adds()
+    model = keras.Sequential([keras.Input((2,)), adds, keras.layers.Dense(1, kernel_regularizer="l2")])
+    model(np.ones([3, 2]))
+    losses = [float(loss) for layer in keras_internals.layers(model) for loss in keras_internals.added_losses(layer)]
+    assert losses == [6.0], "loss_reduction: losses of layers have moved"
+    assert keras_internals.call_takes_training(Trains()), "loss_reduction: the argument training has moved"
+
+
+def test_compiled_models_have_the_parts_that_are_built():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    assert keras_internals.compiled_loss(model) is None
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.fit(np.ones([2, 2]), np.ones([2, 1]), verbose=0)
+    assert len(keras_internals.compiled_parts(model)) == 2, "model_building: compiled metrics or losses have moved"
+    assert len(keras_internals.losses(keras_internals.compiled_loss(model))) == 1, "losses: the list has moved"
+    assert isinstance(keras_internals.loss_tracker(model), keras.metrics.Mean), "losses: the tracker has moved"
+
+
+def test_optimizers_update_and_number_their_variables_as_expected():
+    moved = "update: {} has moved"
+    variables = [keras.Variable([3.0, 4.0]), keras.Variable([1.0])]
+    sgd = keras.optimizers.SGD(1.0, global_clipnorm=1.0, use_ema=True)
+    sgd.build(variables)
+    assert [keras_internals.variable_index(sgd, v) for v in variables] == [0, 1], moved.format("the index")
+    with pytest.raises(KeyError):
+        keras_internals.variable_index(sgd, keras.Variable(1.0))
+    assert list(keras_internals.trainable_variables(sgd)) == variables, moved.format("the list of variables")
+    keras_internals.update_variables(sgd, [tf.constant([3.0, 4.0]), tf.constant([0.0])], variables)
+    np.testing.assert_allclose(variables[0].numpy(), [2.4, 3.2], err_msg=moved.format("clipping or the update"))
+    for method in (keras_internals.moving_average_method, keras_internals.overwrite_method):
+        method(sgd)(variables)
+    assert callable(keras_internals.update_method(sgd)) and callable(keras_internals.clip_method(sgd))
+
+
+def test_replaced_methods_are_told_and_restored():
+    sgd = keras.optimizers.SGD()
+    assert not keras_internals.has_replaced_reduction(sgd)
+    keras_internals.replace_reduction(sgd, list)
+    keras_internals.replace_update(sgd, list)
+    keras_internals.replace_clip(sgd, list)
+    assert keras_internals.has_replaced_reduction(sgd)
+    keras_internals.restore_optimizer_methods(sgd)
+    assert not {keras_internals.KERAS_REDUCTION, keras_internals.KERAS_UPDATE, keras_internals.KERAS_CLIP} & set(
+        vars(sgd)
+    )
+
+
+def test_strategies_tell_all_replicas_also_within_a_step(strategy):
+    with strategy.as_one_replica():
+        assert (strategy.num_replicas_in_sync, tf_internals.num_replicas(strategy)) == (1, 2), (
+            "the number of replicas has moved"
+        )
+
+
+def test_the_eager_context_tells_what_has_started():
+    tf.constant(0)
+    assert tf_internals.is_started() and not tf_internals.is_server_running(), "startup: the context has moved"
+    with tf.device("CPU:0"):
+        assert tf_cluster.current_device().endswith("CPU:0"), "scheduler: the device has moved"
+    for name in ("abort_collective_ops", "configure_coordination_service", "wait_at_barrier"):
+        assert callable(getattr(context.context(), name)), f"multi_worker, lost_workers: {name} has moved"
+
+
+def test_classes_of_tensorflow_are_those_of_the_objects_that_it_makes():
+    assert isinstance(tf.constant(0), tf_internals.EagerTensor)
+    assert isinstance(tf.IndexedSlices([1.0], [0]), tf_internals.CompositeTensor)
+    with tf_internals.FuncGraph("graph").as_default():
+        assert not isinstance(tf.constant(0), tf_internals.EagerTensor)
+    numbers = tf.data.Dataset.range(3)
+    assert isinstance(numbers.cache(), tf_internals.CacheDataset)
+    assert isinstance(numbers.repeat(2), tf_internals.RepeatDataset)
+    assert isinstance(numbers.shuffle(2), tf_internals.ShuffleDataset)
+    assert isinstance(tf.data.Dataset.random(), tf_internals.RandomDataset)
+    assert tf_internals.shuffle_seeds(numbers) is None and len(tf_internals.shuffle_seeds(numbers.shuffle(2))) == 2
+    assert tf_internals.operation_definition("RandomUniform").is_stateful
+    assert tf_internals.operation_definition("NoSuchOperation") is None
+
+
+def test_autograph_converts_as_outside_of_functions_where_it_is_asked_to():
+    def sign(x):
+        return tf_internals.convert_as_caller(_sign)(x)
+
+    def as_outside(x):
+        with tf_internals.autograph_as_outside_of_functions():
+            return tf.function(_sign)(x)
+
+    assert tf.function(sign)(tf.constant(3)).numpy() == 1, "base: AutoGraph's context has moved"
+    assert tf.function(as_outside, autograph=False)(tf.constant(-3)).numpy() == -1, "worker_dataset: it has moved"
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        tf.function(sign, autograph=False)(tf.constant(3))
+
+
+def _sign(x):
+    if x > 0:  # noqa: SIM108 (AutoGraph is to convert the statement)
+        y = 1
+    else:
+        y = -1
+    return y
+
+
+def test_callers_are_found_past_the_functions_that_look_for_them():
+    class Loop:
+        def get_data(self):
+            return asks()
+
+    def asks():
+        return call_stack.called_from_predict_data(), call_stack.caller_local("self"), call_stack.caller_local("x", 2)
+
+    def asks_for_optimizer():
+        return call_stack.applying_optimizer()
+
+    def _distributed_tf_update_step(self):
+        return asks_for_optimizer()
+
+    def one_step_on_data():
+        return (lambda: call_stack.called_from_step())(), call_stack.nearest_caller({"one_step_on_data"})
+
+    x, loop = 3, Loop()
+    assert loop.get_data() == (True, loop, x)
+    assert asks()[:2] == (False, None)
+    assert _distributed_tf_update_step(loop) is loop and asks_for_optimizer() is None
+    assert one_step_on_data() == (True, "one_step_on_data") and call_stack.nearest_caller({"one_step"}) is None
+    assert not (lambda: call_stack.called_from_keras_step())()
+    assert not (lambda: call_stack.called_from_predict_step())()
+
+
+def test_a_callback_that_remembers_nothing_has_known_attributes():
+    class Own(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self._supports_tf_logs = True
+
+    assert not vars(Own()).keys() - keras_callbacks.STATELESS_ATTRIBUTES, "state: attributes of callbacks have moved"
