@@ -14,9 +14,6 @@ COMPAT = ROOT / "tfdist" / "compat"
 FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "tfdist").rglob("*.py"))}
 OUTSIDE = [name for name, path in FILES.items() if COMPAT not in path.parents]
 
-# Pending: these files still name private things. Empty this set, and remove the test of it, once they are adapted.
-PENDING = {"tfdist/training/trainer.py", "tfdist/backup/session.py"}
-
 PRIVATE_PACKAGES = ("keras.src", "tensorflow.python", "tensorflow.compiler", "tensorflow.core")
 # Python's own: documented although their names begin with an underscore, but for the last one.
 PYTHON = {"os._exit", "atexit._run_exitfuncs"}
@@ -127,7 +124,7 @@ def findings_in(name: str) -> list[str]:
     return [f"{name}:{line}: {what}" for line, what in findings(ast.parse(FILES[name].read_text()), OWN, FOREIGN)]
 
 
-@pytest.mark.parametrize("name", [name for name in OUTSIDE if name not in PENDING])
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_no_file_but_those_of_compat_names_what_is_private(name):
     found = findings_in(name)
     assert not found, (
@@ -136,11 +133,6 @@ def test_no_file_but_those_of_compat_names_what_is_private(name):
         + "\nAdd a function to tfdist/compat/keras_internals.py, keras_loops.py, tf_internals.py, tf_cluster.py or "
         "call_stack.py, call it here, and let tests/architecture/test_keras_internals.py check the name."
     )
-
-
-@pytest.mark.parametrize("name", sorted(PENDING))
-def test_pending_files_still_name_what_is_private(name):
-    assert findings_in(name), f"{name} is adapted: remove it from PENDING"
 
 
 @pytest.mark.parametrize(

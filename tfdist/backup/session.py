@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
-from keras.src.utils.python_utils import pythonify_logs
-from tensorflow.python.eager import context as eager_context
 
 from tfdist.backup import compatibility, csv_logs
 from tfdist.backup.agreement import Agreement
@@ -23,7 +21,8 @@ from tfdist.backup.snapshot_writer import SnapshotWriter
 from tfdist.backup.state import TrainingState
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import optimizer_search
+from tfdist.compat import optimizer_search, tf_internals
+from tfdist.compat.keras_loops import pythonify_logs
 from tfdist.runtime import exit_status, progress
 from tfdist.runtime.background import Background
 from tfdist.runtime.log import log
@@ -71,7 +70,7 @@ class BackupSession:
     def find_backup(self) -> None:
         """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
         self._found = find_backup(self._storage, self._ranks, self._strategy.num_replicas_in_sync)
-        before = eager_context.global_seed()
+        before = tf_internals.global_seed()
         seed = self._found.manifest["seed"] if self._found else before
         if seed is None:
             seed = int(self._ranks.broadcast_scalar(int.from_bytes(os.urandom(4), "little") >> 1))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
+from tfdist.compat.keras_loops import make_class_weight_map_fn
 from tfdist.data import generator
 from tfdist.parameter_server.engine import Coordinator
 from tfdist.training import arguments
