@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.backup.options import BackupOptions
 from tfdist.backup.search import read_seed
 from tfdist.backup.session import BackupSession
 from tfdist.backup.storage import Storage
@@ -92,8 +93,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             model: The model.
             ranks: This rank and the others.
             arguments: Those of `fit` that must be the same in the run that goes on.
-            settle: Called before the state is looked at: waits for steps that are under way.
-            others_go: Called after each step: whether another task, which this one cannot do without, has been told to go.
+            drain: Called before the state is looked at: waits for steps that are under way.
+            peer_preempted: Called after each step: whether another task, which this one cannot do without, has been told to go.
             task: This task's name, as `worker-1`.
 
         Raises:
@@ -103,8 +104,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
         storage = Storage(folder, ranks.rank, ranks.size)
+        options = BackupOptions(
+            self.save_freq, self.save_every_seconds, self.keep, self.preemption, self._config, self._defaults
+        )
         self._session = session = BackupSession(
-            self, storage, model, ranks, arguments, drain, peer_preempted, self._progress
+            options, storage, model, ranks, arguments, drain, peer_preempted, self._progress
         )
         session.find_backup()
         if self.preemption:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist.backup import compatibility, csv_logs
 from tfdist.backup.agreement import Agreement
 from tfdist.backup.data_position import LoopPosition, LoopTracker
+from tfdist.backup.options import BackupOptions
 from tfdist.backup.resume_warnings import ResumeWarnings
 from tfdist.backup.search import FORMAT, Snapshot, find_backup
 from tfdist.backup.snapshot_writer import SnapshotWriter
@@ -27,16 +28,13 @@ from tfdist.runtime import exit_status, progress
 from tfdist.runtime.background import Background
 from tfdist.runtime.log import log
 
-if TYPE_CHECKING:
-    from tfdist.backup.callback import BackupAndRestore
-
 
 class BackupSession:
     """One `fit` that is backed up."""
 
     def __init__(
         self,
-        options: BackupAndRestore,
+        options: BackupOptions,
         storage: Storage,
         model: keras.Model,
         ranks: Ranks,
@@ -63,7 +61,7 @@ class BackupSession:
         warns = ranks.is_chief and not isinstance(self._strategy, tf.distribute.ParameterServerStrategy)
         self._warnings = ResumeWarnings(warns)
         self._found: Snapshot | None = None
-        self._about: dict[str, Any] = {"fit": dict(arguments), **options._config}
+        self._about: dict[str, Any] = {"fit": dict(arguments), **options.config}
         self._progress = told
         self._last_logs: Any = None
 
@@ -108,7 +106,7 @@ class BackupSession:
             self._progress.write(0, 0)
             self._snapshots.take_folder(after=-1)
             return
-        then = compatibility.filled(found.manifest["about"], compatibility.to_jsonable(self._options._defaults))
+        then = compatibility.filled(found.manifest["about"], compatibility.to_jsonable(self._options.defaults))
         for number, optimizer in self._about["optimizer"].items():
             # A rate that this process may have changed before is state; the backup's holds.
             if self._trained and number in then["optimizer"]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives.requests import Exchange, RankContext
-from tfdist.compression.base import StateSpec, Wrapper
+from tfdist.compression.base import StateSpec
+from tfdist.compression.wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)

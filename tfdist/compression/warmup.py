@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives.requests import Cond, Exchange, RankContext
-from tfdist.compression.base import NONE, Wrapper
+from tfdist.compression.base import NONE
+from tfdist.compression.wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,9 @@ replica decides the same, on the gradient that one process would have.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -26,11 +24,11 @@ from tfdist.config import CompressionConfig
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
+from tfdist.gradients.replica_context import replica
 from tfdist.gradients.update import AccumulatingUpdate
 
 _COMPRESSOR = "_tfdist_compressor"
 _STATE = "_tfdist_compression"
-_replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
 
 
 def distribute_optimizer(
@@ -112,47 +110,6 @@ def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compres
         )
 
 
-@contextlib.contextmanager
-def gradient_weight(
-    share: tf.Tensor | float | None, compiled: keras.optimizers.Optimizer | None = None, by_loss: bool = False
-) -> Iterator[None]:
-    """Multiplies this replica's gradients by `share`, its part in the mean over all replicas, in a step of the Trainer.
-
-    Args:
-        share: The factor; None means 1.
-        compiled: The optimizer that the model is compiled with.
-        by_loss: Whether `compiled.scale_loss` multiplies the loss instead, which costs nothing: if the step is Keras'
-            own, which scales the loss once and applies its gradients once. A step of the user's may scale one loss for
-            two optimizers, or apply gradients of a loss that was not scaled.
-    """
-    _replica.in_step, _replica.share = True, share
-    _replica.compiled, _replica.scales = compiled, compiled if by_loss else None
-    try:
-        yield
-    finally:
-        _replica.in_step, _replica.share = False, None
-        _replica.compiled = _replica.scales = None
-
-
-def current_gradient_weight() -> tf.Tensor | float | None:
-    """Returns by what this replica's gradients will be multiplied, in a step that does not multiply its loss; None if by nothing."""
-    if getattr(_replica, "scales", None) is not None:
-        return None
-    share: tf.Tensor | float | None = getattr(_replica, "share", None)
-    return share
-
-
-@contextlib.contextmanager
-def deferred_apply() -> Iterator[list[tuple[Sequence[Any], Sequence[Any] | None]]]:
-    """Keeps the arguments of this replica's `apply` calls, instead of applying them."""
-    captured: list[tuple[Sequence[Any], Sequence[Any] | None]] = []
-    _replica.captured = captured
-    try:
-        yield captured
-    finally:
-        _replica.captured = None
-
-
 class _WeightedLoss:
     """`scale_loss`, which Keras calls before it computes gradients."""
 
@@ -162,11 +119,11 @@ class _WeightedLoss:
 
     def __call__(self, loss: Any) -> Any:
         loss = self._scale_loss(loss)
-        if getattr(_replica, "scales", None) is not self._optimizer or _replica.share is None:
+        if getattr(replica, "scales", None) is not self._optimizer or replica.share is None:
             return loss
         if loss.shape.rank:  # the gradient of a vector is that of its sum
             return loss
-        return loss * gradient_lists.factor(_replica.share, loss.dtype)
+        return loss * gradient_lists.factor(replica.share, loss.dtype)
 
 
 class _ApplyReduced:
@@ -177,7 +134,7 @@ class _ApplyReduced:
         self._apply = optimizer.apply
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if getattr(_replica, "in_step", False) and not getattr(_replica, "applying", False):
+        if getattr(replica, "in_step", False) and not getattr(replica, "applying", False):
             raise ConfigError(
                 f"The training step applies {type(self._optimizer).__name__}, which a LossScaleOptimizer wraps, so that "
                 "its gradients are neither reduced nor unscaled: apply the LossScaleOptimizer (model.optimizer)."
@@ -194,20 +151,20 @@ class _ReduceThenApply:
         self._update = update
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if (share := getattr(_replica, "share", None)) is not None:
+        if (share := getattr(replica, "share", None)) is not None:
             grads = (
                 gradient_lists.zero_if_no_examples(grads, share)
-                if _replica.scales is self._optimizer
+                if replica.scales is self._optimizer
                 else gradient_lists.scale_no_nan(grads, share)
             )
-        if (captured := getattr(_replica, "captured", None)) is not None:
+        if (captured := getattr(replica, "captured", None)) is not None:
             captured.append((grads, trainable_variables))
             return
-        _replica.applying = True
+        replica.applying = True
         try:
             self._reduce(grads, trainable_variables)
         finally:
-            _replica.applying = False
+            replica.applying = False
 
     def _reduce(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
         self._check_built()
@@ -235,7 +192,7 @@ class _ReduceThenApply:
     def _check_built(self) -> None:
         if self._optimizer.built:
             return
-        known = not getattr(_replica, "in_step", False) or self._optimizer is _replica.compiled
+        known = not getattr(replica, "in_step", False) or self._optimizer is replica.compiled
         if not known and _replicas() > 1:  # a backup would not hold its variables
             raise ConfigError(UNBUILT.format(type(self._optimizer).__name__))
         if self._update.compressor or (self._update.scaled and not tf.executing_eagerly()):

@@ -25,11 +25,14 @@ import tensorflow as tf
 
 from tfdist.compat import keras_internals, optimizer_search, unsupported
 from tfdist.errors import ConfigError
+from tfdist.parameter_server.draining import DrainFirst, drain_steps
 from tfdist.parameter_server.predictor import Predictions, Predictor
 from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
+from tfdist.parameter_server.server_update import update_on_servers
 from tfdist.parameter_server.strategy import ParameterServerStrategy
+from tfdist.parameter_server.traced_step import TracedStep
 from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator, WorkerDataset
-from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, update_on_servers, without_optionals
+from tfdist.parameter_server.worker_step import WorkerStep, without_optionals
 from tfdist.step import model_building
 
 # Steps of which a batch hook's logs do not know although they have ended, as they are read together: for each worker, and
@@ -62,7 +65,7 @@ class Coordinator:
         if not keras_internals.has_replaced_make_function(model):
             keras_internals.replace_make_function(model, functools.partial(Execution, model, self))
             for method in _DRAIN_FIRST_METHODS:
-                setattr(model, method, _DrainFirst(model, method))
+                setattr(model, method, DrainFirst(model, method))
             model.train_function = model.test_function = None
         model_building.adopt(model)
         for optimizer in optimizer_search.optimizers(model):
@@ -77,7 +80,7 @@ class Coordinator:
         """
 
         def distribute(dataset: tf.data.Dataset) -> Any:
-            _drain(model)  # before a callback's evaluation resets the metrics
+            drain_steps(model)  # before a callback's evaluation resets the metrics
             return self._distribute(dataset)
 
         with self._distributing(model, distribute) as outermost:
@@ -90,7 +93,7 @@ class Coordinator:
 
     def drain(self, model: keras.Model) -> None:
         """Waits until all steps that are scheduled are counted."""
-        _drain(model)
+        drain_steps(model)
 
     @contextlib.contextmanager
     def predict_on_workers(self, model: keras.Model, steps: int | None) -> Iterator[None]:
@@ -281,25 +284,3 @@ class Execution:
 
 def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
     return run(data)
-
-
-def _drain(model: keras.Model) -> None:
-    for function in (model.train_function, model.test_function):
-        if isinstance(function, Execution):
-            function.drain()
-
-
-class _DrainFirst:
-    """A method of a model that first waits until all steps that are scheduled are counted.
-
-    Keras calls `get_metrics_result` at the end of an epoch or evaluation, and callbacks save amid one.
-    """
-
-    def __init__(self, model: keras.Model, method: str):
-        self._model = model
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not tf.inside_function():  # where a step is traced
-            _drain(self._model)
-        return getattr(type(self._model), self._method)(self._model, *args, **kwargs)

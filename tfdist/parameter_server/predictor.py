@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
+from tfdist.parameter_server.traced_step import TracedStep
 from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator
-from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
+from tfdist.parameter_server.worker_step import WorkerStep, without_optionals
 
 
 class _Outputs:

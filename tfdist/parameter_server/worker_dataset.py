@@ -14,7 +14,8 @@ import tensorflow as tf
 from tfdist.compat import tf_internals
 from tfdist.errors import ConfigError
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
-from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
+from tfdist.parameter_server.traced_step import TracedStep
+from tfdist.parameter_server.worker_step import WorkerStep
 
 _PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 _OUTSIDE = (

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -26,64 +26,13 @@ import tensorflow as tf
 
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.errors import ConfigError
-from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.parameter_server.results_table import ResultsTable
+from tfdist.parameter_server.traced_step import TracedStep
 from tfdist.replicas import batch_splitting, random_seeds
 from tfdist.step import graph_copies, losses
 
 # Added to a seed once per step; odd, so that steps do not meet for 2**64 of them.
 _SEED_STRIDE = 0x5851F42D4C957F2D
-
-
-def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes the arithmetic of updates run on the server of each variable, so that only the gradient travels. In place.
-
-    `assign_add` and `assign_sub` are atomic there; an `assign` of a value computed from the old one (SGD's momentum) is
-    not, and of two at once the later one holds.
-    """
-    if keras_internals.has_replaced_variable_update(optimizer):
-        return
-    deduplicate_rows_before_update(optimizer)
-    update_step, weight_decay = keras_internals.variable_update_methods(optimizer)
-
-    def on_server(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
-        with tf.device(variable.device):
-            update_step(gradient, variable, learning_rate)
-
-    def decay(variables: Any) -> None:
-        for variable in variables:
-            with tf.device(getattr(variable, "value", variable).device):
-                weight_decay([variable])
-
-    keras_internals.replace_variable_update(optimizer, on_server, decay)
-
-
-class TracedStep:
-    """A step traced for data of one form.
-
-    Attributes:
-        function: The concrete function of (data, given).
-        ledger: Where it writes what it counts; None where it returns that.
-        own: The logs that are no metrics: their structure.
-        names: All logs.
-        held: What each of the metrics' variables holds at the step's end, in its graph, by its id.
-        computed: The logs that are computed from `held`.
-        count: Adds what steps have counted; returns what metrics and `computed` are then.
-    """
-
-    def __init__(self, ledger: ResultsTable | None = None, own: Any = None, names: Sequence[str] = ()):
-        self.names = names
-        self.function: Any = None
-        self.ledger = ledger
-        self.custom_logs = own
-        self.held: dict[int, tf.Tensor] = {}
-        self.computed: dict[str, Any] = {}
-        self.count: Any = None
-
-    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
-        """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
-        structure = self.function.structured_outputs
-        return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
 
 
 class WorkerStep:

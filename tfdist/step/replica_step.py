@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_internals
 from tfdist.errors import ConfigError
-from tfdist.gradients import optimizer as optimizer_lib
+from tfdist.gradients import replica_context
 from tfdist.replicas import batch_splitting
 from tfdist.step import empty_replicas, losses
 from tfdist.step.computed_logs import ComputedLogs
@@ -120,7 +120,7 @@ class ReplicaStep:
 
     def _local(self, data: Any, examples: tf.Tensor | None, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
-        with self._within(data, share, examples, lambda: share), optimizer_lib.deferred_apply() as captured:
+        with self._within(data, share, examples, lambda: share), replica_context.deferred_apply() as captured:
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
@@ -129,7 +129,7 @@ class ReplicaStep:
     def _within(self, data: Any, share: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> Iterator[None]:
         inputs = keras.utils.unpack_x_y_sample_weight(data)[0]
         with (
-            optimizer_lib.gradient_weight(share, self.model.optimizer, self._by_loss),
+            replica_context.gradient_weight(share, self.model.optimizer, self._by_loss),
             losses.scale_losses_for_replica(self.model, examples, part, inputs, self.trains, self._compiles),
             batch_splitting.replica_example_count(examples),
         ):

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_internals
-from tfdist.gradients import optimizer as optimizer_lib
+from tfdist.gradients import replica_context
 from tfdist.replicas import batch_splitting
 
 
@@ -30,7 +30,7 @@ def synchronize_moments(model: keras.Model) -> None:
 
 
 def _moments(moments: Callable[..., Any], inputs: tf.Tensor, mask: Any) -> Any:
-    examples, share = batch_splitting.current_example_count(), optimizer_lib.current_gradient_weight()
+    examples, share = batch_splitting.current_example_count(), replica_context.current_gradient_weight()
     if examples is None or mask is not None:  # Keras synchronizes nothing under a mask
         return moments(inputs, mask)
     inputs = inputs[: tf.where(examples > 0, tf.shape(inputs)[0], 0)]

@@ -1,0 +1,51 @@
+"""Compressors around other compressors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfdist.compression.base import Compressor, RowCodec, StateSpec
+from tfdist.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper(Compressor):
+    """Base class of compressors that wrap another one; forwards whatever a subclass does not override."""
+
+    compressor: Compressor
+
+    def __post_init__(self) -> None:
+        """As any compressor's; a wrapper needs one that sees values, not names."""
+        super().__post_init__()
+        if (
+            not isinstance(self.compressor, Compressor)
+            or type(self.compressor).for_variable is not Compressor.for_variable
+        ):
+            inner = self.compressor.description if isinstance(self.compressor, Compressor) else repr(self.compressor)
+            raise ConfigError(
+                f"{type(self).__name__} goes around a compressor, and inside of PerVariable. Received: {inner}."
+            )
+
+    @property
+    def row_codec(self) -> RowCodec:
+        """How rows travel."""
+        return self.compressor.row_codec
+
+    @property
+    def start_step(self) -> int:
+        """How many updates it leaves uncompressed at first."""
+        return self.compressor.start_step
+
+    @property
+    def supports_adaptive_optimizers(self) -> bool:
+        """Whether optimizers do well with it that divide by what gradients have been, as Adam."""
+        return self.compressor.supports_adaptive_optimizers
+
+    @property
+    def granularity(self) -> int:
+        """How many numbers in a row it treats as one."""
+        return self.compressor.granularity
+
+    def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
+        """Returns the state that a value of this shape has."""
+        return self.compressor.state_specs(shape)
