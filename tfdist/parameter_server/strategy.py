@@ -126,6 +126,23 @@ def _anchor(device: str) -> tf.Variable:
 def parameter_server(
     config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float, grace_seconds: float
 ) -> tf.distribute.Strategy:
+    """Connects the chief with workers and servers, and returns the strategy on the chief.
+
+    In a worker or a server this call serves the chief. It ends the process when the chief has exited, with the chief's exit code.
+
+    Args:
+        config: The configuration: `placement` says how variables are placed on the servers.
+        cluster: The cluster and this process's task in it.
+        start_timeout: Seconds to wait for the other tasks.
+        grace_seconds: How long workers and servers that get SIGTERM wait for the chief to save.
+
+    Returns:
+        A `ParameterServerStrategy`.
+
+    Raises:
+        ClusterError: A task cannot be reached in time, this task's port is taken, or tasks run different versions.
+        ConfigError: There is no cluster, its jobs do not fit, or this task is an evaluator.
+    """
     if cluster is None:
         raise ConfigError(
             "parameter_server needs a cluster: start its tasks with a scheduler, with --hosts, with TF_CONFIG in each one's "

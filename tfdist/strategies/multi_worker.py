@@ -79,6 +79,22 @@ _HEARTBEAT_MS = 120_000
 def multi_worker_mirrored(
     config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float, *_: Any
 ) -> tf.distribute.Strategy:
+    """Connects the workers of a cluster, and returns a strategy with a copy of the variables on each device of each worker.
+
+    The first call starts TensorFlow's server in this process, after all tasks have reached the barrier.
+
+    Args:
+        config: The configuration: `implementation` and `timeout_seconds` of the collectives, and `bucket_bytes`.
+        cluster: The cluster and this process's task in it, or None to train on this host alone.
+        start_timeout: Seconds to wait for the other tasks.
+
+    Returns:
+        A `MultiWorkerMirroredStrategy`.
+
+    Raises:
+        ClusterError: A task cannot be reached in time, this task's port is taken, or tasks run different versions.
+        ConfigError: The cluster has parameter servers, this task is an evaluator, or TensorFlow was already in use.
+    """
     if cluster is None and (hint := discovery.misconfiguration_hint()):
         print(f"tfdist: training on this host alone, though {hint}.", flush=True)
     resolver = None

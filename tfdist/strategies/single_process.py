@@ -58,12 +58,35 @@ def _check_devices(config: StrategyConfig) -> None:
 
 
 def one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    """Returns a strategy of one device, with one replica.
+
+    Args:
+        config: The configuration: `devices` may name the device. The default is the first GPU, or the CPU without one.
+
+    Returns:
+        A `OneDeviceStrategy`.
+
+    Raises:
+        ConfigError: This process does not have the device.
+    """
     _check_devices(config)
     default = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
     return OneDeviceStrategy((config.device_names or [default])[0])
 
 
 def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    """Returns a strategy with a replica, and a copy of the variables, on each device of this process.
+
+    Args:
+        config: The configuration: `devices` names the devices, by default all GPUs, or all CPUs without one;
+            `implementation` says how gradients are summed.
+
+    Returns:
+        A `MirroredStrategy`.
+
+    Raises:
+        ConfigError: This process does not have one of the devices.
+    """
     _check_devices(config)
     # NCCL is TensorFlow's choice wherever there are GPUs. On CPUs it copies through one device, which has no packs.
     operations = {
@@ -75,6 +98,17 @@ def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
 
 
 def central_storage(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    """Returns a strategy with a replica on each device of this process, and one copy of the variables for all.
+
+    Args:
+        config: The configuration: `devices` names the devices, by default all GPUs, or all CPUs without one.
+
+    Returns:
+        A `CentralStorageStrategy`.
+
+    Raises:
+        ConfigError: This process does not have one of the devices.
+    """
     _check_devices(config)
     return CentralStorageStrategy(config.device_names or None)
 

@@ -16,6 +16,17 @@ class TPUStrategy(KerasStrategy, tf.distribute.TPUStrategy):
 
 
 def tpu(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
+    """Connects to a TPU, and returns a strategy with a replica on each of its cores.
+
+    Args:
+        config: The configuration: `devices` is the TPU's name or address; empty means the TPU of this host.
+
+    Returns:
+        A `TPUStrategy`.
+
+    Raises:
+        ConfigError: There is no such TPU.
+    """
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=config.devices)
         tf.config.experimental_connect_to_cluster(resolver)

@@ -62,6 +62,16 @@ def tasks(config: TrainConfig) -> int:
 
 
 def check(config: TrainConfig, job: Job, fault: str) -> None:
+    """Checks a job and the configuration that it trains.
+
+    Args:
+        config: The configuration.
+        job: The job.
+        fault: A fault that the scheduler's own check has found, or an empty text.
+
+    Raises:
+        ConfigError: There are faults; it names all of them.
+    """
     faults = [*job.faults(), *([fault] if fault else [])]
     for name in (*cluster.FLAGS, "source"):
         if (value := getattr(config.cluster, name)) not in ("", "auto"):
@@ -73,4 +83,9 @@ def check(config: TrainConfig, job: Job, fault: str) -> None:
 
 
 def command(arguments: Sequence[str]) -> str:
+    """Returns the shell command that each task of a job runs.
+
+    Args:
+        arguments: The flags of `tfdist.train`.
+    """
     return shlex.join(["python", "-m", "tfdist.train", *arguments])

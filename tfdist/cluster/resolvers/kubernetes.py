@@ -9,7 +9,16 @@ from tfdist.errors import ConfigError, format_value
 
 
 def resolve(variables: Environment) -> RankAddresses | None:
-    """Pods of an Indexed Job or a StatefulSet are called NAME-INDEX, under a headless service."""
+    """Returns the addresses of the pods of an Indexed Job or a StatefulSet, and this pod's rank.
+
+    These pods are called NAME-INDEX, and are found under a headless service.
+
+    Args:
+        variables: The environment: `TFDIST_PODS`, `TFDIST_SERVICE`, and the pod's name and index.
+
+    Raises:
+        ConfigError: A variable is missing or faulty.
+    """
     size, service = variables.size("TFDIST_PODS"), variables.require("TFDIST_SERVICE")
     name, dash, index = variables.require("TFDIST_POD", "HOSTNAME").partition(".")[0].rpartition("-")
     index = variables.get("JOB_COMPLETION_INDEX") or index

@@ -10,6 +10,17 @@ from tfdist.errors import ConfigError
 
 
 def resolve(variables: Environment) -> RankAddresses | None:
+    """Returns the addresses of the ranks that `mpirun` has started, and this process's rank.
+
+    `mpirun` does not say which hosts it uses: ranks of several hosts exchange their addresses through a shared folder.
+
+    Args:
+        variables: The environment.
+
+    Raises:
+        ClusterError: Some ranks do not write their address in time.
+        ConfigError: A variable is missing or faulty, or there are several hosts and no `TFDIST_RENDEZVOUS`.
+    """
     rank, size = variables.require_index("OMPI_COMM_WORLD_RANK"), variables.size("OMPI_COMM_WORLD_SIZE")
     local, here = (
         variables.require_index("OMPI_COMM_WORLD_LOCAL_RANK"),

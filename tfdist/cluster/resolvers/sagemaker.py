@@ -9,6 +9,14 @@ from tfdist.errors import ConfigError, format_value
 
 
 def resolve(variables: Environment) -> RankAddresses | None:
+    """Returns the addresses of the hosts of a SageMaker job, and the rank of this host.
+
+    Args:
+        variables: The environment: `SM_HOSTS` and `SM_CURRENT_HOST`.
+
+    Raises:
+        ConfigError: A variable is missing or faulty.
+    """
     text = variables.get("SM_HOSTS")
     try:
         hosts = json.loads(text)

@@ -10,6 +10,17 @@ from tfdist.errors import ConfigError
 
 
 def resolve(variables: Environment) -> RankAddresses | None:
+    """Returns the addresses of the tasks of a Slurm job step, and this process's rank.
+
+    Args:
+        variables: The environment: the step's nodes, the tasks on each node, and how tasks are distributed over nodes.
+
+    Returns:
+        The addresses by rank; each task of a node has its own port.
+
+    Raises:
+        ConfigError: A variable is missing or faulty, or the variables contradict each other.
+    """
     rank, step = variables.require_index("SLURM_PROCID"), variables.require("SLURM_STEP_ID")
     nodes = slurm_node_lists.hosts(variables.require("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     counts = slurm_node_lists.tasks_per_node(variables.require("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))

@@ -7,5 +7,13 @@ from tfdist.cluster.spec import ClusterSpec, TaskSpec, from_tf_config
 
 
 def resolve(variables: Environment) -> tuple[ClusterSpec, TaskSpec] | None:
+    """Returns the cluster and the task of `TF_CONFIG`, or None if it is an empty object.
+
+    Args:
+        variables: The environment.
+
+    Raises:
+        ConfigError: `TF_CONFIG` is faulty.
+    """
     text = variables.get("TF_CONFIG")
     return from_tf_config(text) if "".join(text.split()) != "{}" else None
