@@ -1,1 +1,5 @@
 """Starts, watches and restarts the tasks of this machine: `python -m tfdist.launch`. No TensorFlow here."""
+
+from tfdist.launch.launcher import Launcher
+
+__all__ = ["Launcher"]

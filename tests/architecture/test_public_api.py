@@ -1,0 +1,139 @@
+"""The public names: those of `tfdist` and of the faces of its packages, each with a docstring; private names stay at home."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+
+import pytest
+
+from tests.architecture.test_layers import MODULES
+
+PUBLIC = {
+    "tfdist": [
+        "BackupAndRestore",
+        "BackupError",
+        "ClusterError",
+        "ClusterSpec",
+        "CompressionConfig",
+        "ConfigError",
+        "StrategyConfig",
+        "Task",
+        "TaskSpec",
+        "TrainConfig",
+        "Trainer",
+        "create_strategy",
+        "distribute_optimizer",
+        "find_cluster",
+    ],
+    "tfdist.cluster": ["ClusterSpec", "TaskSpec", "free_ports", "from_tf_config", "local_cluster"],
+    "tfdist.compression": [
+        "BF16",
+        "FP16",
+        "Compressor",
+        "ErrorFeedback",
+        "Int8",
+        "NoCompression",
+        "PerVariable",
+        "PowerSGD",
+        "TopK",
+        "Warmup",
+        "create",
+    ],
+    "tfdist.config": [
+        "COMPRESSORS",
+        "STRATEGIES",
+        "BackupConfig",
+        "ClusterConfig",
+        "CompressionConfig",
+        "OptimizerConfig",
+        "StrategyConfig",
+        "TrainConfig",
+    ],
+    "tfdist.data": ["epochs"],
+    "tfdist.launch": ["Launcher"],
+    "tfdist.monitoring": ["Scalars", "Throughput", "WireBytes"],
+}
+NAMES = [(package, name) for package, names in PUBLIC.items() for name in names]
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_a_face_exports_these_names_and_no_others(package):
+    face = importlib.import_module(package)
+    assert sorted(face.__all__) == sorted(PUBLIC[package])
+    assert set(PUBLIC[package]) <= set(dir(face))
+
+
+def test_all_packages_that_export_names_are_pinned():
+    faces = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert {name for name in faces if hasattr(importlib.import_module(name), "__all__")} == set(PUBLIC)
+
+
+@pytest.mark.parametrize(("package", "name"), NAMES)
+def test_every_public_name_has_a_docstring(package, name):
+    value = getattr(importlib.import_module(package), name)
+    if inspect.isclass(value) or inspect.isroutine(value):
+        own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+        # A dataclass without a docstring gets its signature as one.
+        assert own and not own.startswith(f"{name}("), f"{package}.{name} has no docstring"
+    else:
+        assert name.isupper(), f"{package}.{name} is neither a class, nor a function, nor a constant"
+
+
+def test_the_version_is_public():
+    assert importlib.import_module("tfdist").__version__
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (MODULES["tfdist"].parent / "py.typed").exists()
+
+
+def package_of(module: str) -> str:
+    """Returns the package whose private names a module may use: its folder."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def private_names(source: str) -> set[tuple[str, str]]:
+    """Returns the underscore names that a source imports from tfdist, or reads from a module of tfdist, with their modules."""
+    tree, found, imported = ast.parse(source), set(), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tfdist":
+            imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {(node.module, alias.name) for alias in node.names if is_private(alias.name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            read = imported.get(ast.unparse(node.value))
+            if read in MODULES:
+                found.add((read, node.attr))
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_module_uses_a_private_name_of_another_package(module):
+    found = private_names(MODULES[module].read_text())
+    foreign = [f"{other}.{name}" for other, name in found if package_of(other) != package_of(module)]
+    assert not foreign, f"{module} uses {', '.join(foreign)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("from tfdist.errors import _one_line", {("tfdist.errors", "_one_line")}),
+        ("from tfdist.errors import ConfigError, _one_line as line", {("tfdist.errors", "_one_line")}),
+        ("from tfdist import errors\nerrors._one_line('')", {("tfdist.errors", "_one_line")}),
+        ("import tfdist.errors\ntfdist.errors._one_line('')", {("tfdist.errors", "_one_line")}),
+        ("def f():\n    from tfdist import errors as e\n    e._one_line('')", {("tfdist.errors", "_one_line")}),
+        ("from tfdist.errors import ConfigError\nConfigError._faults", set()),
+        ("from tfdist.version import __version__", set()),
+        ("from os import _exit", set()),
+    ],
+)
+def test_the_search_for_private_names_finds_them(source, names):
+    assert private_names(source) == names
