@@ -412,3 +412,10 @@ def test_how_often_to_save_is_a_number_that_can_be(save_freq):
 def test_devices_are_names_and_each_is_one(devices, said):
     (found,) = faults(make(global_batch_size=64, strategy=StrategyConfig("mirrored", devices=devices)))
     assert said in found
+
+
+def test_a_backup_that_holds_the_timeout_goes_on_with_another_one():
+    """Backups from before the timeout was free to differ hold its default."""
+    changed = config.TrainConfig(strategy=StrategyConfig(timeout_seconds=600.0))
+    assert train.fixed(changed) == train.fixed(config.TrainConfig())
+    assert train.fixed(changed)["strategy"]["timeout_seconds"] == 0.0

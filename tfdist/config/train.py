@@ -124,7 +124,7 @@ _SAME = (
 def fixed(config: TrainConfig) -> dict[str, Any]:
     """Returns what of the configuration must be the same in a run that goes on, and on all tasks."""
     same = {name: value for name, value in to_dict(config).items() if name in _SAME}
-    del same["strategy"]["timeout_seconds"]
+    same["strategy"]["timeout_seconds"] = StrategyConfig().timeout_seconds  # may differ; older backups hold it
     return same
 
 
