@@ -24,6 +24,7 @@ from tfdist.cluster import ClusterSpec, TaskSpec, task_versions
 from tfdist.cluster.resolvers import discovery, environment
 from tfdist.compat import keras_backend
 from tfdist.config import TrainConfig, registry
+from tfdist.config import batch_size as batch_size_lib
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
 from tfdist.config.workdir import make_workdir
@@ -63,7 +64,6 @@ def train(
     import tensorflow as tf
 
     from tfdist.backup.callback import BackupAndRestore
-    from tfdist.config import batch_size as batch_size_lib
     from tfdist.gradients.configured_optimizer import build_optimizer
     from tfdist.monitoring import network, tensorboard
     from tfdist.monitoring import summary as summary_lib
