@@ -190,3 +190,21 @@ def test_the_search_leaves_what_is_public_or_our_own(source):
 def test_the_search_knows_the_names_of_the_package():
     assert "_create_variable" in OWN and "_flatten_layers" not in OWN
     assert {"_flatten_layers", "_cluster", "_num_replicas_in_sync"} <= FOREIGN
+
+
+def constants_of_compat(tree: ast.AST) -> list[str]:
+    """Returns the names of compat's constants (`KERAS_...`, `TF_...`) that a file imports or reads from a module."""
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [name for name in names if name.startswith(("KERAS_", "TF_")) and name.isupper()]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_only_compat_uses_its_constants(name):
+    found = constants_of_compat(ast.parse(FILES[name].read_text()))
+    assert not found, f"{name} uses {found}: call a function of tfdist/compat in their place"
+
+
+def test_constants_of_compat_are_found():
+    source = "from tfdist.compat.keras_internals import KERAS_STEP\nkeras_internals.KERAS_LOGS\nx.TF_INPUTS"
+    assert constants_of_compat(ast.parse(source)) == ["KERAS_STEP", "KERAS_LOGS", "TF_INPUTS"]

@@ -166,7 +166,7 @@ class Trainer:
         if name in loops.LOOPS:
             self._attach(model)
             return loops.LOOPS[name](self._context, method, model, args, kwargs)
-        if self._context.coordinator or keras_internals.KERAS_MAKE_FUNCTION not in vars(model):
+        if self._context.coordinator or not keras_internals.has_replaced_make_function(model):
             self._attach(model)
         return loops.on_batch(self._context, name, method, model, args, kwargs)
 
