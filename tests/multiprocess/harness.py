@@ -5,11 +5,11 @@ import os
 import pathlib
 import pickle
 import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 
+from tests.helpers import fork_server
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
 
@@ -26,7 +26,7 @@ def run(module: str, strategy: str, out: pathlib.Path, *args: str) -> list[dict[
         out: An empty folder for the results and logs.
         *args: More arguments for the program.
     """
-    command = [sys.executable, "-m", f"tests.multiprocess.{module}", strategy, str(out), *args]
+    command = fork_server.command(f"tests.multiprocess.{module}", strategy, str(out), *args)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     environ.pop("TF_CONFIG", None)
     if not strategy.startswith("multi_worker"):

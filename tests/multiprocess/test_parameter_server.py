@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.helpers import fork_server
 from tests.multiprocess import harness
 from tests.multiprocess.roles import Roles
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def run(module, folder, workers, *cases):
-    command = [sys.executable, "-m", f"tests.multiprocess.{module}", str(folder / "out"), *cases]
+    command = fork_server.command(f"tests.multiprocess.{module}", str(folder / "out"), *cases)
     with Roles(command, folder / "roles", workers) as roles:
         code = roles.wait("chief:0", 300)
         assert code == 0, roles.log("chief:0")
@@ -320,7 +321,7 @@ def test_each_step_draws_numbers_of_its_own_whichever_worker_runs_it(results):
     ],
 )
 def test_all_roles_end(tmp_path, what, workers, ps, sentence):
-    command = [sys.executable, "-m", "tests.multiprocess.ps_end_program", what]
+    command = fork_server.command("tests.multiprocess.ps_end_program", what)
     with Roles(command, tmp_path / "roles", workers, ps) as roles:
         while "it happens" not in roles.log("chief:0") and roles.processes["chief:0"].poll() is None:
             time.sleep(0.05)
@@ -343,7 +344,7 @@ def test_all_roles_end(tmp_path, what, workers, ps, sentence):
     ],
 )
 def test_those_who_serve_end_as_the_chief_does(tmp_path, what, chiefs, others, said):
-    command = [sys.executable, "-m", "tests.multiprocess.ps_end_program", what]
+    command = fork_server.command("tests.multiprocess.ps_end_program", what)
     with Roles(command, tmp_path / "roles", 1, 1) as roles:
         assert roles.wait("chief:0", 90) == chiefs
         for task in ("worker:0", "ps:0"):

@@ -1,17 +1,17 @@
 """A worker that ends alone ends the others, soon and with a sentence, where no launcher does so."""
 
 import signal
-import sys
 import time
 
 import pytest
 
+from tests.helpers import fork_server
 from tests.multiprocess.roles import Roles
 
 
 @pytest.mark.parametrize(("lost", "how"), [(1, "error"), (1, "kill"), (0, "kill"), (1, "exit")])
 def test_the_others_end_and_name_it(tmp_path, lost, how):
-    command = [sys.executable, "-m", "tests.multiprocess.lost_worker_program", str(lost), how]
+    command = fork_server.command("tests.multiprocess.lost_worker_program", str(lost), how)
     with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:
         gone, left = (f"worker:{rank}" for rank in (lost, 1 - lost))
         roles.wait(gone, 120)
@@ -27,7 +27,7 @@ def test_the_others_end_and_name_it(tmp_path, lost, how):
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, lost):
-    command = [sys.executable, "-m", "tests.multiprocess.lost_worker_program", str(lost), "stop"]
+    command = fork_server.command("tests.multiprocess.lost_worker_program", str(lost), "stop")
     with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:
         stopped, left = (f"worker:{rank}" for rank in (lost, 1 - lost))
         address = roles.cluster.address(roles.cluster.training_tasks()[lost])

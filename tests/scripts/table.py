@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.helpers import fork_server
 from tests.multiprocess import harness
 from tests.multiprocess.roles import Roles
 
@@ -36,16 +37,17 @@ What cannot be split, as data from a Python generator, stock Keras cannot split 
 """
 
 
-def run(mode: str, folder: pathlib.Path) -> list[dict[str, Any]]:
+def run(mode: str, folder: pathlib.Path, *names: str) -> list[dict[str, Any]]:
     """Returns what each rank's scripts return.
 
     Args:
         mode: "plain" or one of `MODES`.
         folder: An empty folder.
+        *names: Of the scripts to run; none means all.
     """
     if mode != "parameter_server":
-        return harness.run("scripts_program", mode, folder)
-    command = [sys.executable, "-m", "tests.multiprocess.scripts_program", mode, str(folder / "out")]
+        return harness.run("scripts_program", mode, folder, *names)
+    command = fork_server.command("tests.multiprocess.scripts_program", mode, str(folder / "out"), *names)
     with Roles(command, folder / "roles", workers=1, ps=1) as roles:
         assert roles.wait("chief:0", harness.TIMEOUT) == 0, roles.log("chief:0")
         assert [roles.wait(task, 20) for task in roles.processes] == [0] * len(roles.processes)
