@@ -2,27 +2,28 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fit test-rest lint slow system-deps clean
+.PHONY: demo test test-all slow lint system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/python -m tfdist.train --config=configs/digits_multi_worker.py --workdir=runs/demo
 
-# In two processes that take about as long: much of the time tests wait for others to start.
+# One process more than there are cores, as much of the time tests wait for others to start; each takes whole files.
+JOBS ?= $(shell expr $$(nproc) + 1)
+PYTEST = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --durations=10
+
+# What neither `full` nor `slow` marks.
 test: lint
-	$(MAKE) --jobs=2 --output-sync=target test-fit test-rest
+	$(PYTEST)
 
-# The first three share fixtures.
-FIT := $(addprefix tests/multiprocess/test_,fit.py strategies.py trainer.py parameter_server.py scripts.py) \
-	$(addprefix tests/end_to_end/test_,train.py examples.py schedulers.py) tests/strategies/test_create_strategy.py
+# What goes the way of another test, with another case.
+test-all: .venv/.installed
+	$(PYTEST) -m "full and not slow"
 
-test-fit: .venv/.installed
-	$(BIN)/python -m pytest $(FIT)
-
-test-rest: .venv/.installed
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIT))
-
+# Long schedules: all, or a part, `make slow SLICE=3/8`.
+SLICE ?= 1/1
 slow: .venv/.installed
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow --group=$(word 1,$(subst /, ,$(SLICE))) --splits=$(word 2,$(subst /, ,$(SLICE))) \
+		--durations-path=tests/slow_durations.json
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

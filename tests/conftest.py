@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.pop("TF_CONFIG", None)
 
+import gc
 import signal
 
 import hypothesis
@@ -29,3 +30,14 @@ def mirrored():
     import tfdist
 
     return tfdist.create_strategy("mirrored", devices=2)
+
+
+def pytest_collection_modifyitems(items):
+    """Puts folders of long tests first, so that no process is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("multiprocess", "end_to_end"))  # stable
+
+
+def pytest_collection_finish():
+    """Spares the garbage collector what lives until the end: TensorFlow's modules, which it would walk over again and again."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 
 import tfdist
+from tests.helpers import tiers
 from tests.helpers.launched_job import until
 from tests.multiprocess.test_backup import differences
 from tfdist import BackupError, ConfigError, data
@@ -199,15 +200,13 @@ def check_equal(trainer, tmp_path, interrupts, save_freq=3, **how):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says so of data of unknown size
-@pytest.mark.parametrize(
-    "given", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in DATA]
-)
+@pytest.mark.parametrize("given", tiers.cases(DATA, quick=["dataset"], slow=SLOW))
 def test_training_goes_on_in_the_middle_of_an_epoch(trainer, tmp_path, given):
     check_equal(trainer, tmp_path, [Interrupt(step=8)], given=given)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("given", [pytest.param("function", marks=pytest.mark.slow), "unknown"])
+@pytest.mark.parametrize("given", tiers.cases(["function", "unknown"], slow=["function"]))
 def test_training_goes_on_after_the_last_step_of_an_epoch(trainer, tmp_path, given):
     # In a validation: the steps are done, the epoch is not.
     seen, last = check_equal(
@@ -333,9 +332,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in OPTIONS]
-)
+@pytest.mark.parametrize("case", tiers.cases(OPTIONS, quick=["compression"], slow=SLOW))
 def test_so_it_does_with(trainer, tmp_path, case):
     how = OPTIONS[case]
     if case == "schedule":  # whose rate no callback may set
@@ -360,6 +357,7 @@ def _without_rates(trainer, saved, interrupt=None, **how):
     }
 
 
+@pytest.mark.full
 def test_each_replica_gets_its_own_errors_back(trainer, tmp_path, monkeypatch):
     expected, _ = life(trainer, None, **FED_BACK)
     life(trainer, backup(tmp_path), Interrupt(step=8), **FED_BACK)
@@ -375,6 +373,7 @@ def test_each_replica_gets_its_own_errors_back(trainer, tmp_path, monkeypatch):
     assert differences(life(trainer, backup(tmp_path), **FED_BACK)[0], expected) != []
 
 
+@pytest.mark.full
 def test_a_training_that_has_been_stopped_stays_so(trainer, tmp_path):
     class Fails(keras.callbacks.Callback):
         def on_train_end(self, logs=None):
@@ -389,6 +388,7 @@ def test_a_training_that_has_been_stopped_stays_so(trainer, tmp_path):
     assert differences(results, expected) == []
 
 
+@pytest.mark.full
 def test_a_second_fit_has_backups_of_its_own(trainer, tmp_path):
     for attempt in range(3):
         trainer = tfdist.Trainer(trainer.strategy, backup_dir=tmp_path / "backup")
@@ -446,6 +446,7 @@ def test_time_is_a_reason_to_save(trainer, tmp_path):
     assert len(list((tmp_path / "backup").glob("step-*"))) == STEPS + 1, "each step's, and the epoch's"
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # the interrupted one leaves its file open
@@ -461,6 +462,7 @@ def test_a_log_in_a_file_goes_on_where_the_backup_was(trainer, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_what_is_skipped_is_not_loaded_again(trainer, tmp_path):
     loaded = []
 
@@ -542,6 +544,7 @@ def test_of_two_runs_with_one_folder_the_first_ends_and_spoils_nothing(trainer, 
     assert not (folder / ownership.FILE).exists()
 
 
+@pytest.mark.full
 def test_a_run_without_a_seed_gets_one_and_the_next_run_the_same(trainer, tmp_path):
     orders = []
     for attempt in range(2):
@@ -560,6 +563,7 @@ def test_a_run_without_a_seed_gets_one_and_the_next_run_the_same(trainer, tmp_pa
     assert orders[0] == orders[1] != sorted(orders[0])
 
 
+@pytest.mark.full
 def test_what_callbacks_forget_is_said(trainer, tmp_path, capsys):
     class Forgets(keras.callbacks.Callback):
         def __init__(self):
@@ -599,6 +603,7 @@ def test_logs_and_arguments_may_be_what_keras_takes(trainer, tmp_path):
     assert np.shape(history["f1_score"]) == (2, 3)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_training_that_begins_later_counts_from_there(trainer, tmp_path):
     log = tmp_path / "log.csv"
@@ -733,7 +738,7 @@ def protect(disk):
     until(lambda: subprocess.run(["mount", "-o", "remount,ro", disk], stderr=subprocess.DEVNULL).returncode == 0)
 
 
-@pytest.mark.parametrize("how", [fill, protect])
+@pytest.mark.parametrize("how", tiers.cases([fill, protect], quick=[fill]))
 def test_a_backup_that_cannot_be_written_ends_the_training_and_leaves_the_one_before(trainer, disk, how):
     with pytest.raises(
         BackupError, match=r"The backup .*step-6.* could not be written: .*The backups before it are left"
@@ -750,6 +755,7 @@ def test_a_backup_that_cannot_be_written_ends_the_training_and_leaves_the_one_be
     assert differences(results, life(trainer, None)[0]) == []
 
 
+@pytest.mark.full
 def test_memory_stays_as_it_is(trainer, tmp_path):
     class Memory(keras.callbacks.Callback):
         def __init__(self):

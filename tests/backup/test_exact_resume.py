@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.backup.test_backup import Interrupt, Interrupted
+from tests.helpers import tiers
 from tfdist import data as data_lib
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says so of data of unknown size
@@ -162,15 +163,8 @@ EXACT = {
     "epochs": {"data": lambda: lambda c: data_lib.epochs((X, Y), c, BATCH, 5), "steps_per_epoch": STEPS},
     "layers": {"layer": lambda: keras.Sequential([keras.layers.RandomFlip(), keras.layers.Dropout(0.3)])},
 }
-QUICK = (
-    "flip",
-    "generator",
-    "flip_before_cache",
-    "interleave",
-    "py_dataset_shuffled",
-    "keras_random_in_step",
-    "layers",
-)
+QUICK = ("generator", "interleave", "keras_random_in_step")
+FULL = ("flip", "flip_before_cache", "py_dataset_shuffled", "layers")  # amid an epoch; all others are slow
 
 
 def train(trainer, backup=None, interrupt=None, data=PLAIN["data"], layer=None, loss=lambda: LOSS, step=None, **fit):
@@ -215,13 +209,15 @@ def resume(trainer, folder, how, steps, save_freq):
 MOMENTS = {"amid": (STEPS + 3, 2), "last_step": (2 * STEPS - 1, STEPS), "end": (2 * STEPS + 1, "epoch")}
 
 
+def marks(case, moment):
+    if moment != "amid" or case not in (*QUICK, *FULL):
+        return pytest.mark.slow
+    return pytest.mark.full if case in FULL else ()
+
+
 @pytest.mark.parametrize(
     ("case", "moment"),
-    [
-        pytest.param(case, moment, marks=[] if case in QUICK and moment == "amid" else [pytest.mark.slow])
-        for moment in MOMENTS
-        for case in EXACT
-    ],
+    [pytest.param(case, moment, marks=marks(case, moment)) for moment in MOMENTS for case in EXACT],
 )
 def test_a_resumed_training_draws_the_same_numbers(trainer, tmp_path, capsys, case, moment):
     how = EXACT[case]
@@ -231,6 +227,7 @@ def test_a_resumed_training_draws_the_same_numbers(trainer, tmp_path, capsys, ca
     assert "exact" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_another_seed_gives_other_weights(trainer):
     """Or equal weights would prove nothing."""
     first, second = (train(trainer, data=lambda n=n: (np.random.seed(n), Shuffled())[1]) for n in (1, 2))
@@ -266,7 +263,7 @@ INEXACT = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if c.startswith("tf_in_l") else [pytest.mark.slow]) for c in INEXACT]
+    "case", tiers.cases(INEXACT, quick=["tf_in_layer"], slow={*INEXACT} - {"tf_in_layer", "tf_in_loss"})
 )
 def test_what_cannot_be_exact_is_said_once(trainer, tmp_path, capfd, case):
     how, message = INEXACT[case]

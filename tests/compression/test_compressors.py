@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.helpers import tiers
 from tfdist import ConfigError, compression
 from tfdist.collectives.byte_counter import ByteCounter
 from tfdist.collectives.in_process import InProcessCommunicator
@@ -42,7 +43,7 @@ ALL = {
 }
 BUCKET_BYTES = 2000  # so that some of SHAPES are cut
 FEEDBACK = ["int8_feedback", "powersgd_feedback", "topk_feedback", "topk_sampled", "warmup"]
-RANKS = [1, 2, 3]
+RANKS = tiers.cases([1, 2, 3], quick=[2])
 DENORMAL = 1e-70  # the squares of what may count as zero
 
 
@@ -187,7 +188,7 @@ def test_of_too_many_equal_numbers_other_ones_are_sent_at_each_step():
     assert sent.min() == sent.max() == 1
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "heavy_tails"])
+@pytest.mark.parametrize("kind", tiers.cases(["normal", "ties", "zeros", "heavy_tails"], quick=["ties"]))
 def test_topk_adds_one_rank_after_another_with_and_without_a_gpu(kind, monkeypatch):
     """A GPU adds what meets at a place in any order, and ranks would drift apart."""
     found = []
@@ -220,7 +221,7 @@ def test_a_matrix_of_low_rank_comes_through():
     np.testing.assert_allclose(results[0].sums[0], exact(values)[0], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["rank 1", "decaying"])
+@pytest.mark.parametrize("kind", ["rank 1", pytest.param("decaying", marks=pytest.mark.full)])
 @pytest.mark.parametrize("shape", [(64, 64), (4096, 64)])
 def test_what_has_less_than_its_rank_comes_through(kind, shape):
     """Of columns that depend on each other Gram-Schmidt leaves rounding errors, which are not to be made columns of length 1."""

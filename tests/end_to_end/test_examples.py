@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "existing_script.py")
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.full)])
 def test_existing_script(tmp_path, workers):
     command = [sys.executable, SCRIPT]
     if workers > 1:

@@ -84,7 +84,7 @@ def check_summary(workdir, strategy, cluster, accuracy=0.95):
     ("tasks", "options", "strategy", "cluster"),
     [
         (3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}),
-        (4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}),
+        pytest.param(4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}, marks=pytest.mark.full),
     ],
 )
 def test_srun_trains(scheduler, tmp_path, tasks, options, strategy, cluster):
@@ -118,6 +118,7 @@ def two_nodes():
             yield commands[0], more
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "second", "expected"),
     [
@@ -158,6 +159,7 @@ def mpirun(tasks, *options):
     return ["mpirun", *root, "--oversubscribe", *options, "-np", str(tasks)]
 
 
+@pytest.mark.full
 def test_mpirun_trains_on_two_hosts(tmp_path):
     """They tell each other their addresses in a folder."""
     if two_hosts.missing():
@@ -220,6 +222,7 @@ def emit(more, *arguments):
     return output
 
 
+@pytest.mark.full
 def test_the_script_runs_as_it_is_and_goes_on_after_sigterm(scheduler, tmp_path):
     """`scancel --signal=TERM` has the tasks save; the script has the job start again, which goes on from there."""
     workdir = tmp_path / "run"

@@ -72,7 +72,7 @@ def test_a_task_alone_ends_in_time_and_names_whom_it_waited_for(tasks):
     began = time.monotonic()
     process = tasks.start(cluster, 0, "--config.start_timeout=15")
     assert process.wait(60) == 1
-    assert time.monotonic() - began < 15 + 10
+    assert time.monotonic() - began < 15 + 20  # to start and to end, on a busy machine
     address = cluster.address(TaskSpec("worker", 1))
     assert f"tfdist: Waited 15 s for worker:1 at {address} (connection refused)." in tasks.log()
     assert f"tfdist: waiting for worker:1 at {address} (connection refused)" in tasks.log()
@@ -115,6 +115,7 @@ def test_who_has_the_port_is_named_at_once(tasks):
     assert re.search(said, tasks.log())
 
 
+@pytest.mark.full
 def test_a_task_of_another_cluster_is_named(tasks):
     cluster = local_cluster(2)
     (first, second), (third,) = cluster.jobs["worker"], local_cluster(1).jobs["worker"]
@@ -124,6 +125,7 @@ def test_a_task_of_another_cluster_is_named(tasks):
     assert f"worker:1 at {second} (worker:1 of a cluster with other addresses answers there)" in tasks.log()
 
 
+@pytest.mark.full
 def test_a_proxy_is_passed_by(tasks):
     cluster = local_cluster(2)
     for index in range(2):
@@ -131,6 +133,7 @@ def test_a_proxy_is_passed_by(tasks):
     tasks.finish()
 
 
+@pytest.mark.full
 def test_a_name_may_come_late(tasks, tmp_path):
     """As on Kubernetes: a peer's name is not known before its pod is."""
     if two_hosts_lib.missing():
@@ -159,6 +162,7 @@ def two_hosts(tmp_path_factory):
         yield commands
 
 
+@pytest.mark.full
 def test_two_hosts_train(tasks, two_hosts):
     given = f"--hosts={','.join(two_hosts_lib.NAMES)}"
     for command in two_hosts:
@@ -167,6 +171,7 @@ def test_two_hosts_train(tasks, two_hosts):
     assert "multi_worker_mirrored: 2 replicas" in tasks.log(0) + tasks.log(1)
 
 
+@pytest.mark.full
 def test_a_host_that_is_stopped_before_the_start_is_reported_by_the_other(tasks, two_hosts):
     given = f"--hosts={','.join(two_hosts_lib.ADDRESSES)}"
     first = tasks.start(None, 0, given, "--config.start_timeout=12", before=two_hosts[0])
@@ -177,6 +182,7 @@ def test_a_host_that_is_stopped_before_the_start_is_reported_by_the_other(tasks,
     assert f"Waited 12 s for worker:1 at {two_hosts_lib.ADDRESSES[1]}:2222 (connection refused)" in tasks.log(0)
 
 
+@pytest.mark.full
 def test_hosts_that_both_mean_themselves_are_told_so(tasks, two_hosts):
     cluster = local_cluster(2)
     for index, command in enumerate(two_hosts):
@@ -209,6 +215,7 @@ def test_all_hosts_can_be_checked_before(tmp_path):
     assert alone.returncode == 1 and "Waited 2 s for worker:1 at" in said and "worker:2 at" in said
 
 
+@pytest.mark.full
 def test_a_process_may_make_a_second_strategy(tmp_path):
     """Whose server is there: its own port is not taken by another."""
     script = "import tfdist\nfor _ in range(2):\n    tfdist.create_strategy('multi_worker_mirrored')\nprint('made')"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.helpers import tiers
 from tfdist import config
 from tfdist.config import train as train_lib
 
@@ -131,6 +132,7 @@ def test_each_strategys_configuration_trains(tmp_path, name):
     assert json.loads((tmp_path / "summary.json").read_text())["metrics"]["val_accuracy"] >= 0.95
 
 
+@pytest.mark.full
 def test_synthetic_trains_in_bfloat16_and_with_other_options(tmp_path):
     process = start(
         "--config=configs/synthetic.py",
@@ -170,7 +172,10 @@ def test_tpu_without_one_is_one_sentence(tmp_path):
             *("build", 1, "worker:1 failed with exit code 1: RuntimeError: failing in build, on purpose"),
             marks=pytest.mark.slow,
         ),
-        ("step", 1, "worker:1 failed with exit code 1: RuntimeError: failing in step, on purpose"),
+        pytest.param(
+            *("step", 1, "worker:1 failed with exit code 1: RuntimeError: failing in step, on purpose"),
+            marks=pytest.mark.full,
+        ),
         ("kill", 137, "worker:1 was killed by SIGKILL"),
     ],
 )
@@ -258,6 +263,7 @@ def test_a_hangup_is_ignored_under_nohup(tmp_path):
     assert process.returncode == 0
 
 
+@pytest.mark.full
 def test_interrupt_ends_all(tmp_path):
     process = start(
         "--config=configs/digits_multi_worker.py",
@@ -304,7 +310,7 @@ def test_one_command_trains_with_parameter_servers(parameter_servers):
 
 
 @pytest.mark.parametrize(
-    ("task", "workers", "ps"), [("worker:1", 2, 1), pytest.param("ps:1", 1, 2, marks=pytest.mark.slow)]
+    ("task", "workers", "ps"), tiers.cases([("worker:1", 2, 1), ("ps:1", 1, 2)], slow=[("ps:1", 1, 2)])
 )
 def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, workers, ps):
     options = [
@@ -337,6 +343,7 @@ def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, wor
     assert not left_over(str(tmp_path))
 
 
+@pytest.mark.full
 def test_options_of_the_step_reach_the_model(tmp_path):
     options = ["--config.steps_per_execution=4", "--config.jit_compile", "--config.precision=mixed_float16"]
     options += ["--config.optimizer.gradient_accumulation_steps=2", "--config.steps_per_epoch=10", "--config.epochs=8"]
@@ -387,6 +394,7 @@ def test_a_job_with_a_killed_worker_is_restarted_from_its_backup(killed_job):
     assert not left_over(str(workdir))
 
 
+@pytest.mark.full
 def test_another_configuration_does_not_go_on_from_a_backup(tmp_path):
     options = ["--config=configs/default.py", f"--workdir={tmp_path}", "--config.steps_per_epoch=4"]
     process = start(*options, "--config.backup.save_freq=2", "--config.epochs=9999")

@@ -38,6 +38,7 @@ def check(seeds, timeout):
     assert [each["seed"] for each in results] == list(seeds), done.stderr[-2000:]
 
 
+@pytest.mark.full
 def test_cases_that_touch_most_features():
     check(QUICK, 280)
 

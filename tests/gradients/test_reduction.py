@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 from tfdist import ConfigError
 from tfdist.compression import BF16, FP16, ErrorFeedback, Int8, NoCompression, PerVariable, PowerSGD, TopK, Warmup
 from tfdist.compression.base import StateSpec
@@ -86,7 +87,7 @@ BARE = {
 }
 
 
-@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("name", tiers.cases(BARE, quick=1))
 def test_a_bare_fit_trains_what_it_cannot_alone(trainer, name):
     with trainer.scope():
         optimizer = tfdist.distribute_optimizer(BARE[name](), NoCompression())
@@ -97,7 +98,9 @@ def test_a_bare_fit_trains_what_it_cannot_alone(trainer, name):
         np.testing.assert_allclose(mine, other, rtol=1e-6)
 
 
-@pytest.mark.parametrize("clip", [{"clipnorm": 0.01}, {"global_clipnorm": 0.01}, {"clipvalue": 0.001}])
+@pytest.mark.parametrize(
+    "clip", tiers.cases([{"clipnorm": 0.01}, {"global_clipnorm": 0.01}, {"clipvalue": 0.001}], quick=2)
+)
 def test_clipping_comes_first_unless_asked_otherwise(trainer, clip):
     moved = {}
     for last in (False, True):
@@ -117,7 +120,9 @@ def test_clipping_comes_first_unless_asked_otherwise(trainer, clip):
         assert sizes[True] < sizes[False] * 0.99
 
 
-@pytest.mark.parametrize("compressor", [NoCompression(), BF16(), FP16(), Int8(), ErrorFeedback(TopK())])
+@pytest.mark.parametrize(
+    "compressor", tiers.cases([NoCompression(), BF16(), FP16(), Int8(), ErrorFeedback(TopK())], quick=2)
+)
 def test_rows_of_embeddings_stay_rows(trainer, compressor):
     words = rng.integers(0, 200, (16, 5))
 
@@ -246,7 +251,11 @@ def scaled(optimizer):
     ],
     ids=["inf", "sum", "scaled_inf", "scaled_sum", "clipped_inf"],
 )
-@pytest.mark.parametrize("compression", [ErrorFeedback(Int8()), ErrorFeedback(PowerSGD(1))], ids=["int8", "powersgd"])
+@pytest.mark.parametrize(
+    "compression",
+    tiers.cases([ErrorFeedback(Int8()), ErrorFeedback(PowerSGD(1))], quick=1),
+    ids=["int8", "powersgd"],
+)
 def test_what_is_not_finite_changes_nothing(trainer, optimizer, grads, compression):
     step = Stepper(trainer, optimizer, compression)
     before = step(ONES, 2 * ONES)
@@ -393,7 +402,7 @@ with strategy.scope():
 }
 
 
-@pytest.mark.parametrize("how", OTHERS)
+@pytest.mark.parametrize("how", tiers.cases(OTHERS, quick=1))
 def test_other_strategies_refuse(how):
     program = f"import tfdist; {OTHERS[how]}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 
 rng = np.random.default_rng(0)
 IDS = np.array([[1, 1, 1, 3], [1, 3, 3, 2], [2, 2, 2, 2], [0, 1, 1, 0]] * 2, np.int32)
@@ -54,7 +55,7 @@ def test_keras_alone_does_not():
     assert np.abs(model.get_weights()[0] - trained_dense(OPTIMIZERS["adam"], 3)[0]).max() > 0.01
 
 
-@pytest.fixture(scope="module", params=["one_device", "mirrored", "central_storage"])
+@pytest.fixture(scope="module", params=tiers.cases(["one_device", "mirrored", "central_storage"], quick=["mirrored"]))
 def trainer(request, mirrored):
     if request.param == "mirrored":
         return tfdist.Trainer(mirrored)

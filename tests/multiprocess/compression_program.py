@@ -1,4 +1,4 @@
-"""What compressors do between real processes. Arguments: strategy, output folder."""
+"""What compressors do between real processes. Arguments: strategy, output folder, names of parts (see the end)."""
 
 import itertools
 import os
@@ -7,7 +7,7 @@ import sys
 
 import tfdist
 
-strategy_name, out = sys.argv[1:3]
+strategy_name, out, *parts = sys.argv[1:]
 trainer = tfdist.Trainer(strategy_name, **({"devices": 2} if strategy_name == "mirrored" else {}))
 
 import keras  # noqa: E402 (the strategy comes first)
@@ -157,26 +157,26 @@ def sgd():
 
 BYTES = {name: test_compressors.ALL[name] for name in ("none", "bf16", "fp16", "int8", "int8_sum")}
 BYTES |= {"powersgd": test_compressors.PowerSGD(16), "topk": test_compressors.TopK()}
-results = {"exchanges": {name: exchanges(compressor) for name, compressor in test_compressors.ALL.items()}}
+WAITING = ("bf16", "int8_sum")
 TRAINED = ("none", "bf16", "fp16", "int8", "int8_sum", "powersgd_feedback", "topk_sampled", "warmup")
-results["trained"] = train_all({name: test_compressors.ALL[name] for name in TRAINED})
-
-# All that optimizers do, with error feedback.
 ADAM = {
     "accumulation": lambda: keras.optimizers.Adam(2e-3, gradient_accumulation_steps=4),
     "ema_decay_clip": lambda: keras.optimizers.AdamW(2e-3, use_ema=True, weight_decay=0.01, global_clipnorm=1.0),
     "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(2e-3), initial_scale=2.0**20),
 }
-results["options"] = {}
-for name, optimizer in ADAM.items():
-    model, results["options"][name] = train(test_compressors.ALL["int8_feedback"], optimizer, steps=40)
-    trainer.save(model, os.path.join(out, f"{name}.keras"))
 
-# Rows, of which the last batch has fewer, in executions of several steps.
-words = np.random.default_rng(1).integers(0, 300, (22, 5))
-results["rows"] = {}
-for name in ("none", "bf16", "int8"):
-    trainer.compression = test_compressors.ALL[name]
+
+def options(optimizer, name):
+    """All that optimizers do, with error feedback."""
+    model, found = train(test_compressors.ALL["int8_feedback"], optimizer, steps=40)
+    trainer.save(model, os.path.join(out, f"{name}.keras"))
+    return found
+
+
+def rows(compressor):
+    """Returns the weights and the report of a model whose last batch has fewer rows, in executions of several steps."""
+    words = np.random.default_rng(1).integers(0, 300, (22, 5))
+    trainer.compression = compressor
     keras.utils.set_random_seed(3)
     with trainer.scope():
         model = keras.Sequential(
@@ -189,17 +189,15 @@ for name in ("none", "bf16", "int8"):
         )
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=3)
     trainer.fit(model, words, np.arange(22) % 10, batch_size=4, epochs=2, verbose=0)
-    results["rows"][name] = values(model.trainable_variables)
+    return values(model.trainable_variables), trainer.compression_report(model)
 
-results["report"] = trainer.compression_report(model)
 
-# One rank's gradient is not finite, at the last step of three.
-bad = np.array(x[:96])
-bad[64 + 16 :] = np.inf  # of the third batch, the second half
-results["inf"] = {
-    name: {steps: train(test_compressors.ALL["int8_feedback"], optimizer, steps, (bad, y[:96]))[1] for steps in (2, 3)}
-    for name, optimizer in {"sgd": sgd, "loss_scale": ADAM["loss_scale"]}.items()
-}
+def inf(optimizer):
+    """One rank's gradient is not finite, at the last step of three."""
+    bad = np.array(x[:96])
+    bad[64 + 16 :] = np.inf  # of the third batch, the second half
+    compressor = test_compressors.ALL["int8_feedback"]
+    return {steps: train(compressor, optimizer, steps, (bad, y[:96]))[1] for steps in (2, 3)}
 
 
 def kinds(compressor):
@@ -230,12 +228,6 @@ def refused(shape, dtype):
     except tfdist.ConfigError as e:
         return str(e)
     return ""
-
-
-results["refused"] = {
-    name: refused(*what) for name, what in {"empty": ((0, 3), None), "16": ((2,), "bfloat16")}.items()
-}
-results["kinds"] = {name: kinds(test_compressors.ALL[name]) for name in ("none", "bf16", "int8", "topk_feedback")}
 
 
 def waiting(count, bucket_bytes):
@@ -285,18 +277,10 @@ def waiting_optimizer(compressor):
     return collectives_of(reduce)
 
 
-results["waiting"] = {(count, size): waiting(count, size) for count, size in ((4, 0), (4, 800), (4, 400), (18, 400))}
-if trainer.cluster:
-    results["waiting_optimizer"] = {
-        name: waiting_optimizer(test_compressors.ALL[name]) for name in ("bf16", "int8_sum")
-    }
-    results["waiting_optimizer"]["none"] = waiting_optimizer(None)
-
-# Bytes, of 42 MB of gradients, until 10 MB have been sent.
-trainer.strategy.bucket_bytes = default_bucket_bytes
-results["bytes"] = {}
-for name in BYTES if trainer.cluster else ():
-    compressor = trainer.compression = BYTES[name]
+def sent_bytes(compressor):
+    """Returns what is planned and sent in a step, of 42 MB of gradients, and how much was sent: 10 MB at least."""
+    trainer.strategy.bucket_bytes, before = default_bucket_bytes, trainer.strategy.bucket_bytes
+    trainer.compression = compressor
     keras.backend.clear_session()
     with trainer.scope():
         model = synthetic.Synthetic(synthetic.Options()).build_model()
@@ -306,5 +290,30 @@ for name in BYTES if trainer.cluster else ():
     examples = np.ones((4 * SIZE * steps, 1024), np.float32), np.zeros(4 * SIZE * steps)
     sent = network.WireBytes(trainer.cluster, trainer.task)
     trainer.fit(model, *examples, batch_size=4 * SIZE, verbose=0, callbacks=[sent])
-    results["bytes"][name] = planned, sent.per_step, (steps - 1) * planned
-harness.store(out, RANK, results)
+    trainer.strategy.bucket_bytes = before
+    return planned, sent.per_step, (steps - 1) * planned
+
+
+def of(names):
+    return {name: test_compressors.ALL[name] for name in names}
+
+
+BETWEEN_TASKS = bool(trainer.cluster)
+PARTS = {
+    "exchanges": lambda: {name: exchanges(compressor) for name, compressor in test_compressors.ALL.items()},
+    "trained": lambda: train_all(of(TRAINED)),
+    "options": lambda: {name: options(optimizer, name) for name, optimizer in ADAM.items()},
+    "rows": lambda: {name: rows(compressor) for name, compressor in of(("none", "bf16", "int8")).items()},
+    "inf": lambda: {name: inf(optimizer) for name, optimizer in (("sgd", sgd), ("loss_scale", ADAM["loss_scale"]))},
+    "refused": lambda: {"empty": refused((0, 3), None), "16": refused((2,), "bfloat16")},
+    "kinds": lambda: {
+        name: kinds(compressor) for name, compressor in of(("none", "bf16", "int8", "topk_feedback")).items()
+    },
+    "waiting": lambda: {(count, size): waiting(count, size) for count, size in ((4, 0), (4, 800), (4, 400), (18, 400))},
+    "waiting_optimizer": lambda: (
+        BETWEEN_TASKS
+        and {"none": waiting_optimizer(None)} | {name: waiting_optimizer(each) for name, each in of(WAITING).items()}
+    ),
+    "bytes": lambda: BETWEEN_TASKS and {name: sent_bytes(compressor) for name, compressor in BYTES.items()},
+}
+harness.store(out, RANK, {"between_tasks": BETWEEN_TASKS} | {part: PARTS[part]() for part in parts})

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers import fork_server
 from tests.helpers.launched_job import until
 from tests.multiprocess import harness
 from tfdist.backup.storage import Storage
@@ -30,7 +31,7 @@ STEPS, SAVE_FREQ, EPOCHS = 10, 7, 3
 
 def run(strategy: str, out: pathlib.Path, workers: int = 0, ps: int = 0, max_restarts: int = 9, **options: Any):
     """Runs `backup_program`; returns the exit code, what was shown, and each rank's results."""
-    command = [sys.executable, "-m", "tests.multiprocess.backup_program", strategy, str(out), json.dumps(options)]
+    command = fork_server.command("tests.multiprocess.backup_program", strategy, str(out), json.dumps(options))
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     shown = io.BytesIO()
     workers = workers or WORKERS[strategy]
@@ -171,6 +172,7 @@ COMPRESSION = {
 }
 
 
+@pytest.mark.full
 def test_errors_that_are_fed_back_are_the_same_after_a_kill(tmp_path):
     """Also where the gradients travel in other buckets from then on."""
     how = {"compression": COMPRESSION}
@@ -206,6 +208,7 @@ def test_four_ranks_share_a_folder(tmp_path):
     check_files(tmp_path, 4)
 
 
+@pytest.mark.full
 def test_parameter_servers_count_each_step_once_whichever_process_is_killed(tmp_path):
     kills = [["ps:1", "step", 17], [0, "step", 9], ["worker:1", "step", 2]]
     code, text, results = run("parameter_server", tmp_path, workers=2, ps=2, save_freq=SAVE_FREQ, kills=kills)

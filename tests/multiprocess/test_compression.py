@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.compression import test_compressors
+from tests.helpers import fork_server
 from tests.multiprocess import harness
 
 pytestmark = pytest.mark.timeout(900)
@@ -25,22 +26,12 @@ def isolated():
     return subprocess.run([*ISOLATED, "true"], capture_output=True).returncode == 0
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(("mirrored", 2), marks=pytest.mark.slow),
-        MULTI_WORKER,
-        pytest.param(THREE, marks=pytest.mark.slow),
-    ],
-    ids=lambda how: f"{how[0]}-{how[1]}",
-)
-def ranks(request, tmp_path_factory, isolated):
-    """Returns each rank's results, and the folder."""
-    strategy, size = request.param
-    out = tmp_path_factory.mktemp(strategy)
+def run(how, out, isolated, *parts):
+    """Runs parts of the program; returns each rank's results, and the folder."""
+    strategy, size = how
     if strategy == "mirrored":
-        return harness.run("compression_program", strategy, out), out
-    command = [sys.executable, "-m", "tests.multiprocess.compression_program", strategy, str(out)]
+        return harness.run("compression_program", strategy, out, *parts), out
+    command = fork_server.command("tests.multiprocess.compression_program", strategy, str(out), *parts)
     launch = [sys.executable, "-m", "tfdist.launch", f"--workers={size}", f"--log_dir={out / 'logs'}", "--", *command]
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
     done = subprocess.run(
@@ -48,6 +39,29 @@ def ranks(request, tmp_path_factory, isolated):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [harness.load(out, rank) for rank in range(size)], out
+
+
+STRATEGIES = {
+    "params": [
+        pytest.param(("mirrored", 2), marks=pytest.mark.slow),
+        MULTI_WORKER,
+        pytest.param(THREE, marks=pytest.mark.slow),
+    ],
+    "ids": lambda how: f"{how[0]}-{how[1]}",
+}
+
+
+@pytest.fixture(scope="module", **STRATEGIES)
+def ranks(request, tmp_path_factory, isolated):
+    """What a step does: each rank's results, and the folder."""
+    parts = ("exchanges", "rows", "refused", "kinds", "waiting", "waiting_optimizer")
+    return run(request.param, tmp_path_factory.mktemp(request.param[0]), isolated, *parts)
+
+
+@pytest.fixture(scope="module", **STRATEGIES)
+def trained(request, tmp_path_factory, isolated):
+    """What comes of many steps; the same."""
+    return run(request.param, tmp_path_factory.mktemp(request.param[0]), isolated, "trained", "options", "inf", "bytes")
 
 
 def replicas(found):
@@ -104,48 +118,51 @@ def test_variables_that_tensorflow_cannot_broadcast_are_refused(ranks):
     }
     for results in ranks[0]:
         for name, found in results["refused"].items():
-            assert said[name] in found if ranks[0][0]["bytes"] else not found
+            assert said[name] in found if ranks[0][0]["between_tasks"] else not found
 
 
 def test_buckets_do_not_wait_for_each_other(ranks):
     for results in ranks[0]:
         # So many that each would keep a thread wait for the first ones.
         expected = {(4, 0): (1, 0), (4, 800): (2, 0), (4, 400): (4, 0), (18, 400): (18, 2)}
-        assert results["waiting"] == (expected if ranks[0][0]["bytes"] else dict.fromkeys(expected, (0, 0)))
-        if ranks[0][0]["bytes"]:
+        assert results["waiting"] == (expected if ranks[0][0]["between_tasks"] else dict.fromkeys(expected, (0, 0)))
+        if ranks[0][0]["between_tasks"]:
             # Four buckets and, with a compressor, which cuts them, eight, and the note; int8's sum comes after its scales.
             expected = {"none": (4, 0), "bf16": (9, 0), "int8_sum": (17, 8)}
             assert results["waiting_optimizer"] == expected
 
 
-def test_after_many_steps_all_ranks_have_the_same_weights(ranks):
-    for name, first in ranks[0][0]["trained"].items():
+@pytest.mark.full
+def test_after_many_steps_all_ranks_have_the_same_weights(trained):
+    for name, first in trained[0][0]["trained"].items():
         assert len(first["weights"]) == 6
-        for results in ranks[0]:
+        for results in trained[0]:
             for components, expected in zip(results["trained"][name]["weights"], first["weights"], strict=True):
                 for component in components:
                     np.testing.assert_array_equal(component, expected[0], err_msg=name)
 
 
-def test_it_learns_as_well(ranks):
-    accuracy = {name: results["accuracy"] for name, results in ranks[0][0]["trained"].items()}
+@pytest.mark.full
+def test_it_learns_as_well(trained):
+    accuracy = {name: results["accuracy"] for name, results in trained[0][0]["trained"].items()}
     assert accuracy["none"] > 0.9 and min(accuracy.values()) > accuracy["none"] - 0.02, accuracy
 
 
 def test_rows_of_embeddings_are_the_same_everywhere(ranks):
-    found = ranks[0][0]["rows"]
+    found = {name: weights for name, (weights, _) in ranks[0][0]["rows"].items()}
     for name, variables in found.items():
         for number, components in enumerate(variables):
             for results in ranks[0]:
-                for component in results["rows"][name][number]:
+                for component in results["rows"][name][0][number]:
                     np.testing.assert_array_equal(component, components[0], err_msg=name)
             np.testing.assert_allclose(components[0], found["none"][number][0], atol=1e-3)
     assert not np.array_equal(found["int8"][0][0], found["none"][0][0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["sgd", "loss_scale"])
-def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(ranks, how):
-    for results in ranks[0]:
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(trained, how):
+    for results in trained[0]:
         before, after = results["inf"][how][2], results["inf"][how][3]
         assert before["iterations"] == after["iterations"] == 2
         assert before["states"] and np.abs(before["states"][0][0]).max() > 0
@@ -154,12 +171,13 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(ranks,
                 np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["accumulation", "ema_decay_clip", "loss_scale"])
-def test_saved_models_load_without_tfdist_optimizer_included(ranks, name):
+def test_saved_models_load_without_tfdist_optimizer_included(trained, name):
     program = f"""
 import sys, keras
 sys.modules["tfdist"] = None
-model = keras.models.load_model({str(ranks[1] / f"{name}.keras")!r})
+model = keras.models.load_model({str(trained[1] / f"{name}.keras")!r})
 optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
 print(type(model.optimizer).__module__, int(optimizer.iterations), len(optimizer.variables))
 """
@@ -169,8 +187,9 @@ print(type(model.optimizer).__module__, int(optimizer.iterations), len(optimizer
     assert module.startswith("keras.") and int(iterations) == (10 if name == "accumulation" else 40) and int(count) > 10
 
 
-def test_the_network_carries_what_was_planned(ranks, isolated):
-    found = ranks[0][0]["bytes"]
+@pytest.mark.full
+def test_the_network_carries_what_was_planned(trained, isolated):
+    found = trained[0][0]["bytes"]
     if not found:
         return  # in one process nothing is sent
     if not isolated:
@@ -183,5 +202,6 @@ def test_the_network_carries_what_was_planned(ranks, isolated):
 
 def test_the_report_measures_both(ranks):
     for results in ranks[0]:
-        assert results["report"]["exchange_ms"].keys() == {"compressed", "plain"}
-        assert min(results["report"]["exchange_ms"].values()) > 0
+        _, report = results["rows"]["int8"]
+        assert report["exchange_ms"].keys() == {"compressed", "plain"}
+        assert min(report["exchange_ms"].values()) > 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored")
+STRATEGIES = ["one_device", pytest.param("mirrored", marks=pytest.mark.full), "multi_worker_mirrored"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

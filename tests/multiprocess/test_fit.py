@@ -69,7 +69,21 @@ OPTIMIZERS = [
 HALVES = ["mixed_bfloat16", "mixed_float16", "inf_on_one_replica"]
 EXACT = [*INPUTS, *LOSSES, *EXECUTIONS, *OPTIMIZERS]
 ALL = [*EXACT, *HALVES, *PYTHON_DATA]
-# Each of these goes the way of another one, or of two together; they run in the slow tier alone.
+# Each of these goes the way of another one, or of two together: the nearer ones are in `make test-all`, the others in the
+# slow tier.
+FULL = [
+    "text_vectorization",
+    "five_dimensions",
+    "short_last_batch_of_masked_words",
+    "class_weight_function",
+    "loss_of_one_number",
+    "endless_masked_batches_of_two_sizes",
+    "executions_cut_by_the_epoch",
+    "executions_of_unknown_data",
+    "compiled",
+    "moving_average_overwrites",
+    "accumulation_of_embeddings",
+]
 SLOW = [
     "tuple_arrays",
     "class_weight",
@@ -125,13 +139,14 @@ BETWEEN_WORKERS = [
 ]
 
 
-def is_default(strategy, case):
-    """Whether a case runs with a strategy in the default tier."""
-    if case in SLOW:
-        return False
+def marks(strategy, case):
+    """The mark of the tier in which a case runs with a strategy."""
+    elsewhere = (case in BETWEEN_WORKERS) != (strategy == "multi_worker_mirrored")
     if strategy == "stock" or case in PYTHON_DATA:  # which workers refuse
-        return True
-    return (case in BETWEEN_WORKERS) == (strategy == "multi_worker_mirrored")
+        elsewhere = False
+    if case in SLOW or elsewhere:
+        return pytest.mark.slow
+    return pytest.mark.full if case in FULL else ()
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +154,7 @@ def ranks(runs):
     """Returns a function: strategy, case -> each rank's results, of a run of all cases of the same tier."""
 
     def find(strategy, case):
-        alike = [each for each in ALL if is_default(strategy, each) == is_default(strategy, case)]
+        alike = [each for each in ALL if marks(strategy, each) == marks(strategy, case)]
         return runs(strategy, "fit_program", *alike)[0]
 
     return find
@@ -154,7 +169,7 @@ def stock(ranks):
 def with_two_replicas(cases):
     """A test's parameters `strategy` and `case`."""
     parameters = [
-        pytest.param(strategy, case, marks=() if is_default(strategy, case) else pytest.mark.slow)
+        pytest.param(strategy, case, marks=marks(strategy, case))
         for strategy in ("mirrored", "multi_worker_mirrored")
         for case in cases
     ]
@@ -164,7 +179,8 @@ def with_two_replicas(cases):
 def test_no_case_is_left_out():
     program = (harness.ROOT / "tests/multiprocess/fit_program.py").read_text()
     assert set(re.findall(r"^@case\ndef (\w+)", program, re.MULTILINE)) == set(ALL)
-    assert set(ALL) > {*BETWEEN_WORKERS, *SLOW, *BARE}
+    assert set(ALL) > {*BETWEEN_WORKERS, *FULL, *SLOW, *BARE}
+    assert not {*FULL} & {*SLOW}
 
 
 @pytest.mark.slow
@@ -224,9 +240,7 @@ def test_inf_on_one_replica_skips_the_step_on_all(stock, ranks, strategy, case):
         assert all(np.isfinite(weights).all() for weights in results["weights"])
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CLIPPING]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks("stock", case)) for case in CLIPPING])
 def test_clipping_does_clip(stock, case):
     losses = stock(case)["history"]["loss"]
     assert stock("short_last_batch")["history"]["loss"][-1] < losses[-1] - 0.05

@@ -1,8 +1,10 @@
 """A vision transformer trains on two workers, of which the chief alone draws random numbers now and then."""
 
 import numpy as np
+import pytest
 
 
+@pytest.mark.full
 def test_the_workers_stay_in_step(runs):
     chief, worker = runs("multi_worker_mirrored", "order_program")[0]
     np.testing.assert_array_equal(chief["predicted"], worker["predicted"])

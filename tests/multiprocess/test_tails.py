@@ -18,7 +18,7 @@ CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
+@pytest.mark.parametrize("strategy", [pytest.param("mirrored", marks=pytest.mark.full), "multi_worker_mirrored"])
 def test_replicas_without_examples_change_nothing(runs, strategy, case):
     alike = QUICK if case in QUICK else SLOW
     for results in runs(strategy, "tails_program", *alike)[0]:

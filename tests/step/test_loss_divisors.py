@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 from tfdist.errors import ConfigError
 
 RATE, BATCH, EPOCHS = 0.1, 8, 2
@@ -139,6 +140,7 @@ CASES = {
         (X, Y),
     ),
 }
+QUICK = ("masks and weights of steps", "means over weights", "a function's sum", "an added sum beside a regularizer")
 
 
 def batches(data):
@@ -188,7 +190,7 @@ def compare(trainer, case, accumulated=1, **compiled):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers.cases(CASES, quick=QUICK))
 def test_replicas_divide_together(trainer, case):
     compare(trainer, case)
 

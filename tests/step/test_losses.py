@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((40, 6)).astype(np.float32)
@@ -13,7 +14,7 @@ Y = rng.standard_normal((40, 1)).astype(np.float32)
 RATE = 0.01
 
 
-@pytest.fixture(scope="module", params=["one_device", "mirrored"])
+@pytest.fixture(scope="module", params=tiers.cases(["one_device", "mirrored"], quick=["mirrored"]))
 def trainer(request, mirrored):
     return tfdist.Trainer(mirrored if request.param == "mirrored" else request.param)
 
@@ -74,7 +75,7 @@ def adding(reduce):
 
 
 @pytest.mark.parametrize(
-    ("size", "jit"), [(32, False), (33, False), (27, True)]
+    ("size", "jit"), tiers.cases([(32, False), (33, False), (27, True)], quick=2)
 )  # of 33 a replica's last batch is empty
 def test_a_vector_that_a_layer_adds_is_summed_over_the_batch(trainer, size, jit):
     with trainer.scope():
@@ -105,7 +106,7 @@ class OneNumber(keras.losses.Loss):
 
 
 @pytest.mark.parametrize("kind", ["function", "object", "added"])
-@pytest.mark.parametrize("size", [33, 29])
+@pytest.mark.parametrize("size", tiers.cases([33, 29], quick=1))
 def test_logs_of_one_number_are_means_over_examples(trainer, kind, size):
     with trainer.scope():
         if kind == "added":
@@ -156,7 +157,7 @@ def test_a_loss_that_is_not_reduced_is_summed(trainer, reduction):
     np.testing.assert_allclose(model.get_weights()[0], passes(40, 16, 2, sums=True)[0].w, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("steps", "size"), [(1, 33), (3, 40), (3, 33)])
+@pytest.mark.parametrize(("steps", "size"), tiers.cases([(1, 33), (3, 40), (3, 33)], quick=2))
 def test_losses_of_single_outputs_are_means_over_examples(trainer, steps, size):
     with trainer.scope():
         x = keras.Input((6,))

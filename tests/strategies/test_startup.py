@@ -10,6 +10,7 @@ import keras
 import pytest
 import tensorflow as tf
 
+from tests.helpers import tiers
 from tfdist.cluster import local_cluster
 from tfdist.compat import versions as versions_lib
 
@@ -56,13 +57,16 @@ import tfdist
     ("name", "before", "line"),
     [
         ("multi_worker_mirrored", "x = tf.constant(1)", "before line 6: x = tf.constant(1)"),
-        ("mirrored", "layers.Dense(3).build((None, 2))", "before line 6: layers.Dense(3).build((None, 2))"),
+        pytest.param(
+            *("mirrored", "layers.Dense(3).build((None, 2))", "before line 6: layers.Dense(3).build((None, 2))"),
+            marks=pytest.mark.full,
+        ),
         (
             "mirrored",
             "def unused():\n    tf.zeros(3)\ntf.get_logger()\nprint(tf.ones(2))",
             "before line 9: print(tf.ones(2))",
         ),
-        ("mirrored", "exec('tf.zeros(2)')", "to right after the imports"),
+        pytest.param("mirrored", "exec('tf.zeros(2)')", "to right after the imports", marks=pytest.mark.full),
     ],
 )
 def test_a_strategy_that_comes_too_late_names_the_place_and_where_to_go(tmp_path, monkeypatch, name, before, line):
@@ -80,7 +84,7 @@ def test_a_strategy_that_comes_too_late_names_the_place_and_where_to_go(tmp_path
     assert line in message
 
 
-@pytest.mark.parametrize(("environ", "threads"), [({}, 2), ({"TF_NUM_INTEROP_THREADS": "1"}, 0)])
+@pytest.mark.parametrize(("environ", "threads"), tiers.cases([({}, 2), ({"TF_NUM_INTEROP_THREADS": "1"}, 0)], quick=1))
 def test_on_one_core_operations_run_beside_each_other(environ, threads):
     cluster = local_cluster(1)
     script = """

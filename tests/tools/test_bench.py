@@ -29,6 +29,7 @@ def bench(out, *arguments):
     )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(netlab.missing()), reason=netlab.missing())
 def test_links_carry_what_is_planned(tmp_path):

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rate", "bits"), [("100mbit", 100e6), ("1gbit", 1e9)])
 def test_links_are_as_fast_as_their_rate_in_both_directions(rate, bits):
     size = int(bits / 8 * 2)
@@ -162,6 +163,7 @@ def test_a_task_ends_when_all_have_received_its_part(tmp_path, nothing_is_left):
     assert output.count("reduced") == 2
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_heartbeats_may_wait_behind_gradients(tmp_path, nothing_is_left):
     """On a slow link for longer than the 5 s that TensorFlow gives them, after which it ends the training."""
