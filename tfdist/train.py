@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import importlib
 import json
 import os
 import pathlib
@@ -60,6 +62,7 @@ def train(
         ConfigError: The configuration does not fit the devices found.
     """
     started = time.perf_counter()
+    _import_frameworks()
     import keras
     import tensorflow as tf
 
@@ -139,6 +142,18 @@ def train(
         print(json.dumps(summary, indent=2), flush=True)
     trainer.delete_backup()  # with everything written
     return summary
+
+
+def _import_frameworks() -> None:
+    """Imports TensorFlow and Keras with the garbage collector at rest: it finds nothing there, and takes a second to look."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module("tfdist.training.trainer")
+    finally:
+        if enabled:
+            gc.enable()
+    gc.freeze()  # nor need it look there later on
 
 
 def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
