@@ -23,9 +23,10 @@ _HOMES = {
     "create_strategy": "strategies.factory",
     "distribute_optimizer": "gradients.optimizer",
     "find_cluster": "cluster.resolvers.discovery",
+    "total": "step.replica_share",
 }
 
-_WITH_KERAS = ("backup", "gradients", "strategies", "training")
+_WITH_KERAS = ("backup", "gradients", "step", "strategies", "training")
 
 __all__ = [
     "BackupAndRestore",
@@ -42,6 +43,7 @@ __all__ = [
     "create_strategy",
     "distribute_optimizer",
     "find_cluster",
+    "total",
 ]
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from tfdist.config import CompressionConfig, StrategyConfig, TrainConfig
     from tfdist.errors import BackupError, ClusterError, ConfigError
     from tfdist.gradients.optimizer import distribute_optimizer
+    from tfdist.step.replica_share import total
     from tfdist.strategies.factory import create_strategy
     from tfdist.tasks.base import Task
     from tfdist.training.trainer import Trainer

@@ -581,22 +581,28 @@ def test_keras_asks_for_an_epochs_logs_where_they_are_computed():
     )
 
 
-def test_layers_tell_their_own_losses_and_models_what_they_are_called_with():
+def test_layers_tell_their_own_losses():
     class Adds(keras.layers.Layer):
         def call(self, x):
             self.add_loss(keras.ops.sum(x))
-            return x
-
-    class Trains(keras.Model):
-        def call(self, x, training=False):
             return x
 
     adds = Adds()
     model = keras.Sequential([keras.Input((2,)), adds, keras.layers.Dense(1, kernel_regularizer="l2")])
     model(np.ones([3, 2]))
     losses = [float(loss) for layer in keras_internals.layers(model) for loss in keras_internals.added_losses(layer)]
-    assert losses == [6.0], "loss_reduction: losses of layers have moved"
-    assert keras_internals.call_takes_training(Trains()), "loss_reduction: the argument training has moved"
+    assert losses == [6.0], "losses: losses of layers have moved"
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "none", "mean_with_sample_weight"])
+@pytest.mark.parametrize("weights", [None, np.array([1.0, 2.0, 0.5], np.float32)])
+def test_a_loss_is_reduced_as_by_its_own_call(reduction, weights):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0, reduction=reduction)
+    labels, logits = np.array([0, 1, 2]), tf.random.normal([3, 4], seed=1)
+    logits._keras_mask = tf.constant([True, True, False])
+    value, mask = keras_internals.loss_and_mask(loss, labels, logits, weights)
+    np.testing.assert_array_equal(value, loss(labels, logits, weights))
+    np.testing.assert_array_equal(mask, [False, True, False])
 
 
 def test_compiled_models_have_the_parts_that_are_built():

@@ -26,6 +26,7 @@ PUBLIC = {
         "create_strategy",
         "distribute_optimizer",
         "find_cluster",
+        "total",
     ],
     "tfdist.cluster": ["ClusterSpec", "TaskSpec", "free_ports", "from_tf_config", "local_cluster"],
     "tfdist.compression": [

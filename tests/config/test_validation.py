@@ -82,8 +82,11 @@ def test_every_file_in_configs_passes(path, monkeypatch):
         ({"backup": BackupConfig(keep=0)}, "backup.keep must be 1 or more. Received: 0."),
         ({"backup": BackupConfig(dir=__file__)}, "backup.dir must be a folder, and"),
         ({"max_restarts": -1}, "max_restarts must be 0 or more, and finite. Received: -1."),
-        ({"strategy": StrategyConfig(bucket_bytes=-1)}, "must be 0 (off) or more. Received: -1 and 0.0."),
-        ({"strategy": StrategyConfig(timeout_seconds=NAN)}, "must be 0 (off) or more. Received: 4000000 and nan."),
+        ({"strategy": StrategyConfig(bucket_bytes=-1)}, "strategy.bucket_bytes must be 0 (off) or more. Received: -1."),
+        (
+            {"strategy": StrategyConfig(timeout_seconds=NAN)},
+            "strategy.timeout_seconds must be 0 (off) or more. Received: nan.",
+        ),
         ({"strategy": StrategyConfig("mirrored", devices=0)}, "1 to 256 virtual CPUs, or device names. Received: 0."),
         (
             {"strategy": StrategyConfig("mirrored", devices=257)},

@@ -174,4 +174,5 @@ def draw_options(rng: random.Random, optimizer: str, compression: str | None, re
 def without_refused(case: Case) -> Case:
     """Returns the case without what tfdist refuses."""
     sums_amid = case.model in ("masked_tokens", "masked_outputs", "norm") or case.reduction == "mean_with_sample_weight"
+    sums_amid = sums_amid or case.loss == "total"
     return dataclasses.replace(case, jit=False) if case.replicas > 1 and sums_amid else case

@@ -83,6 +83,50 @@ def two_outputs(model, inputs, targets):
     return 2.0 * first + 0.5 * tf.reduce_sum(squares(targets[1], rest))
 
 
+def overlap(y, p):
+    """Dice, of all numbers of a batch together."""
+    return 1 - 2 * tf.reduce_sum(y * p) / (tf.reduce_sum(y) + tf.reduce_sum(p))
+
+
+def ranked(y, p):
+    """A loss over pairs of neighbours, which depends on the order of the batch."""
+    return tf.reduce_sum(tf.nn.relu(0.5 - (y[1:] - y[:-1]) * (p[1:] - p[:-1])))
+
+
+def hinges(y, p):
+    return tf.reduce_sum(tf.nn.relu(tf.norm(y - p, axis=-1) - 1.5))
+
+
+def labelled(tags, logits):
+    """The mean over tags other than 0."""
+    tags = tf.cast(tags, tf.int32)
+    return ratio(cross_entropy(tags, logits) * seen(tags), seen(tags))
+
+
+class MasksItsValues(keras.losses.Loss):
+    def call(self, tags, logits):
+        tags = tf.cast(tags, tf.int32)
+        values = cross_entropy(tags, logits)
+        values._keras_mask = tags != 0
+        return values
+
+
+def of_outputs(loss):
+    return lambda model, x, y: loss(y, model(x))
+
+
+def of_tags(model, words, tags):
+    return labelled(tags, model(words))
+
+
+def unmasked():
+    return keras.Sequential([keras.Input((5,)), keras.layers.Embedding(7, 3), keras.layers.Dense(4)])
+
+
+def probabilities():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "sigmoid")])
+
+
 class Adds(keras.layers.Layer):
     """Adds a loss of its own."""
 
@@ -108,6 +152,10 @@ def plus(what, regularizer=False):
     return loss
 
 
+def added_total(p):
+    return tfdist.total(tf.reduce_sum(p))
+
+
 def total(y, p):
     return tf.reduce_sum((y - p) ** 2)
 
@@ -130,17 +178,61 @@ CASES = {
     "a sum": (dense, keras.losses.MeanSquaredError("sum"), lambda m, x, y: tf.reduce_sum(squares(y, m(x))), (X, Y)),
     "a function's sum": (dense, total, lambda m, x, y: total(y, m(x)), (X, Y)),
     "a function's mean": (dense, mean, lambda m, x, y: mean(y, m(x)), (X, Y)),
-    "an added sum": (adding(tf.reduce_sum), "mse", plus(tf.reduce_sum), (X, Y)),
+    "a function's declared sum": (dense, lambda y, p: tfdist.total(total(y, p)), of_outputs(total), (X, Y)),
+    "a function's sum of a declared sum and a mean": (
+        dense,
+        lambda y, p: tfdist.total(total(y, p)) + mean(y, p),
+        of_outputs(lambda y, p: total(y, p) + mean(y, p)),
+        (X, Y),
+    ),
+    "a function's vector": (dense, lambda y, p: squares(y, p), of_outputs(mean), (X, Y)),
+    "a norm": (dense, lambda y, p: tf.norm(y - p), of_outputs(lambda y, p: tf.norm(y - p)), (X, Y)),
+    "a variance": (
+        dense,
+        lambda y, p: tf.math.reduce_variance(y - p),
+        of_outputs(lambda y, p: tf.math.reduce_variance(y - p)),
+        (X, Y),
+    ),
+    "hinges that are 0 for most": (dense, hinges, of_outputs(hinges), (X, 3 * Y)),
+    "neighbours of a batch": (dense, ranked, of_outputs(ranked), (X, Y)),
+    "Dice": (probabilities, keras.losses.Dice(), of_outputs(overlap), (X, np.abs(Y))),
+    "Tversky": (probabilities, keras.losses.Tversky(0.5, 0.5, reduction="sum"), of_outputs(overlap), (X, np.abs(Y))),
+    "a number with weights": (
+        dense,
+        mean,
+        lambda m, x, y, w: mean(y, m(x)) * tf.reduce_mean(w),
+        (X, Y, WEIGHTS),
+    ),
+    "labels to ignore": (
+        unmasked,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0),
+        of_tags,
+        (WORDS, TAGS),
+    ),
+    "a mask on values": (unmasked, MasksItsValues(), of_tags, (WORDS, TAGS)),
+    "a mean over labels": (unmasked, labelled, of_tags, (WORDS, TAGS)),
+    "a number of masked predictions": (tagger, labelled, of_tags, (WORDS, TAGS)),
+    "an added sum": (adding(added_total), "mse", plus(tf.reduce_sum), (X, Y)),
     "an added mean": (adding(tf.reduce_mean), "mse", plus(tf.reduce_mean), (X, Y)),
     "an added vector": (adding(lambda p: p[:, 0] ** 2), "mse", plus(lambda p: p[:, 0] ** 2), (X, Y)),
     "an added sum beside a regularizer": (
-        adding(tf.reduce_sum, kernel_regularizer=keras.regularizers.L2(0.01)),
+        adding(added_total, kernel_regularizer=keras.regularizers.L2(0.01)),
         "mse",
         plus(tf.reduce_sum, regularizer=True),
         (X, Y),
     ),
 }
-QUICK = ("masks and weights of steps", "means over weights", "a function's sum", "an added sum beside a regularizer")
+QUICK = (
+    "masks and weights of steps",
+    "means over weights",
+    "a function's sum",
+    "an added sum beside a regularizer",
+    "neighbours of a batch",
+    "Dice",
+    "labels to ignore",
+    "a mask on values",
+    "a number of masked predictions",
+)
 
 
 def batches(data):
@@ -190,6 +282,7 @@ def compare(trainer, case, accumulated=1, **compiled):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
 @pytest.mark.parametrize("case", tiers.cases(CASES, quick=QUICK))
 def test_replicas_divide_together(trainer, case):
     compare(trainer, case)
@@ -200,8 +293,14 @@ def test_each_accumulated_step_is_a_mean_of_its_own(trainer, case):
     compare(trainer, case, accumulated=2)
 
 
-def test_two_steps_of_an_execution_divide_apart(trainer):
-    compare(trainer, "masks and weights of steps", steps_per_execution=2)
+@pytest.mark.parametrize("case", ["masks and weights of steps", "neighbours of a batch"])
+def test_two_steps_of_an_execution_divide_apart(trainer, case):
+    compare(trainer, case, steps_per_execution=2)
+
+
+@pytest.mark.parametrize("case", tiers.cases(["Dice", "a norm", "a function's vector", "labels to ignore"], quick=1))
+def test_replicas_divide_together_eagerly(trainer, case):
+    compare(trainer, case, run_eagerly=True)
 
 
 def test_sums_are_compiled(trainer):
@@ -217,24 +316,157 @@ def test_a_mask_cannot_be_compiled(trainer):
         trainer.fit(model, words, tags, verbose=0)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda y, p: tf.sqrt(tf.reduce_sum((y - p) ** 2)),
-        keras.losses.Dice(),
-        keras.losses.Tversky(reduction="sum"),
-        lambda y, p: tf.math.reduce_variance(y - p),
-    ],
-)
-def test_what_is_neither_a_sum_nor_a_mean_is_said(trainer, loss):
+@pytest.mark.filterwarnings("error")
+def test_circle_loss_compares_all_examples_of_a_batch(trainer):
+    """Each example's value, and its gradient, depend on the examples of the other replica."""
+    labels = (np.arange(8) % 3).astype(np.float32)[:, None]
+
+    def build():
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.UnitNormalization()])
+
+    with trainer.scope():
+        model = build()
+        model.compile(keras.optimizers.SGD(RATE), keras.losses.Circle(gamma=4.0))
+    plain = build()
+    plain.set_weights(model.get_weights())
+    found = trainer.fit(model, X[:8], labels, batch_size=8, verbose=0).history["loss"]
+    with tf.GradientTape() as tape:
+        vectors = plain(X[:8])
+        distances = tf.nn.relu(1 - tf.matmul(vectors, vectors, transpose_b=True))
+        same = labels == labels.T
+        near = -4.0 * (0.4 + distances) * (0.4 - distances)
+        far = 4.0 * tf.nn.relu(1.4 - distances) * (0.6 - distances)
+        attracts = tf.reduce_logsumexp(tf.where(same & ~np.eye(8, dtype=bool), near, -1e9), 1)
+        repels = tf.reduce_logsumexp(tf.where(same, -1e9, far), 1)
+        value = tf.reduce_mean(tf.math.softplus(attracts + repels))
+    assert found == pytest.approx([float(value)], rel=1e-5)
+    for variable, grad in zip(plain.trainable_variables, tape.gradient(value, plain.trainable_variables), strict=True):
+        variable.assign_sub(RATE * grad)
+    for mine, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_circle_loss_of_each_example_is_refused(trainer):
     with trainer.scope():
         model = dense()
-        model.compile("sgd", loss)
-    with pytest.warns(UserWarning, match=r"The loss .* is neither a sum nor a mean over examples: it is"):
+        model.compile("sgd", keras.losses.Circle(reduction="none"))
+    with pytest.raises(
+        ConfigError, match="The loss circle depends on all examples of a batch, and has a value for each"
+    ):
+        trainer.fit(model, X, Y[:, :1], batch_size=BATCH, verbose=0)
+
+
+def dataset_of(context):
+    """Batches of this worker's own, whose sizes the other replica does not know."""
+    parts = [X[:5], X[5:8], X[8:9], X[9:16], X[16:17], X[16:17]]
+    targets = [Y[:5], Y[5:8], Y[8:9], Y[9:16], Y[16:17], Y[16:17]]
+    return tf.data.Dataset.from_generator(
+        lambda: iter(zip(parts, targets, strict=True)),
+        output_signature=(tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_a_number_of_datasets_of_functions_sees_the_batches_of_all_replicas(trainer):
+    with trainer.scope():
+        model = dense()
+        model.compile(keras.optimizers.SGD(RATE), ranked)
+    plain = dense()
+    plain.set_weights(model.get_weights())
+    trainer.fit(model, dataset_of, verbose=0)
+    for rows in (slice(0, 8), slice(8, 16), [16, 16]):
+        with tf.GradientTape() as tape:
+            value = ranked(Y[rows], plain(X[rows]))
+        for variable, grad in zip(
+            plain.trainable_variables, tape.gradient(value, plain.trainable_variables), strict=True
+        ):
+            variable.assign_sub(RATE * grad)
+    for mine, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("limit", "compiled", "why"),
+    [
+        (15, {}, "16 bytes of an example are more than strategy.gather_loss_bytes \\(15\\); raise it"),
+        (16, {"jit_compile": True}, "XLA, which jit_compile=True asks for, compiles no collectives"),
+    ],
+)
+def test_where_the_batch_is_not_gathered_the_mean_is_trained_and_said(trainer, monkeypatch, limit, compiled, why):
+    monkeypatch.setattr(trainer.strategy, "gather_loss_bytes", limit)
+    with trainer.scope():
+        model = dense()
+        model.compile(keras.optimizers.SGD(0.0), total, **compiled)
+    with pytest.warns(UserWarning, match=f"The loss total returns one number .*: {why}") as said:
+        history = trainer.fit(model, X[:16], Y[:16], batch_size=16, epochs=2, verbose=0).history
+    assert len([each for each in said if "The loss total" in str(each.message)]) == 1
+    assert history["loss"] == pytest.approx([float(total(Y[:16], model(X[:16]))) / 2] * 2, rel=1e-5)
+
+
+def test_rows_that_are_no_examples_are_refused(trainer):
+    def twice(y, p):
+        return tf.reduce_sum(p[: tf.shape(p)[0] // 2] * p[tf.shape(p)[0] // 2 :])
+
+    with trainer.scope():
+        x = keras.Input((3,))
+        model = keras.Model(x, keras.layers.Lambda(lambda v: tf.concat([v, -v], 0))(keras.layers.Dense(2)(x)))
+        model.compile("sgd", twice)
+    with pytest.raises(ConfigError, match=r"each row of its y_true, y_pred and sample_weight must be an example"):
         trainer.fit(model, X, Y, batch_size=BATCH, verbose=0)
 
 
-def test_trying_a_model_leaves_no_trace(trainer):
+def test_a_number_that_a_layer_adds_is_a_mean_and_said_once(trainer):
+    with trainer.scope():
+        model = adding(tf.reduce_sum)()
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    plain = adding(tf.reduce_sum)()
+    plain.set_weights(model.get_weights())
+    with pytest.warns(UserWarning, match=r"The layer adds.* adds a loss of one number .*taken for a mean") as said:
+        trainer.fit(model, X[:16], Y[:16], batch_size=16, verbose=0)
+        trainer.evaluate(model, X[:16], Y[:16], batch_size=16, verbose=0)
+    assert len([each for each in said if "adds a loss of one number" in str(each.message)]) == 1
+
+
+@pytest.mark.parametrize("regularizer", ["kernel_regularizer", "activity_regularizer", "own"])
+def test_a_number_that_does_not_depend_on_the_data_is_not_said(trainer, regularizer):
+    class Own(keras.layers.Dense):
+        def call(self, x):
+            self.add_loss(0.1 * tf.reduce_sum(self.kernel**2))
+            return super().call(x)
+
+    with trainer.scope():
+        layer = Own(2) if regularizer == "own" else keras.layers.Dense(2, **{regularizer: "l2"})
+        model = keras.Sequential([keras.Input((3,)), layer])
+        model.compile("sgd", "mse")
+    trainer.fit(model, X[:16], Y[:16], batch_size=16, verbose=0)  # a warning would be an error
+
+
+def test_a_loss_with_a_state_is_computed_once_a_step(trainer):
+    """A moving centre, as of self-distillation, and a count of the calls."""
+
+    class Centre(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.centre = tf.Variable(tf.zeros(2), trainable=False, aggregation=tf.VariableAggregation.MEAN)
+            self.calls = tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+
+        def call(self, y, p):
+            self.calls.assign_add(1.0)
+            value = tf.reduce_mean((p - self.centre) ** 2)
+            self.centre.assign(0.9 * self.centre + 0.1 * tf.reduce_mean(y, 0))
+            return value
+
+    with trainer.scope():
+        model, loss = dense(), Centre()
+        model.compile(keras.optimizers.SGD(0.0), loss)
+    trainer.fit(model, X[:16], Y[:16], batch_size=8, shuffle=False, verbose=0)
+    assert float(loss.calls.numpy()) == 2
+    expected = 0.9 * 0.1 * Y[:8].mean(0) + 0.1 * Y[8:16].mean(0)
+    np.testing.assert_allclose(loss.centre.numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
+def test_a_layer_that_counts_is_called_once_a_step(trainer):
     class Counts(Adds):
         def build(self, shape):
             self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
@@ -249,6 +481,38 @@ def test_trying_a_model_leaves_no_trace(trainer):
         model.compile("sgd", "mse")
     trainer.fit(model, X[:16], Y[:16], batch_size=BATCH, verbose=0)
     assert float(model.layers[1].calls.numpy()) == 2
+
+
+def test_a_train_step_declares_its_sum(trainer):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tfdist.total(total(y, self(x)))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"mine": loss}
+
+    with trainer.scope():
+        model = Own()
+        model.compile(keras.optimizers.SGD(0.01))
+        model(X[:1])
+    plain = dense()
+    plain.set_weights(model.get_weights())
+    history = trainer.fit(model, X[:8], Y[:8], batch_size=8, verbose=0).history
+    with tf.GradientTape() as tape:
+        value = total(Y[:8], plain(X[:8]))
+    assert history["mine"] == pytest.approx([float(value)], rel=1e-5)
+    for variable, grad in zip(plain.trainable_variables, tape.gradient(value, plain.trainable_variables), strict=True):
+        variable.assign_sub(0.01 * grad)
+    for mine, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("tail", [1, 5])

@@ -105,6 +105,7 @@ class OneNumber(keras.losses.Loss):
         return tf.reduce_mean((y - out) ** 2)
 
 
+@pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
 @pytest.mark.parametrize("kind", ["function", "object", "added"])
 @pytest.mark.parametrize("size", tiers.cases([33, 29], quick=1))
 def test_logs_of_one_number_are_means_over_examples(trainer, kind, size):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.losses.loss import apply_mask
+from keras.src.losses.loss import apply_mask, reduce_weighted_values
 
 __all__ = ["apply_mask"]  # with the functions and constants below
 
@@ -34,11 +35,6 @@ def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
     """Yields a model and its layers, the nested ones included."""
     found: Iterator[keras.layers.Layer] = model._flatten_layers()
     return found
-
-
-def call_takes_training(model: keras.Model) -> bool:
-    """Whether a model's `call` takes the argument `training`."""
-    return bool(model._call_has_training_arg)
 
 
 def added_losses(layer: keras.layers.Layer) -> list[Any]:
@@ -121,6 +117,21 @@ def loss_tracker(model: keras.Model) -> Any:
 def mask(tensor: Any) -> Any:
     """Returns the mask that Keras keeps with a tensor, or None."""
     return getattr(tensor, KERAS_MASK, None)
+
+
+def set_mask(tensor: Any, value: Any) -> None:
+    """Sets the mask that Keras keeps with a tensor."""
+    setattr(tensor, KERAS_MASK, value)
+
+
+def loss_and_mask(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Returns what `Loss.__call__` does, and which of the loss's values count: a mask on predictions or values, or None."""
+    rows = tf.nest.map_structure(lambda each: keras.ops.convert_to_tensor(each, loss.dtype), (y_true, y_pred))
+    values = loss.call(*rows)
+    found = mask(y_pred), mask(values)
+    counted = found[0] & found[1] if None not in found else found[0] if found[1] is None else found[1]
+    value = reduce_weighted_values(values, sample_weight, counted, loss.reduction, loss.dtype)
+    return value, counted
 
 
 # Optimizers

@@ -31,6 +31,11 @@ class StrategyConfig:
         bucket_bytes: `multi_worker_mirrored` sums gradients in buckets of so many bytes, which travel while backward computes
             the others; 0 means one sum of all. `bf16`, `fp16` and `int8` cut larger gradients; `powersgd` and `topk`, which
             need a gradient whole, count its bytes as they send them.
+        gather_loss_bytes: A loss that returns one number for a batch (a function's, Dice) is given the labels, predictions and
+            weights of all replicas, so that it is what one process computes; but not where one example has more bytes of
+            them than this: then each replica computes it of its part, the mean is trained, and a sentence says so. The
+            default takes in masks of 256 x 256 pixels, of which a batch of 32 is as much as the gradients of 4 million
+            weights; not the 60 MB that a language model predicts for a sentence. An unknown dimension counts as 1.
         placement: Which server of `parameter_server` gets the next variable: `"round_robin"`, the next one, or
             `"by_bytes"`, the one with the fewest bytes.
         timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.
@@ -40,6 +45,7 @@ class StrategyConfig:
     devices: str = ""
     implementation: str = "auto"
     bucket_bytes: int = 4_000_000
+    gather_loss_bytes: int = 1_000_000
     timeout_seconds: float = 0.0
     placement: str = "round_robin"
 
@@ -70,11 +76,11 @@ class StrategyConfig:
             yield unknown_name_message("strategy.implementation", self.implementation, IMPLEMENTATIONS)
         if self.placement not in PLACEMENTS:
             yield unknown_name_message("strategy.placement", self.placement, PLACEMENTS)
-        if not (self.bucket_bytes >= 0 and self.timeout_seconds >= 0):  # so that NaN is a fault, too
-            yield (
-                "strategy.bucket_bytes and strategy.timeout_seconds must be 0 (off) or more. "
-                f"Received: {self.bucket_bytes} and {self.timeout_seconds}."
-            )
+        limits = ("bucket_bytes", "gather_loss_bytes", "timeout_seconds")
+        if negative := [name for name in limits if not getattr(self, name) >= 0]:  # so that NaN is a fault, too
+            fields = " and ".join(f"strategy.{name}" for name in negative)
+            received = " and ".join(str(getattr(self, name)) for name in negative)
+            yield f"{fields} must be 0 (off) or more. Received: {received}."
         if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
             yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {self.devices}."
         elif self.devices and not self.virtual_cpus and self.name != "tpu":

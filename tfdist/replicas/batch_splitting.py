@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist.compat.tf_internals import num_replicas
+
 
 class SplitBatch(NamedTuple):
     """What one replica is given for a step.
@@ -149,16 +151,28 @@ def predict_counted_examples(fn: Callable[[Any], Any], strategy: tf.distribute.S
         fn: The model's `predict_step`.
         strategy: The strategy.
     """
-    replicas, local = strategy.num_replicas_in_sync, len(strategy.extended.worker_devices)
 
     def replica(data: Any) -> Any:
         if not isinstance(data, SplitBatch):
-            number = tf.distribute.get_replica_context().replica_id_in_sync_group
-            data = _part(data, number % local * (replicas // local) + number // local, replicas)
+            data = _part(data, _part_number(strategy), num_replicas(strategy))
         outputs = fn(data.batch)
         return outputs if data.counts is None else _rows(outputs, 0, data.counts[0, 0])
 
     return replica
+
+
+def place_in_batch(strategy: tf.distribute.Strategy, size: Any) -> tf.Tensor:
+    """Returns which of `size` examples is the first of this replica's even part, from 0. In a replica."""
+    part, replicas = tf.cast(_part_number(strategy), tf.int64), num_replicas(strategy)
+    size = tf.cast(size, tf.int64)
+    return part * (size // replicas) + tf.minimum(part, size % replicas)
+
+
+def _part_number(strategy: tf.distribute.Strategy) -> Any:
+    """Returns which part of a batch this replica has: workers take turns."""
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    replicas, local = num_replicas(strategy), len(strategy.extended.worker_devices)
+    return number % local * (replicas // local) + number // local
 
 
 def relax_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -23,6 +23,7 @@ from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting
 from tfdist.step import empty_replicas, model_building, synchronized_norm
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
+from tfdist.step.whole_batch import ROWS_ARE_NOT_EXAMPLES
 
 _NOTES = "float32"  # the type of numbers with which notes travel
 
@@ -94,8 +95,9 @@ class Execution:
             self.logs = self._execute(iterator)
             return self.logs
         except tf.errors.InvalidArgumentError as e:
-            if BATCH_NORM_WITHOUT_EXAMPLES in e.message:
-                raise ConfigError(BATCH_NORM_WITHOUT_EXAMPLES) from e
+            for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES):
+                if known in e.message:
+                    raise ConfigError(known) from e
             if "unsupported operations" not in e.message:
                 raise
             operation = re.search(r"on XLA\w*: (.*?)[ {(]", e.message)
@@ -147,6 +149,7 @@ class Execution:
 
     def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         def body(done: tf.Tensor, _: Any, logs: Any) -> Any:
+            self._replica.number = done
             data = iterator.get_next_as_optional()
             more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
             return done + 1, more, logs
@@ -163,6 +166,7 @@ class Execution:
             (1, True, self._run_next(iterator)),
             parallel_iterations=1,
         )
+        self._replica.number = 0
         return self._reduced(logs)
 
     def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import concurrent.futures
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -31,6 +32,48 @@ def depends_only_on(given: Callable[[tf.Tensor], bool], values: Any) -> bool:
             return False
         pending += each.op.inputs
     return met
+
+
+def trace_apart(fn: Callable[..., Any], specs: Sequence[Any]) -> Any:
+    """Traces a function in a graph that is never run. Returns what it returns.
+
+    In a thread of its own, outside of the replicas, as a function within a replica's step could assign no variable of theirs.
+
+    Args:
+        fn: The function.
+        specs: The types of its arguments.
+
+    Raises:
+        Exception: What `fn` raises.
+    """
+    strategy, found = tf.distribute.get_strategy(), []
+
+    def keep(*args: Any) -> None:
+        found.append(fn(*args))
+
+    def trace() -> None:
+        with strategy.scope():
+            tf.function(keep, autograph=False).get_concrete_function(*specs)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(trace).result()
+    return found[-1]
+
+
+def depends_on(given: Any, value: tf.Tensor) -> bool:
+    """Whether a tensor is computed from one of `given`, a structure of tensors; outside of a graph, where that is not known, True."""
+    if isinstance(value, EagerTensor):
+        return True
+    wanted = {id(each) for each in tf.nest.flatten(given, expand_composites=True)}
+    pending, seen = [value], set()
+    while pending:
+        each = pending.pop()
+        if id(each) in wanted:
+            return True
+        if id(each) not in seen:
+            seen.add(id(each))
+            pending += each.op.inputs
+    return False
 
 
 def copied(now: Callable[[tf.Tensor], tf.Tensor | None], values: Any) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -14,43 +13,33 @@ import tensorflow as tf
 
 from tfdist.compat import call_stack, keras_internals
 from tfdist.errors import ConfigError
-from tfdist.step import loss_reduction
+from tfdist.step import whole_batch
+from tfdist.step.graph_copies import depends_on, trace_apart
+from tfdist.step.replica_share import ReplicaShare, current_share, divide_by_share, is_total, share_is
 
 _MEANS = ("sum_over_batch_size", "mean")
-
-
-@dataclasses.dataclass
-class _ReplicaExamples:
-    """What a replica has of a batch.
-
-    Attributes:
-        examples: How many examples this replica has, a scalar; None where that is not known.
-        part: Returns its part of the batch of all replicas; None where there is one replica.
-        inputs: What the model is called with; its shapes and types are looked at.
-        training: Whether the step trains.
-        compiled: Whether XLA compiles the step.
-    """
-
-    examples: tf.Tensor | None
-    part: Callable[[], Any]
-    inputs: Any = None
-    training: bool = True
-    compiled: bool = False
-
-
-_replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
-
-
-def _current_share() -> _ReplicaExamples | None:
-    return getattr(_replica, "share", None)
+_NONE = ("none", None)
+# Keras' own losses whose values are not one for each example, or depend on the other examples of a batch.
+_OF_BATCHES = (keras.losses.Circle, keras.losses.Dice, keras.losses.Tversky)
+_OF_BATCHES_BY_FUNCTION = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
+_MEAN_TRAINED = (
+    "The loss {} returns one number for a batch, and the replicas cannot compute it of the whole batch: {}. They train the mean of "
+    "what it is for their parts of the batch, which is the same for a mean over examples only. Or return one value for each "
+    "example, or declare a sum: `return tfdist.total(value)`."
+)
+_MEAN_ADDED = (
+    "The layer {} adds a loss of one number (add_loss), which is taken for a mean over the examples and averaged over the replicas. "
+    "Declare a sum: `self.add_loss(tfdist.total(value))`. A vector, one value for each example, is summed, as Keras does."
+)
 
 
 @contextlib.contextmanager
-def scale_losses_for_replica(model: keras.Model, *args: Any, **kwargs: Any) -> Iterator[None]:
+def scale_losses_for_replica(model: keras.Model, share: ReplicaShare) -> Iterator[None]:
     """Makes `model`'s losses right for a step on one replica. Replicas' losses are averaged by their shares.
 
-    - A sum is divided by this replica's share: `reduction="sum"`, a function or an `add_loss` that sums up, and a vector
-      that a layer adds, which Keras sums.
+    - A loss of one number, a function's or Dice, is computed of the whole batch on each replica (`whole_batch`).
+    - A sum is divided by this replica's share: `reduction="sum"`, what `total` declares, and a vector that a layer adds,
+      which Keras sums. A number that a layer adds is a mean.
     - Where a mask or `reduction="mean_with_sample_weight"` makes a mean one over fewer numbers, it weighs by these.
     - The logs `loss` and those of single outputs are means over examples. Keras weighs an output's loss by its batch only
       where the size of the batch is known when the step is traced, which differs between the steps of one execution.
@@ -59,8 +48,7 @@ def scale_losses_for_replica(model: keras.Model, *args: Any, **kwargs: Any) -> I
 
     Args:
         model: Compiled.
-        *args: As of `_ReplicaExamples`.
-        **kwargs: As of `_ReplicaExamples`.
+        share: What the replica has of the batch.
 
     Raises:
         ConfigError: Within it, if XLA would have to compile a collective.
@@ -78,11 +66,8 @@ def scale_losses_for_replica(model: keras.Model, *args: Any, **kwargs: Any) -> I
     for metric in model.metrics:
         if type(metric).update_state is keras.metrics.Mean.update_state and "update_state" not in vars(metric):
             metric.update_state = _Mean(metric)
-    _replica.share = _ReplicaExamples(*args, **kwargs)
-    try:
+    with share_is(share):
         yield
-    finally:
-        _replica.share = None
 
 
 def _replace_losses(compiled: Any) -> None:
@@ -107,20 +92,30 @@ class _BuildReplicaLosses:
 class _CompiledLoss:
     """A loss that a model is compiled with."""
 
-    def __init__(self, loss: Any):
+    def __init__(self, loss: keras.losses.Loss):
         self.loss = loss
-        self._kind: loss_reduction.Reduction | None = None
+        self._kind: Literal["examples", "whole", "total"] | None = None
+        self._warned = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loss, name)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        value, share = self.loss(y_true, y_pred, sample_weight), _current_share()
-        if share is None or value.shape.rank or (part := share.part()) is None:
+        share = current_share()
+        if share is None or share.is_alone:
+            return self.loss(y_true, y_pred, sample_weight)
+        self._kind = self._kind or self._find_kind(y_true, y_pred)
+        if self._kind == "whole":
+            return self._of_whole_batch(share, y_true, y_pred, sample_weight)
+        if self._kind == "total":
+            return self.loss(y_true, y_pred, sample_weight)
+        value, mask = keras_internals.loss_and_mask(self.loss, y_true, y_pred, sample_weight)
+        if value.shape.rank:
             return value
-        if self._sums(y_true, y_pred):
-            return _divide_by_share(value, part)
-        if (divisor := self._divisor(y_pred, sample_weight, value.dtype)) is None:
+        part = share.part()
+        if self.loss.reduction == "sum":
+            return divide_by_share(value, part)
+        if (divisor := self._divisor(mask, sample_weight, value.dtype)) is None:
             return value
         if share.compiled:
             raise ConfigError(
@@ -134,19 +129,52 @@ class _CompiledLoss:
         context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
         return value * tf.cast(tf.math.divide_no_nan(divisor, total * tf.cast(part, total.dtype)), value.dtype)
 
-    def _sums(self, y_true: Any, y_pred: Any) -> bool:
-        if not isinstance(self.loss, keras.losses.Loss):
-            return False
-        if self._kind is None:
-            keras_own = getattr(self.loss, "fn", self.loss.call).__module__.startswith("keras.")
-            found = loss_reduction.infer_reduction(self.loss, y_true, y_pred)
-            self._kind = found or ("vector" if keras_own else "mean")
-        return self._kind == "sum" or (self._kind == "vector" and self.loss.reduction == "sum")
+    def _find_kind(self, y_true: Any, y_pred: Any) -> Literal["examples", "whole", "total"]:
+        """Returns whether the loss has a value for each example, must see the whole batch, or returns what `total` declares.
 
-    def _divisor(self, y_pred: Any, sample_weight: Any, dtype: Any) -> tf.Tensor | None:
+        One that is not Keras' own is traced once more, apart from the step, for the rank of what it returns.
+        """
+        function = getattr(self.loss, "fn", None)
+        if type(self.loss).__call__ is not keras.losses.Loss.__call__:
+            return "whole"
+        makers = [type(self.loss).call, *([] if function is None else [function])]
+        if all((getattr(each, "__module__", None) or "").startswith("keras.") for each in makers):
+            of_batches = isinstance(self.loss, _OF_BATCHES) or function in _OF_BATCHES_BY_FUNCTION
+            return "whole" if of_batches else "examples"
+        if tf.executing_eagerly():  # where it may do what cannot be traced
+            return "examples" if self.loss.reduction in _NONE else "whole"
+        rows = tf.nest.map_structure(tf.type_spec_from_value, (y_true, y_pred))
+        value = trace_apart(self._values, rows)
+        return "total" if is_total(value) else "examples" if value.shape.rank else "whole"
+
+    def _values(self, y_true: Any, y_pred: Any) -> Any:
+        rows = (y_true, y_pred)
+        rows = tf.nest.map_structure(lambda each: keras.ops.convert_to_tensor(each, self.loss.dtype), rows)
+        return self.loss.call(*rows)
+
+    def _of_whole_batch(self, share: ReplicaShare, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+        strategy = tf.distribute.get_strategy()
+        limit = getattr(strategy, "gather_loss_bytes", 0)
+        given = [each for each in (y_true, y_pred, sample_weight) if each is not None]
+        if (why := whole_batch.obstacle(share, self.loss, given, limit)) is not None:
+            if not self._warned:
+                warnings.warn(_MEAN_TRAINED.format(self.loss.name, why), stacklevel=2)
+            self._warned = True
+            return self.loss(y_true, y_pred, sample_weight)
+        rows = whole_batch.gathered(share, self.loss, y_true, y_pred, sample_weight)
+        with share_is(None):
+            value = self.loss(*rows)
+        if value.shape.rank:
+            raise ConfigError(
+                f"The loss {self.loss.name} depends on all examples of a batch, and has a value for each (reduction="
+                f"{self.loss.reduction!r}), which replicas cannot divide among them; give it reduction='sum' or 'mean'."
+            )
+        return whole_batch.divide_gradient(value, share.part())
+
+    def _divisor(self, mask: Any, sample_weight: Any, dtype: Any) -> tf.Tensor | None:
         """Returns by what Keras divides this replica's sum, if that is not as many for each example."""
-        mask, reduction = keras_internals.mask(y_pred), getattr(self.loss, "reduction", None)
-        if self._kind != "vector" or (mask is None and (sample_weight is None or reduction in _MEANS)):
+        reduction = self.loss.reduction
+        if mask is None and (sample_weight is None or reduction in _MEANS):
             return None
         wide = tf.float64 if dtype == tf.float64 else tf.float32
         if reduction in _MEANS:
@@ -161,25 +189,27 @@ class _AddedLoss:
     def __init__(self, model: keras.Model):
         self._model = model
         self._add = keras_internals.added_loss_method(model)
-        self._kinds: dict[bool, list[loss_reduction.Reduction]] = {}
+        self._warned: set[str] = set()
 
     def __call__(self, loss: Any) -> Any:
-        total, share = self._add(loss), _current_share()
-        if share is None or (part := share.part()) is None:
+        total, share = self._add(loss), current_share()
+        if share is None or share.is_alone:
             return total
-        return _divide_by_share(total, part) if loss.shape.rank or self._sums(loss, share) else total
+        if loss.shape.rank:
+            return divide_by_share(total, share.part())
+        if not is_total(loss):
+            self._warn(loss, share)
+        return total
 
-    def _sums(self, loss: Any, share: _ReplicaExamples) -> bool:
-        added = loss_reduction.losses_added_by_layers(self._model)
-        place = next((number for number, each in enumerate(added) if each is loss), None)
-        if place is None:  # a regularizer
-            return False
-        if share.training not in self._kinds:
-            self._kinds[share.training] = loss_reduction.infer_added_loss_reductions(
-                self._model, share.inputs, share.training
-            )
-        kinds = self._kinds[share.training]
-        return len(kinds) == len(added) and kinds[place] == "sum"
+    def _warn(self, loss: Any, share: ReplicaShare) -> None:
+        """Says once of a layer that its number is taken for a mean, if it depends on the data."""
+        for layer in keras_internals.layers(self._model):
+            # Keras divides what an activity regularizer returns by the number of examples.
+            if layer.activity_regularizer is not None or layer.name in self._warned:
+                continue
+            if any(each is loss for each in keras_internals.added_losses(layer)) and depends_on(share.data, loss):
+                self._warned.add(layer.name)
+                warnings.warn(_MEAN_ADDED.format(layer.name), stacklevel=2)
 
 
 class _WeightedLossTracker:
@@ -190,7 +220,7 @@ class _WeightedLossTracker:
         self._of_own_step = _Mean(tracker)
 
     def __call__(self, value: Any, sample_weight: Any = None) -> Any:
-        share = _current_share()
+        share = current_share()
         if not call_stack.called_from_keras_step():
             return self._of_own_step(value, sample_weight)
         if share is None or share.examples is None or value.shape.rank:
@@ -206,13 +236,8 @@ class _Mean:
         self._update = metric.update_state
 
     def __call__(self, values: Any, sample_weight: Any = None) -> Any:
-        share = _current_share()
+        share = current_share()
         rank = values.shape.rank if tf.is_tensor(values) else np.ndim(values)
         if share is not None and sample_weight is None and rank == 0:
             sample_weight = share.part()
         return self._update(values, sample_weight=sample_weight)
-
-
-def _divide_by_share(value: Any, part: Any) -> Any:
-    """Returns a sum divided by this replica's share, so that the average by shares is the sum over replicas."""
-    return tf.math.divide_no_nan(value, tf.cast(part, value.dtype))

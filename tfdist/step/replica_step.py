@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from tfdist.gradients import replica_context
 from tfdist.replicas import batch_splitting
 from tfdist.step import empty_replicas, losses
 from tfdist.step.computed_logs import ComputedLogs
+from tfdist.step.replica_share import ReplicaShare
 
 BATCH_NORM_WITHOUT_EXAMPLES = (
     "A training batch does not give each replica an example, and BatchNormalization makes NaN of none; choose another batch "
@@ -38,6 +40,7 @@ class ReplicaStep:
         self._compiled: dict[int, Callable[..., Any]] = {}  # one for each replica
         self._variables: Any = None
         self._logs: Any = None
+        self.number: Any = 0  # of the step that is being traced among those of an execution
 
     def __call__(self, data: Any, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         """Runs the step.
@@ -70,7 +73,10 @@ class ReplicaStep:
                 data, self._replicas - totals[1]
             )  # its statistics are one for all replicas
         after = empty_replicas.snapshot_statistics(self.model, mine, totals)
-        packed = self._run(data, tf.cast(mine, tf.int32), lambda: examples / everything)
+        place = None
+        if counts.shape[1] == 3:  # its part of a batch that all replicas were given, not a batch of its own
+            place = functools.partial(batch_splitting.place_in_batch, self.model.distribute_strategy, counts[0, 1])
+        packed = self._run(data, tf.cast(mine, tf.int32), lambda: examples / everything, place)
         moves = after()
         # Numbers of the logs are averaged over the replicas, each of which counts as its examples do.
         weight = examples * self._replicas / everything
@@ -80,22 +86,34 @@ class ReplicaStep:
     def _run_unsplit_batch(self, data: Any) -> dict[str, tf.Tensor]:
         examples, context = batch_splitting.examples(data), tf.distribute.get_replica_context()
         if examples is None or isinstance(examples, int):
-            count = None if examples is None else tf.constant(examples)
-            return self._run(data, count, lambda: 1 / self._replicas)
+            if examples is None:
+                return self._run(data, None, lambda: 1 / self._replicas, None)
+            size = examples * self._replicas
+            place = functools.partial(batch_splitting.place_in_batch, self.model.distribute_strategy, size)
+            return self._run(data, tf.constant(examples), lambda: 1 / self._replicas, place)
         # For losses of any precision. No replica can know by itself that another one has nothing.
         mine = tf.stack([tf.cast(examples, tf.float64), tf.cast(tf.equal(examples, 0), tf.float64)])
         if not self.trains or self._replicas == 1:  # a test step seldom has need of its share
-            return self._run(data, examples, lambda: mine[0] / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)[0])
+            return self._run(
+                data, examples, lambda: mine[0] / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)[0], None
+            )
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
-        return self._run(self._check_batch_norm_has_examples(data, sums[1]), examples, lambda: mine[0] / sums[0])
+        return self._run(self._check_batch_norm_has_examples(data, sums[1]), examples, lambda: mine[0] / sums[0], None)
 
-    def _run(self, data: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> dict[str, tf.Tensor]:
+    def _run(
+        self,
+        data: Any,
+        examples: tf.Tensor | None,
+        part: Callable[[], Any],
+        place: Callable[[], tf.Tensor] | None,
+    ) -> dict[str, tf.Tensor]:
         """Runs the step.
 
         Args:
             data: A batch.
             examples: How many of it count, a scalar.
             part: Returns this replica's part in the mean over the batch of all.
+            place: As of `ReplicaShare`.
         """
         context = tf.distribute.get_replica_context()
         strategy = context.strategy
@@ -106,7 +124,7 @@ class ReplicaStep:
         with strategy.as_one_replica():
             if not self._compiles:
                 known = (lambda: share) if self.trains else part
-                with self._within(data, share, examples, known):
+                with self._within(data, share, examples, known, place):
                     return self._pack(self._step(data))
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
             if replica not in self._compiled:
@@ -120,17 +138,25 @@ class ReplicaStep:
 
     def _local(self, data: Any, examples: tf.Tensor | None, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
-        with self._within(data, share, examples, lambda: share), replica_context.deferred_apply() as captured:
+        with self._within(data, share, examples, lambda: share, None), replica_context.deferred_apply() as captured:
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
 
     @contextlib.contextmanager
-    def _within(self, data: Any, share: Any, examples: tf.Tensor | None, part: Callable[[], Any]) -> Iterator[None]:
-        inputs = keras.utils.unpack_x_y_sample_weight(data)[0]
+    def _within(
+        self,
+        data: Any,
+        share: Any,
+        examples: tf.Tensor | None,
+        part: Callable[[], Any],
+        place: Callable[[], tf.Tensor] | None,
+    ) -> Iterator[None]:
+        rows, alone = batch_splitting.examples(data), self._replicas == 1
+        known = ReplicaShare(examples, part, rows, place, self.number, data, self._compiles, alone)
         with (
             replica_context.gradient_weight(share, self.model.optimizer, self._by_loss),
-            losses.scale_losses_for_replica(self.model, examples, part, inputs, self.trains, self._compiles),
+            losses.scale_losses_for_replica(self.model, known),
             batch_splitting.replica_example_count(examples),
         ):
             yield

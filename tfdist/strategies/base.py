@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
+from tfdist.config import StrategyConfig
 from tfdist.replicas import batch_splitting, integer_weights, random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
@@ -36,6 +37,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     # Whether the statistics are one variable (central storage) rather than one for each replica.
     _shared_variables = False
+    gather_loss_bytes = StrategyConfig.gather_loss_bytes
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)

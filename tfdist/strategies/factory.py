@@ -39,7 +39,8 @@ def create_strategy(
         start_timeout: Seconds to wait for the other tasks.
         grace_seconds: How long workers and servers that are told to go (SIGTERM) wait for the chief to save.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
-            `implementation="ring"`, `bucket_bytes=4_000_000`, `timeout_seconds=600`.
+            `implementation="ring"`, `bucket_bytes=4_000_000`, `gather_loss_bytes=1_000_000`,
+            `timeout_seconds=600`.
 
     Returns:
         The strategy: use its `scope()` to build and compile the model, then call `model.fit` (under `parameter_server`,
@@ -70,6 +71,7 @@ def create_strategy(
     make = registry.resolve("strategy", strategy.name, _FACTORIES)
     made: tf.distribute.Strategy = make(strategy, cluster or None, start_timeout, grace_seconds)
     made.kind = strategy.name
+    made.gather_loss_bytes = strategy.gather_loss_bytes
     return made
 
 

@@ -1,0 +1,143 @@
+"""Gives every replica the whole batch of a loss, so that a loss of any kind is what one process computes.
+
+Each replica sums what all hold of the labels, predictions and weights, and puts its own predictions in their place. The gradient of
+the loss flows through these alone, so that the replicas' gradients add up to that of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives.factory import communicator_for
+from tfdist.collectives.in_process import InProcessCommunicator
+from tfdist.compat import keras_internals
+from tfdist.compat.tf_internals import num_replicas, regroup
+from tfdist.errors import ConfigError
+from tfdist.step.replica_share import ReplicaShare
+
+_MORE_THAN_A_BATCH = 2**32  # examples
+
+# Found in the message of the error with which a step ends.
+ROWS_ARE_NOT_EXAMPLES = (
+    "A loss that returns one number for a batch is given the whole batch of all replicas, so each row of its y_true, y_pred and "
+    "sample_weight must be an example; some have more or fewer rows. Give the output a row for each example, such as "
+    "[batch, 2, size] in place of [2 * batch, size], or return one value for each example."
+)
+
+
+def obstacle(share: ReplicaShare, loss: keras.losses.Loss, arguments: Sequence[Any], limit: int) -> str | None:
+    """Returns why a loss cannot be given the whole batch; None if it can.
+
+    Args:
+        share: This replica's.
+        loss: The loss.
+        arguments: Its `y_true`, `y_pred` and `sample_weight`.
+        limit: The most bytes of one example that may be sent.
+    """
+    strategy = tf.distribute.get_strategy()
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        return "strategy tpu gathers nothing amid a step"
+    if tf.executing_eagerly() and num_replicas(strategy) > (local := len(strategy.extended.worker_devices)) > 1:
+        return f"with run_eagerly=True {local} devices of a worker would wait for each other; use run_eagerly=False"
+    if share.compiled:
+        return "XLA, which jit_compile=True asks for, compiles no collectives; compile the model with jit_compile=False"
+    given = [each for each in tf.nest.flatten(arguments, expand_composites=False) if each is not None]
+    if share.rows is None or any(not isinstance(each, tf.Tensor) or not each.shape.rank for each in given):
+        return "what it compares are no dense tensors with a row for each example"
+    if any(each.dtype == tf.string for each in given):
+        return "TensorFlow does not sum strings over replicas"
+    shapes = [each.shape[1:] for each in given]
+    if share.place is None and not all(shape.is_fully_defined() for shape in shapes):
+        return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
+    size = tf.as_dtype(loss.dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
+    if size > limit:
+        return f"{size:,} bytes of an example are more than strategy.gather_loss_bytes ({limit:,}); raise it"
+    return None
+
+
+def gathered(share: ReplicaShare, loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
+    """Returns `y_true`, `y_pred` and `sample_weight` of the whole batch, in its order. A collective.
+
+    Args:
+        share: This replica's.
+        loss: The loss that they are for: they get its type, as it would convert them itself.
+        y_true: This replica's labels.
+        y_pred: Its predictions, perhaps with a mask of Keras'; those of the result have it, too.
+        sample_weight: Its weights, or None.
+    """
+    masks = [keras_internals.mask(each) for each in tf.nest.flatten(y_pred)]
+    own = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
+    own = tf.nest.map_structure(lambda v: None if v is None else keras.ops.convert_to_tensor(v, loss.dtype), own)
+    sent = [each for each in tf.nest.flatten(own) if each is not None]
+    with tf.control_dependencies([_check_rows(each, share.rows) for each in sent]):
+        flat = [tf.reshape(each, [share.rows, -1]) for each in sent]
+    mine = tf.cast(share.examples, tf.int64)
+    all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:mine], share)
+    columns = tf.split(all_rows, [tf.shape(each)[1] for each in flat], axis=1, num=len(flat))
+    whole = iter(
+        tf.ensure_shape(tf.reshape(column, tf.concat([[-1], tf.shape(each)[1:]], 0)), [None, *each.shape[1:]])
+        for column, each in zip(columns, sent, strict=True)
+    )
+    given, found_masks = tf.nest.map_structure(lambda each: None if each is None else next(whole), own)
+
+    def with_own(others: Any, mine_alone: Any, mask: Any) -> Any:
+        joined = tf.concat([others[:before], mine_alone[:mine], others[before + mine :]], 0)
+        if mask is not None:
+            keras_internals.set_mask(joined, tf.cast(mask, tf.bool))
+        return joined
+
+    own_pred = tf.nest.flatten(own[0][1])
+    joined = [with_own(*each) for each in zip(tf.nest.flatten(given[1]), own_pred, found_masks, strict=True)]
+    return [given[0], tf.nest.pack_sequence_as(given[1], joined), given[2]]
+
+
+def divide_gradient(value: tf.Tensor, part: Any) -> tf.Tensor:
+    """Returns a loss of the whole batch as it is, whose gradient is divided by this replica's share, which it will be multiplied by."""
+
+    @tf.custom_gradient
+    def identity(x: tf.Tensor) -> Any:
+        return tf.identity(x), lambda upstream: tf.math.divide_no_nan(upstream, tf.cast(part, upstream.dtype))
+
+    return identity(value)
+
+
+def _all_gather(rows: tf.Tensor, share: ReplicaShare) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the rows of all replicas in their order, and how many come before this one's.
+
+    Args:
+        rows: Of this replica, `[examples, numbers]`.
+        share: This replica's.
+    """
+    context = tf.distribute.get_replica_context()
+    number = tf.cast(context.replica_id_in_sync_group, tf.int64)
+    first = tf.cast(share.place(), tf.int64) if share.place else number * _MORE_THAN_A_BATCH
+    places = first + tf.range(tf.shape(rows)[0], dtype=tf.int64)
+    wire = rows if rows.dtype == tf.float64 else tf.cast(rows, tf.float32)  # which every collective takes
+
+    def gather(strategy: tf.distribute.Strategy, rows: Any, places: Any, step: Any) -> Any:
+        several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        group = communicator_for(strategy) if several else InProcessCommunicator(num_replicas(strategy))
+        local = strategy.experimental_local_results
+        slices = [tf.IndexedSlices(*each, [-1, -1]) for each in zip(local(rows), local(places), strict=True)]
+        found = group.gather_rows(slices, local(step)[0])
+        return regroup(tuple((each.values, each.indices) for each in found))
+
+    every, order = context.merge_call(gather, args=(wire, places, tf.cast(share.step, tf.int64)))
+    context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
+    before = tf.math.count_nonzero(order < first)
+    return tf.cast(tf.gather(every, tf.argsort(order)), rows.dtype), before
+
+
+def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int) -> Any:
+    """Returns an operation that fails if a tensor has other than so many rows. Raises ConfigError if that is known now."""
+    known, wanted = tensor.shape[0], tf.get_static_value(rows)
+    if known is not None and wanted is not None:
+        if known != wanted:
+            raise ConfigError(ROWS_ARE_NOT_EXAMPLES)
+        return tf.no_op()
+    return tf.debugging.Assert(tf.equal(tf.shape(tensor)[0], rows), [ROWS_ARE_NOT_EXAMPLES], summarize=1) or tf.no_op()
