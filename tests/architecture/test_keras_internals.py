@@ -651,7 +651,8 @@ def test_the_eager_context_tells_what_has_started():
     assert tf_internals.is_started() and not tf_internals.is_server_running(), "startup: the context has moved"
     with tf.device("CPU:0"):
         assert tf_cluster.current_device().endswith("CPU:0"), "scheduler: the device has moved"
-    for name in ("abort_collective_ops", "configure_coordination_service", "wait_at_barrier"):
+    config = ("configure_coordination_service", "get_config_key_value", "set_config_key_value")
+    for name in ("abort_collective_ops", "wait_at_barrier", *config):
         assert callable(getattr(context.context(), name)), f"multi_worker, lost_workers: {name} has moved"
 
 

@@ -63,8 +63,8 @@ def _function_seeds(dataset: tf.data.Dataset, decides: bool) -> Iterator[list[in
     for function in functions(dataset):
         for scope in _scopes(function.graph):
             for node in scope.values():
-                if "Dataset" in node.op:
-                    names = [argument.name for argument in tf_internals.operation_definition(node.op).input_arg]
+                if "Dataset" in node.op and (definition := tf_internals.operation_definition(node.op)):
+                    names = [argument.name for argument in definition.input_arg]
                     inputs = [name for name in node.input if not name.startswith("^")]
                     seeds = [
                         name for argument, name in zip(names, inputs, strict=False) if argument in ("seed", "seed2")
