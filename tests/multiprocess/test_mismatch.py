@@ -14,7 +14,6 @@ UNLIKE = "Workers did different things at once: worker:0 was in {}; worker:1 was
         pytest.param("validation", SHORT.format("fit, a step (test_step)"), marks=pytest.mark.full),
         pytest.param("evaluate", SHORT.format("evaluate, a step (test_step)"), marks=pytest.mark.full),
         pytest.param("predict", SHORT.format("predict"), marks=pytest.mark.full),
-        pytest.param("even", UNLIKE.format("fit", "fit, a step (train_step)"), marks=pytest.mark.full),
         ("callback", UNLIKE.format("fit, Evaluates's on_epoch_end", "fit, the trainer's on_epoch_end")),
         pytest.param("save", UNLIKE.format("evaluate", "save"), marks=pytest.mark.full),
     ],

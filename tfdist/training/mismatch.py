@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.compat import tf_cluster
+from tfdist.compat import call_stack, tf_cluster
 from tfdist.replicas.batch_splitting import ENDED_EARLY
 from tfdist.step.execution import Execution
 
@@ -71,7 +71,7 @@ def _describe_call(error: BaseException) -> str:
 
 
 def _labels(frame: types.FrameType) -> Iterator[str]:
-    module, name, own = frame.f_globals.get("__name__", ""), frame.f_code.co_name, frame.f_locals.get("self")
+    module, name, own = call_stack.frame_call(frame)
     if module.startswith(_PACKAGE) and (call := _CALLS.get((module.removeprefix(_PACKAGE), name))):
         yield call
     elif isinstance(own, Execution) and name == "__call__":
