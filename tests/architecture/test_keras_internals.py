@@ -216,8 +216,9 @@ def test_keras_sums_and_logs_losses_where_the_step_does():
 def test_datasets_tell_how_they_are_shuffled():
     dataset = tf.data.Dataset.range(4).shuffle(4, seed=7).batch(2)
     (shuffled,) = tf_internals.inputs(dataset)
-    assert type(shuffled).__name__ == tf_internals.TF_SHUFFLES, "consistency: what shuffles has another name"
-    assert all(hasattr(shuffled, name) for name in tf_internals.TF_SEEDS), "consistency: its seeds have other names"
+    assert tf_internals.dataset_kind(shuffled) == "Shuffle", "data/order: what shuffles has another name"
+    numbers = tf_internals.dataset_numbers(shuffled, ["buffer_size", "seed2"])
+    assert numbers == {"buffer_size": 4, "seed2": 7}, f"data/order: {tf_internals.TF_NUMBER} names no numbers"
 
 
 def test_models_tell_their_layers_and_variables_their_strategy(strategy):
@@ -656,7 +657,8 @@ def test_the_eager_context_tells_what_has_started():
     assert tf_internals.is_started() and not tf_internals.is_server_running(), "startup: the context has moved"
     with tf.device("CPU:0"):
         assert tf_cluster.current_device().endswith("CPU:0"), "scheduler: the device has moved"
-    for name in ("abort_collective_ops", "configure_coordination_service", "wait_at_barrier"):
+    config = ("configure_coordination_service", "get_config_key_value", "set_config_key_value")
+    for name in ("abort_collective_ops", "wait_at_barrier", *config):
         assert callable(getattr(context.context(), name)), f"multi_worker, lost_workers: {name} has moved"
 
 
@@ -670,7 +672,6 @@ def test_classes_of_tensorflow_are_those_of_the_objects_that_it_makes():
     assert isinstance(numbers.repeat(2), tf_internals.RepeatDataset)
     assert isinstance(numbers.shuffle(2), tf_internals.ShuffleDataset)
     assert isinstance(tf.data.Dataset.random(), tf_internals.RandomDataset)
-    assert tf_internals.shuffle_seeds(numbers) is None and len(tf_internals.shuffle_seeds(numbers.shuffle(2))) == 2
     assert tf_internals.operation_definition("RandomUniform").is_stateful
     assert tf_internals.operation_definition("NoSuchOperation") is None
 

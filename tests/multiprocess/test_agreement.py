@@ -2,6 +2,8 @@
 
 import pytest
 
+ORDER = "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received:"
+
 
 @pytest.mark.parametrize(
     ("case", "sentence"),
@@ -10,7 +12,10 @@ import pytest
         ("epochs", "epochs must be the same on all workers of a fit. Received: 1 on worker:0, 2 on worker:1."),
         ("validation", "validation_data given must be the same"),
         ("batches", "length of x must be the same on all workers of a fit. Received: 4 on worker:0, 3 on worker:1."),
-        ("shuffled", "The dataset is shuffled with other seeds on some workers"),
+        ("shuffled", f"{ORDER} shuffle(buffer_size=64, seed="),
+        ("batched", f"{ORDER} batch(batch_size=16) on worker:0, batch(batch_size=17) on worker:1. Seeds differ if"),
+        ("sampled", f"{ORDER} random(seed="),
+        ("harmless", ""),
         ("seeded", ""),
     ],
 )

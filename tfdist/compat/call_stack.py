@@ -68,3 +68,8 @@ def nearest_caller(names: Collection[str]) -> str | None:
 def swap_class(value: Any, new: type) -> None:
     """Makes an object one of another class, a subclass of its own."""
     value.__class__ = new
+
+
+def frame_call(frame: Any) -> tuple[str, str, Any]:
+    """Returns the module and the name of the function that a frame runs, and its `self`, or None."""
+    return frame.f_globals.get("__name__", ""), frame.f_code.co_name, frame.f_locals.get("self")

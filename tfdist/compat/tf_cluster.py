@@ -104,6 +104,16 @@ def wait_at_barrier(name: str, timeout_ms: int) -> None:
     eager_context.context().wait_at_barrier(name, timeout_ms)
 
 
+def publish(key: str, value: str) -> None:
+    """Makes a text known to all tasks of the coordination service."""
+    eager_context.context().set_config_key_value(key, value)
+
+
+def published(key: str, timeout_ms: int) -> str:
+    """Returns the text that a task has published, or raises an OpError when none has in time."""
+    return str(eager_context.context().get_config_key_value(key, timeout_ms))
+
+
 # Parameter servers
 
 # The public `schedule` takes no Python functions, in which alone it is known who runs them how often.

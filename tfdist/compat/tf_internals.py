@@ -151,8 +151,7 @@ TF_COUNT = "_count"
 TF_BATCH_SIZE = "_batch_size"
 TF_PARALLEL = "_num_parallel_calls"
 TF_ORDERED = "_deterministic"
-TF_SHUFFLES = "_ShuffleDataset"
-TF_SEEDS = ("_seed", "_seed2")
+TF_NUMBER = "_{}"
 
 
 def inputs(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:
@@ -187,8 +186,11 @@ def is_unordered(dataset: tf.data.Dataset) -> bool:
     return bool(getattr(dataset, TF_ORDERED, None) == "false")
 
 
-def shuffle_seeds(dataset: tf.data.Dataset) -> list[int] | None:
-    """Returns the two seeds of a dataset that `shuffle` has made; None for any other dataset."""
-    if type(dataset).__name__ != TF_SHUFFLES:
-        return None
-    return [int(getattr(dataset, name)) for name in TF_SEEDS]
+def dataset_kind(dataset: tf.data.Dataset) -> str:
+    """Returns which transformation has made a dataset, as `Shuffle`, or `Batch` also of several threads."""
+    return type(dataset).__name__.strip("_").removeprefix("Parallel").removesuffix("Dataset")
+
+
+def dataset_numbers(dataset: tf.data.Dataset, names: Sequence[str]) -> dict[str, int]:
+    """Returns numbers with which a dataset was made, as `seed` and `buffer_size` of one that `shuffle` has made."""
+    return {name: int(getattr(dataset, TF_NUMBER.format(name))) for name in names}

@@ -17,6 +17,8 @@ import tensorflow as tf
 
 from tfdist.compat.tf_internals import num_replicas
 
+ENDED_EARLY = "The data of this worker have ended before those of another one."
+
 
 class SplitBatch(NamedTuple):
     """What one replica is given for a step.
@@ -137,10 +139,14 @@ def count_examples(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Te
     """Returns `[examples of all replicas, replicas that have some]`, int64, outside of replicas.
 
     A collective where no replica knows the others' (see `repeat_empty_batches`).
+
+    Raises:
+        InvalidArgumentError: With `ENDED_EARLY`, where TensorFlow has nothing for this worker, and something for another one.
     """
     mine = strategy.experimental_local_results(dealt.counts)[0]
     if mine.shape[1] == 3:
-        return mine[0, 1:]
+        with tf.control_dependencies([tf.debugging.Assert(tf.shape(mine)[0] > 0, [ENDED_EARLY])]):
+            return tf.identity(mine)[0, 1:]
     return strategy.reduce(tf.distribute.ReduceOp.SUM, dealt.counts, axis=None)[0]
 
 

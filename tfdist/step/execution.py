@@ -66,6 +66,7 @@ class Execution:
             to the next multiple of `steps_per_execution`.
         heard: What the workers have noted.
         logs: What the last call has returned.
+        step_name: The name of `step`.
     """
 
     def __init__(self, model: keras.Model, compression: Compressor | None, step: Callable[[Any], Any]):
@@ -74,6 +75,7 @@ class Execution:
         self.remaining_steps: int | None = None
         self.agreed_flags: tf.Tensor | None = None
         self.logs: Mapping[str, Any] | None = None
+        self.step_name = getattr(step, "__name__", "step")
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)

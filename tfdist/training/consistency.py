@@ -10,16 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import tf_internals
+from tfdist.data import order
 from tfdist.errors import ConfigError
 
 _NUMBERS = ("epochs", "initial_epoch", "steps_per_epoch", "batch_size", "validation_steps", "validation_batch_size")
 _NONE = -1.0
-_SHUFFLED = (
-    "The dataset is shuffled with other seeds on some workers, which would train on other examples than their shares: a worker has "
-    "drawn a random number, or made a dataset, that the others have not. Let all workers make the same calls before `shuffle`, or "
-    "give `shuffle` a seed."
-)
+_COLUMNS = 32  # transformations of a dataset that are compared one by one
+_TEXT = 200  # bytes of a transformation's text in a message
 
 
 def check_consistency(ranks: Ranks, data: Any, validation: Any, given: Mapping[str, Any]) -> None:
@@ -39,7 +36,8 @@ def check_consistency(ranks: Ranks, data: Any, validation: Any, given: Mapping[s
     mine = {name: _number(given.get(name)) for name in _NUMBERS}
     mine |= {f"{name} given": float(value is not None) for name, value in _present(validation, given)}
     mine |= {f"length of {name}": _length(value) for name, value in (("x", data), ("validation_data", validation))}
-    gathered = ranks.gather(*mine.values(), *map(_order, (data, validation)))
+    orders = [*_order(data), *_order(validation)]
+    gathered = ranks.gather(*mine.values(), *(float(zlib.crc32(text.encode())) for text in orders))
     unlike = [len(set(column)) > 1 for column in gathered.T]
     faults = [
         f"{name} must be the same on all workers of a fit. Received: {_listed(column)}."
@@ -47,7 +45,7 @@ def check_consistency(ranks: Ranks, data: Any, validation: Any, given: Mapping[s
         if differs
     ]
     if not faults and any(unlike):
-        faults = [_SHUFFLED]
+        faults = [_other_order(ranks, orders[unlike.index(True) - len(mine)])]
     if faults:
         raise ConfigError(faults)
 
@@ -76,18 +74,25 @@ def _length(data: Any) -> float:
     return float(first.shape[0]) if first is not None and len(first.shape) else _NONE
 
 
-def _order(data: Any) -> float:
-    """Returns a checksum of how a dataset is shuffled; 0 where it is not, or where workers have datasets of their own."""
-    if not isinstance(data, tf.data.Dataset):
-        return 0.0
-    policy = data.options().experimental_distribute.auto_shard_policy
-    if policy == tf.data.experimental.AutoShardPolicy.OFF:
-        return 0.0
-    return float(zlib.crc32(repr(list(_seeds(data))).encode()))
+def _order(data: Any) -> list[str]:
+    """Returns `_COLUMNS` texts of how a dataset orders its elements; empty ones where workers have datasets of their own."""
+    texts = []
+    if isinstance(data, tf.data.Dataset):
+        policy = data.options().experimental_distribute.auto_shard_policy
+        if policy != tf.data.experimental.AutoShardPolicy.OFF:
+            texts = order.describe_order(data)
+    last = _COLUMNS - 1
+    return [*texts[:last], *[""] * (last - len(texts)), " ".join(texts[last:])]
 
 
-def _seeds(dataset: tf.data.Dataset) -> Iterator[list[int]]:
-    if (seeds := tf_internals.shuffle_seeds(dataset)) is not None:
-        yield seeds
-    for each in tf_internals.inputs(dataset):
-        yield from _seeds(each)
+def _other_order(ranks: Ranks, mine: str) -> str:
+    """Returns what differs first between the workers' datasets. A collective."""
+    gathered = ranks.gather(*mine.encode()[:_TEXT].ljust(_TEXT))
+    texts = (bytes(map(int, row)).decode(errors="replace").strip() or "no more transformations" for row in gathered)
+    return (
+        "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received: "
+        f"{', '.join(f'{text} on worker:{rank}' for rank, text in enumerate(texts))}. Seeds differ if a worker has drawn a random "
+        "number, or made a dataset, that the others have not: make the same calls on all workers before, or give a seed to `shuffle` "
+        "and its like. If each worker has data of its own, set experimental_distribute.auto_shard_policy of the dataset's "
+        "options to AutoShardPolicy.OFF."
+    )

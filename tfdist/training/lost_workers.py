@@ -7,7 +7,6 @@ that a process ran on says at once that nothing listens at its port any more.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,14 +16,12 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, TaskSpec, missing_tasks, reachability
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
+from tfdist.training import mismatch
 
 _EVERY = 1.0  # seconds
 _SILENT = 10.0  # seconds without an answer, after which it is said, and said again
 # What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
 _ENDED = ("connection refused", reachability.WAITS_FOR_OTHERS)
-
-# TensorFlow's numbers of collective operations.
-_KINDS = {"0": "a sum", "1": "a broadcast", "2": "a gathering", "3": "a permutation", "4": "an exchange"}
 
 
 @contextlib.contextmanager
@@ -60,13 +57,8 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     try:
         yield
     except tf.errors.OpError as e:
-        if told := re.search(r"Collective instance \d+ expected type (\d+) .* but got type (\d+)", e.message):
-            kinds = [_KINDS.get(kind, "another operation") for kind in told.groups()]
-            raise ClusterError(
-                f"{task} does something else than the other workers ({' where one waited for '.join(reversed(kinds))}). All must "
-                "make the same calls in the same order, with data of the same length, and so must their callbacks: one that "
-                "evaluates, predicts or saves must be given to all workers."
-            ) from e
+        if sentence := mismatch.explain_mismatch(cluster, task, e):
+            raise ClusterError(sentence) from e
         if not (ended := _ended_tasks(cluster, others)):
             if sentence := silent.sentence():
                 raise ClusterError(

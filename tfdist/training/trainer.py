@@ -236,16 +236,18 @@ class Trainer:
             ConfigError: `path` does not end in `.keras`.
             ClusterError: On the other ranks, where the chief could not write.
         """
-        saving.save(self._context, model, path, **kwargs)
+        with self._context.watching_workers():
+            saving.save(self._context, model, path, **kwargs)
         if delete_backup:
             self.delete_backup()
 
     def delete_backup(self) -> None:
         """Removes the backups of trainings that have come to their end. Call it on every rank, with all results written."""
-        self._context.ranks.barrier()
-        if self._context.backup:
-            self._context.backup.delete()
-        self._context.ranks.barrier()  # or one rank might begin to write there again
+        with self._context.watching_workers():
+            self._context.ranks.barrier()
+            if self._context.backup:
+                self._context.backup.delete()
+            self._context.ranks.barrier()  # or one rank might begin to write there again
 
     def _attach(self, model: keras.Model, method: str = "fit") -> None:
         self._context.attach(model, self.compression, method)

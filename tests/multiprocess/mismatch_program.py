@@ -1,0 +1,45 @@
+"""Two workers do what does not go together. Arguments: strategy, folder for the results, the case."""
+
+import sys
+
+import tfdist
+from tests.multiprocess import harness
+
+trainer = tfdist.Trainer(sys.argv[1])
+
+import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+RANK, OUT = trainer.task.index, sys.argv[2]
+x, y = np.zeros((64, 8), np.float32), np.zeros((64, 1), np.float32)
+n = 64 if RANK else 40
+with trainer.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=4 if sys.argv[3] == "executions" else 1)
+
+
+class Evaluates(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.evaluate(x, y, verbose=0)
+
+
+def of_unknown_length():
+    return tf.data.Dataset.from_tensor_slices((x[:n], y[:n])).filter(lambda *_: True).batch(8)
+
+
+CASES = {
+    "fit": lambda: trainer.fit(model, of_unknown_length(), epochs=2, verbose=0),
+    "executions": lambda: trainer.fit(model, of_unknown_length(), epochs=2, verbose=0),
+    "validation": lambda: trainer.fit(model, x, y, validation_data=of_unknown_length(), verbose=0),
+    "evaluate": lambda: trainer.evaluate(model, of_unknown_length(), verbose=0),
+    "predict": lambda: trainer.predict(model, of_unknown_length().map(lambda a, b: a), verbose=0),
+    "callback": lambda: trainer.fit(model, x, y, verbose=0, callbacks=[] if RANK else [Evaluates()]),
+    "save": lambda: trainer.save(model, f"{OUT}/m.keras") if RANK else trainer.evaluate(model, x, y, verbose=0),
+}
+try:
+    CASES[sys.argv[3]]()
+    said = ""
+except tfdist.ClusterError as e:
+    said = str(e)
+harness.store(OUT, RANK, {"said": said})

@@ -1,0 +1,23 @@
+"""Workers whose calls or data do not go together all end, with one sentence that says what each did."""
+
+import pytest
+
+SHORT = "A dataset has fewer batches on some workers than on others (worker:0 was in {0}, without data left; worker:1 was in {0}). Give all"
+UNLIKE = "Workers did different things at once: worker:0 was in {}; worker:1 was in {}. All must make the same calls"
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("fit", SHORT.format("fit, a step (train_step)")),
+        pytest.param("executions", SHORT.format("fit, a step (train_step)"), marks=pytest.mark.full),
+        pytest.param("validation", SHORT.format("fit, a step (test_step)"), marks=pytest.mark.full),
+        pytest.param("evaluate", SHORT.format("evaluate, a step (test_step)"), marks=pytest.mark.full),
+        pytest.param("predict", SHORT.format("predict"), marks=pytest.mark.full),
+        ("callback", UNLIKE.format("fit, Evaluates's on_epoch_end", "fit, the trainer's on_epoch_end")),
+        pytest.param("save", UNLIKE.format("evaluate", "save"), marks=pytest.mark.full),
+    ],
+)
+def test_all_workers_say_what_each_did(runs, case, sentence):
+    for results in runs("multi_worker_mirrored", "mismatch_program", case)[0]:
+        assert results["said"].startswith(sentence), results["said"]
