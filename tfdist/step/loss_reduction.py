@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_internals
+from tfdist.replicas import random_seeds
 
 Reduction = Literal["vector", "sum", "mean"]
 
@@ -79,7 +80,8 @@ def _infer_reductions(numbers: Callable[[Any], list[tuple[int, float]]], like: A
         like: Tensors of the rows' shapes and types.
         name: For the warning.
     """
-    with tf.init_scope():
+    # What is tried must not draw a number of the steps: a resumed training tries again.
+    with tf.init_scope(), random_seeds.StepSeedGenerator(tf.constant(0), seed=0).installed():
         try:
             first, second = _rows(like, 0.1, 0.4), _rows(like, 0.5, 0.9)
             both = tf.nest.map_structure(lambda a, b: np.concatenate([a, b]), first, second)
