@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
 
@@ -34,8 +35,8 @@ def plain():
     return tf.data.Dataset.from_tensor_slices((X, Y))
 
 
-def mapped(draw, parallel=None):
-    return plain().shuffle(20).batch(BATCH).map(lambda x, y: (draw(x), y), num_parallel_calls=parallel)
+def mapped(draw, parallel=None, batch=BATCH):
+    return plain().shuffle(20).batch(batch).map(lambda x, y: (draw(x), y), num_parallel_calls=parallel)
 
 
 def flipped(dataset=mapped, **how):
@@ -100,6 +101,25 @@ class Noisy(Batches):
         return x + self.rng.normal(size=x.shape), y
 
 
+class NoisyLater(Noisy):
+    """Draws from its second batch on."""
+
+    def __getitem__(self, index):
+        return (Noisy if index else Batches).__getitem__(self, index)
+
+
+class NoisyShuffled(Shuffled, Noisy):
+    """Draws for its order from the generator of its noise."""
+
+
+class NoisyFromNowhere(Noisy):
+    """Draws from a generator that nothing holds."""
+
+    def __getitem__(self, index):
+        self.rng = np.random.default_rng()
+        return super().__getitem__(index)
+
+
 class Keeping(Shuffled, Noisy):
     """With a state."""
 
@@ -113,6 +133,28 @@ class Keeping(Shuffled, Noisy):
 
 def own():
     return np.random.default_rng(4)
+
+
+def numpy_noise(**how):
+    generator = own()
+
+    def draw(x):
+        return x + generator.normal(size=x.shape).astype(np.float32)
+
+    return mapped(lambda x: tf.ensure_shape(tf.numpy_function(draw, [x], tf.float32), x.shape), **how)
+
+
+def numpy_in_layer(generator):
+    def draw(shape):
+        noise = tf.numpy_function(lambda: generator.normal(size=shape).astype(np.float32), [], tf.float32)
+        return tf.ensure_shape(noise, shape)
+
+    return Noise(draw)
+
+
+class DrawsRate(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.optimizer.learning_rate = 0.02 + 0.02 * np.random.random() + 0.02 * random.random()
 
 
 class Noise(keras.layers.Layer):
@@ -143,7 +185,7 @@ EXACT = {
     "flip": {"data": flipped},
     "dropout": {"data": dropped},
     "generator": {"data": generated},
-    "flip_in_function": {"data": lambda: lambda _: flipped(parallel=None)},
+    "flip_in_function": {"data": lambda: lambda _: flipped(batch=BATCH // 2)},  # each replica takes a batch
     "keras_random_in_map": {"data": lambda: mapped(lambda x: x + keras.random.normal((4, 4, 1)))},
     "flip_of_endless": {"data": lambda: flipped().repeat(), "steps_per_epoch": STEPS - 1},
     "shuffle_before_cache": {"data": lambda: plain().shuffle(20).cache().batch(BATCH)},
@@ -155,6 +197,12 @@ EXACT = {
     "py_dataset_shuffled": {"data": Shuffled},
     "py_dataset_shuffled_by_its_own": {"data": lambda: Shuffled(own()), "shuffle": False},
     "py_dataset_noisy": {"data": Noisy},
+    "py_dataset_noisy_by_its_own": {"data": lambda: Noisy(own())},
+    "py_dataset_noisy_later": {"data": lambda: NoisyLater(own())},
+    "py_dataset_noisy_shuffled": {"data": NoisyShuffled},
+    "py_dataset_noisy_shuffled_by_its_own": {"data": lambda: NoisyShuffled(own())},
+    "numpy_function": {"data": numpy_noise},
+    "callback": {"callback": DrawsRate},
     "py_dataset_with_state": {"data": lambda: Keeping(own())},
     "keras_random_in_layer": {"layer": lambda: Noise(keras.random.normal)},
     "keras_random_in_loss": {"loss": lambda: noisy_loss(keras.random.normal)},
@@ -163,11 +211,28 @@ EXACT = {
     "epochs": {"data": lambda: lambda c: data_lib.epochs((X, Y), c, BATCH, 5), "steps_per_epoch": STEPS},
     "layers": {"layer": lambda: keras.Sequential([keras.layers.RandomFlip(), keras.layers.Dropout(0.3)])},
 }
-QUICK = ("generator", "interleave", "keras_random_in_step")
-FULL = ("flip", "flip_before_cache", "py_dataset_shuffled", "layers")  # amid an epoch; all others are slow
+QUICK = ("generator", "interleave", "keras_random_in_step", "callback", "py_dataset_noisy_shuffled_by_its_own")
+FULL = (
+    "flip",
+    "flip_before_cache",
+    "py_dataset_shuffled",
+    "layers",
+    "numpy_function",
+    "keras_random_in_loss",
+)  # amid an epoch; all others are slow
 
 
-def train(trainer, backup=None, interrupt=None, data=PLAIN["data"], layer=None, loss=lambda: LOSS, step=None, **fit):
+def train(
+    trainer,
+    backup=None,
+    interrupt=None,
+    data=PLAIN["data"],
+    layer=None,
+    loss=lambda: LOSS,
+    step=None,
+    callback=None,
+    **fit,
+):
     """Trains as a program does that is started anew; returns the weights, or None if it was interrupted."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
@@ -179,7 +244,7 @@ def train(trainer, backup=None, interrupt=None, data=PLAIN["data"], layer=None, 
         if step:
             model.draw = step
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss())
-    callbacks = [each for each in (interrupt, backup) if each]
+    callbacks = [each for each in (interrupt, backup, callback and callback()) if each]
     try:
         trainer.fit(model, given, epochs=3, verbose=0, callbacks=callbacks, **fit)
     except Interrupted:
@@ -254,7 +319,11 @@ INEXACT = {
         {"data": lambda: plain().map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False).batch(BATCH)},
         "deterministic=False",
     ),
-    "py_dataset": ({"data": lambda: Noisy(own())}, r"the PyDataset Noisy draws.*give it state_dict\(\)"),
+    "py_dataset": ({"data": NoisyFromNowhere}, r"the PyDataset NoisyFromNowhere draws.*give it state_dict\(\)"),
+    "py_dataset_read_on": ({"data": Shuffled, "steps_per_epoch": 2}, "the PyDataset Shuffled ahead.*steps_per_epoch"),
+    "numpy_function_in_threads": ({"data": lambda: numpy_noise(parallel=2)}, "several threads"),
+    "numpy_in_layer": ({"layer": lambda: numpy_in_layer(own())}, "the step calls Python code that draws"),
+    "callback": ({"data": Noisy, "callback": DrawsRate}, r"the callback DrawsRate may draw.*state_dict\(\)"),
     "generator_of_nobody": (
         {"data": with_a_generator, "step": lambda shape: GENERATORS[-1].normal(shape)},
         "StateVar.*attribute",
