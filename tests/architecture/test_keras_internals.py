@@ -26,7 +26,7 @@ import tfdist
 from tfdist.backup import unsaved_randomness
 from tfdist.compat import call_stack, keras_callbacks, keras_internals, keras_loops, tf_cluster, tf_internals
 from tfdist.data import graph as graph_lib
-from tfdist.data import random_state
+from tfdist.data import python_generators, random_state
 from tfdist.parameter_server import strategy as strategy_lib
 from tfdist.parameter_server import worker_step
 from tfdist.replicas import integer_weights, random_seeds
@@ -458,7 +458,8 @@ def test_keras_loop_takes_its_passes_and_steps_from_the_functions_that_are_follo
     source = inspect.getsource(getattr(TFEpochIterator, keras_loops.KERAS_ENUMERATE))
     assert source.count(f"iter(self.{keras_loops.KERAS_GET_ITERATOR}())") == 3, moved
     assert all(hasattr(loop, name) for name in (*keras_loops.KERAS_ITERATORS, keras_loops.KERAS_DATA)), moved
-    assert callable(loop.data_adapter.on_epoch_end), moved
+    assert callable(loop.data_adapter.on_epoch_begin) and callable(loop.data_adapter.on_epoch_end), moved
+    assert keras_loops.is_pass_over(loop, 4) and not keras_loops.is_pass_over(loop, 3), moved
     steps = iter(loop)
     assert [next(steps)[:2] for _ in range(2)] == [(0, 0), (1, 1)], moved
     assert (getattr(loop, keras_loops.KERAS_STEPS_SEEN), loop.steps_per_epoch) == (2, None), moved
@@ -518,6 +519,20 @@ def test_variables_are_told_by_their_names():
     assert {v.name for v in sgd.variables} >= set(keras_internals.OPTIMIZER_SCALARS), moved
     assert keras.random.SeedGenerator(1).state.name.startswith(keras_internals.SEED_STATE), moved
     assert tf.random.Generator.from_seed(1).state.name.startswith(tf_internals.GENERATOR_STATE), moved
+
+
+def test_python_functions_of_datasets_are_found():
+    generator, one = np.random.default_rng(0), tf.data.Dataset.range(1)
+    for dataset in (
+        one.map(lambda x: tf.numpy_function(lambda _: generator.random(), [x], tf.float64)),
+        one.map(lambda x: tf.py_function(lambda _: generator.random(), [x], tf.float64)),
+        tf.data.Dataset.from_generator(
+            lambda: iter([generator.random()]), output_signature=tf.TensorSpec([], tf.float64)
+        ),
+    ):
+        called = [each for part in graph_lib.walk(dataset) for each in random_state.python_functions(part)]
+        found = python_generators.find_generators(*called)
+        assert found == [generator], "data_state: Python functions of datasets have moved"
 
 
 def test_keras_has_one_generator_for_all_who_bring_none():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -73,6 +73,8 @@ class LoopTracker:
         try:
             yield
         finally:
+            if self._loop is not None:
+                keras_loops.drop_iterators(self._loop)
             keras_loops.replace_build(self._model, build)
             self._take_logs_back()
             keras_loops.set_initial_epoch(self._model, None)
@@ -115,17 +117,23 @@ class LoopTracker:
         self.position.epoch, self.position.epoch_step = epoch + 1, 0
         self._take_logs_back()
 
-    def doubts(self) -> Iterator[str]:
-        """Yields why a resume will not be exact because of the data, and the remedies."""
+    def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
+        """Yields why a resume will not be exact because of the data, and the remedies.
+
+        Args:
+            callbacks: The user's, which may draw while a thread reads the data.
+        """
         yield from unsaved_randomness.data_doubts(self._sources)
-        yield from self.state.doubts()
+        yield from self.state.doubts(callbacks)
 
     def _build(self, build: Callable[..., None], iterator: Any = None, data_batch: Any = None) -> None:
         if self._loop is not None:  # the first one is fit's own, later ones evaluate's
             build(iterator=iterator, data_batch=data_batch)
             return
         self._sources = getattr(keras_loops.distributed_dataset(iterator), "sources", [])
-        self.state = DatasetRandomState(self._sources, iterator.data_adapter, self._is_backed_up)
+        self.state = DatasetRandomState(
+            self._sources, iterator.data_adapter, self._is_backed_up, reads_on=iterator.steps_per_epoch is not None
+        )
         with self.state.preserve_seed_generators():
             build(iterator=iterator, data_batch=data_batch)
         self._loop = iterator
@@ -143,6 +151,12 @@ class LoopTracker:
         keras_loops.drop_iterator(self._loop)  # or the pass before might read ahead, and draw random numbers
         if not goes_on:
             place.passes, place.drawn = place.passes + 1, 0
+        if self._resumes and goes_on and self._sources and keras_loops.is_pass_over(self._loop, place.drawn):
+            # Of this pass, too, nothing is read: a thread that read ahead would draw after the state is restored.
+            self.state.restore("first")
+            for source in self._sources:
+                replay(source, place.passes)
+            return iter(())
         if self._resumes:
             return iterator_from_step(data, place.passes, place.drawn, self.state.prepare_replay(place.passes, goes_on))
         if self._resumes_within_epoch and self._loop.steps_per_epoch is None and self._sources:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.backup import compatibility, csv_logs
@@ -19,14 +21,17 @@ from tfdist.backup.options import BackupOptions
 from tfdist.backup.resume_warnings import ResumeWarnings
 from tfdist.backup.search import FORMAT, Snapshot, find_backup
 from tfdist.backup.snapshot_writer import SnapshotWriter
-from tfdist.backup.state import TrainingState
+from tfdist.backup.state import TrainingState, users_callbacks
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import optimizer_search, tf_internals
 from tfdist.compat.keras_loops import pythonify_logs
+from tfdist.data.python_state import process_generator_states, set_process_generator_states
 from tfdist.runtime import exit_status, progress
 from tfdist.runtime.background import Background
 from tfdist.runtime.log import log
+
+_GENERATORS = "generators of the process"
 
 
 class BackupSession:
@@ -99,7 +104,7 @@ class BackupSession:
         self._trained = any(
             keras.ops.convert_to_numpy(each.iterations) for each in optimizer_search.optimizers(self._model)
         )
-        self._warnings.on_train_begin(self.loop_tracker)
+        self._warnings.on_train_begin(self.loop_tracker, users_callbacks(self._callbacks))
         found = self._found
         if found is None:
             self.loop_tracker.position.epoch = self._about["fit"].get("initial_epoch", 0)
@@ -115,7 +120,7 @@ class BackupSession:
         self._snapshots.take_folder(after=found.step)
         position = LoopPosition(**found.manifest["position"])
         stops = found.manifest["stop_training"]
-        self._last_logs = self._state.restore(found.shared, found.own)
+        self._last_logs = self._restore(found)
         self._snapshots.saved = found.step
         for callback in csv_logs.csv_loggers(self._callbacks):
             csv_logs.cut_log(callback, position.epoch)
@@ -135,8 +140,16 @@ class BackupSession:
         """Restores the state once more, after what Keras and callbacks do when an epoch begins."""
         found, self._found = self._found, None
         if found and found.manifest["position"]["epoch_step"]:
-            self._state.restore(found.shared, found.own)
+            self._restore(found)
             self._model.stop_training = found.manifest["stop_training"]
+
+    def _restore(self, found: Snapshot) -> Any:
+        """Restores the state, and from what callbacks and steps draw; returns the last step's logs."""
+        logs = self._state.restore(found.shared, found.own)
+        # If Python code makes the data, a thread that reads ahead draws from there: its state is the data's, at the pass's begin.
+        if _GENERATORS in found.own and not self.loop_tracker.state.calls_python:
+            set_process_generator_states(json.loads(np.asarray(found.own[_GENERATORS]).item()))
+        return logs
 
     def on_execution_end(self, batch: int, steps: int | None, logs: Any) -> None:
         """Saves after an execution of steps, if it is time to."""
@@ -193,6 +206,7 @@ class BackupSession:
         position = self.loop_tracker.position
         shared, own = self._state.capture(self._logs(), to_host)
         own |= self.loop_tracker.state.capture()
+        own[_GENERATORS] = tf.constant(json.dumps(process_generator_states()))
         manifest = {
             "format": FORMAT,
             "tasks": self._ranks.size,

@@ -114,11 +114,21 @@ class TrainingState:
 
     def unsaved_callbacks(self) -> list[str]:
         """Returns the classes of the user's callbacks that may remember something, which is not backed up."""
-        own = [c for c in self._unnamed if not type(c).__module__.startswith(("keras.", "tfdist."))]
-        return sorted({type(callback).__qualname__ for callback in own if vars(callback).keys() - STATELESS_ATTRIBUTES})
+        return sorted(
+            {
+                type(callback).__qualname__
+                for callback in users_callbacks(self._unnamed)
+                if vars(callback).keys() - STATELESS_ATTRIBUTES
+            }
+        )
 
     def _components(self, variable: tf.Variable) -> Sequence[tf.Variable]:
         return self._strategy.experimental_local_results(variable)
+
+
+def users_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks whose class is neither Keras' nor tfdist's."""
+    return [each for each in callbacks if not type(each).__module__.startswith(("keras.", "tfdist."))]
 
 
 def _variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tfdist.compat import tf_internals
 from tfdist.data.graph import functions, nodes, walk
-from tfdist.data.random_state import random_states
+from tfdist.data.python_generators import find_generators
+from tfdist.data.random_state import python_functions, random_states
 from tfdist.runtime.log import log
 
 _NAMED = 3  # places that a sentence names
@@ -36,7 +37,10 @@ def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
     every = [each for dataset in datasets for each in walk(dataset)]
     parallel = [each for each in every if tf_internals.is_parallel(each)]
     if any(
-        next(random_states(each), None) is not None or any(map(_random_nodes, functions(each))) for each in parallel
+        next(random_states(each), None) is not None
+        or any(map(_random_nodes, functions(each)))
+        or find_generators(*python_functions(each))
+        for each in parallel
     ):
         yield f"a dataset's map or interleave draws random numbers in several threads; {_THREADS}"
     if any(tf_internals.is_unordered(each) or each.options().deterministic is False for each in every):
@@ -49,10 +53,11 @@ class StepWatch:
     Args:
         function: What Keras calls for each execution.
         known: The variables that a backup holds, and those that need not be in it.
+        generators: Those of Python code that a backup holds.
     """
 
-    def __init__(self, function: Any, known: Sequence[tf.Variable]):
-        self._function = function
+    def __init__(self, function: Any, known: Sequence[tf.Variable], generators: Sequence[Any]):
+        self._function, self._generators = function, generators
         handles = {id(variable) for variable in known}
         unknown = {id(v): v for traced in graphs(function) for v in traced.variables if id(v) not in handles}
         self._before = [(variable, variable.numpy()) for variable in unknown.values()]
@@ -60,6 +65,11 @@ class StepWatch:
     def doubts(self) -> Iterator[str]:
         """Yields why a resume will not be exact, and the remedies. Call it after the second execution."""
         yield from step_doubts(self._function)
+        calls = [
+            node for traced in graphs(self._function) for node in nodes(traced) if tf_internals.is_python_call(node)
+        ]
+        if {*find_generators(*map(tf_internals.python_function, calls))} - {*self._generators}:
+            yield "the step calls Python code that draws from a generator of its own, or the data's; draw with keras.random instead"
         changed = [variable.name for variable, value in self._before if not np.array_equal(variable.numpy(), value)]
         if changed:
             yield f"the step changes {_listed(changed)}, which the model does not know; make it an attribute of the model or a layer"

@@ -134,6 +134,18 @@ def drop_iterator(loop: Any) -> None:
     setattr(loop, KERAS_ITERATORS[0], None)
 
 
+def drop_iterators(loop: Any) -> None:
+    """Makes a loop that has ended, perhaps by an error, forget what it reads from: it might read ahead and draw for ever."""
+    for name in KERAS_ITERATORS:
+        setattr(loop, name, None)
+
+
+def is_pass_over(loop: Any, steps: int) -> bool:
+    """Whether a pass over a loop's data has no further steps after so many; False if their number is not known."""
+    batches = getattr(loop, KERAS_ADAPTER).num_batches
+    return batches is not None and steps >= batches
+
+
 def add_steps_seen(loop: Any, steps: int) -> None:
     """Adds to the number of steps that a loop has done in its pass."""
     setattr(loop, KERAS_STEPS_SEEN, getattr(loop, KERAS_STEPS_SEEN) + steps)

@@ -21,6 +21,7 @@ from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.config import is_op_determinism_enabled
+from tensorflow.python.ops import script_ops
 
 __all__ = [
     "CacheDataset",
@@ -38,6 +39,7 @@ CompositeTensor = tf.__internal__.CompositeTensor
 FuncGraph = tf.__internal__.FuncGraph
 CheckpointInitialValueCallable = tf.__internal__.tracking.CheckpointInitialValueCallable
 
+PYTHON_FUNCTION_HOLDERS = (script_ops.EagerFunc, tf.data.Dataset._GeneratorState)  # of py_function and from_generator
 GENERATOR_STATE = "StateVar"  # the name of a tf.random.Generator's variable
 
 
@@ -141,6 +143,20 @@ def traced_functions(function: Any) -> Sequence[Any]:
 def operation_definition(kind: str) -> Any:
     """Returns TensorFlow's definition of a type of operation, or None."""
     return op_def_registry.get(kind)
+
+
+TF_PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+TF_PYTHON_TOKEN = "token"
+
+
+def is_python_call(node: tf.compat.v1.NodeDef) -> bool:
+    """Whether an operation calls Python, as those of `from_generator` and `py_function` do."""
+    return node.op in TF_PYTHON_OPS
+
+
+def python_function(node: tf.compat.v1.NodeDef) -> Any:
+    """Returns what an operation that calls Python calls, or None if it is gone."""
+    return script_ops._py_funcs.get(node.attr[TF_PYTHON_TOKEN].s.decode())
 
 
 # Datasets

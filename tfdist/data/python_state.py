@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.keras_loops import PyDatasetAdapter
+from tfdist.data import python_generators
+from tfdist.data.python_generators import PROCESS_GENERATORS, find_generators
 from tfdist.runtime.log import log
 
 _ARRAY = "array of "
@@ -21,71 +23,130 @@ _REMEDY = "give it state_dict() and load_state_dict(state), as a callback has"
 
 
 class PythonDataState:
-    """What Python code that makes data draws from: the global generators of `random` and `numpy.random`, and a PyDataset.
+    """What Python code that makes data draws from, and a PyDataset.
+
+    It draws from the generators of the process, `random` and `numpy.random`, and from those that it holds.
 
     Args:
         adapter: Keras' data adapter.
-        calls_python: Whether the data call Python even if they are not a `keras.utils.PyDataset`.
-        notes_order: Whether to look at the first batch of each epoch, which a backup needs.
+        called: The Python functions that the data call even if they are not a `keras.utils.PyDataset`.
+        is_backed_up: Whether to note what a backup needs at the hooks of a PyDataset.
+        reads_on: Whether a thread may read the data while hooks are called.
 
     Attributes:
         is_used: Whether Python code makes the data.
         order: A checksum of a PyDataset's first batch in the present epoch, if its hooks may change it, else None.
+        drawn_by_hooks: For each hook that was called, the states, by generator, from which it has drawn.
     """
 
-    def __init__(self, adapter: Any, calls_python: bool, records_order: bool):
+    def __init__(self, adapter: Any, called: Sequence[Any], is_backed_up: bool, reads_on: bool):
         self._data: Any = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) else None
-        self._records_order = records_order
         self._keeps = hasattr(self._data, "state_dict")
-        self.is_used = self._data is not None or calls_python
+        self._reads_on = reads_on and self._data is not None and _has_hooks(self._data)
+        self._records = is_backed_up and not (self._data is None or self._keeps or reads_on) and _has_hooks(self._data)
+        roots = called if self._data is None else () if self._keeps else (self._data,)
+        self._own = [each for each in python_generators.find_generators(*roots) if each not in PROCESS_GENERATORS]
+        self._generators = [*PROCESS_GENERATORS, *self._own]
+        self.is_used = self._data is not None or bool(called)
         self.order: int | None = None
+        self.drawn_by_hooks: list[dict[str, Any]] = []
+        self._hooks = 0  # that were called
+        self._after_hook: list[Any] = [None] * len(self._generators)
 
     def state(self) -> Any:
         """Returns the state, as plain JSON, or None if no Python code makes the data."""
         if not self.is_used:
             return None
-        state = _global_generator_states()
+        state = process_generator_states()
+        state["own"] = [_to_json(python_generators.get_state(each)) for each in self._own]
         if self._keeps:
-            state["data"] = json.loads(json.dumps(self._data.state_dict(), default=_plain))
+            state["data"] = _to_json(self._data.state_dict())
         return state
 
     def restore(self, state: Any) -> None:
         """Restores what `state` returned."""
         if state:
-            _set_global_generator_states(state)
+            set_process_generator_states(state)
+            # A backup of an earlier version has none.
+            for generator, each in zip(self._own, state.get("own", ()), strict=False):
+                python_generators.set_state(generator, _from_json(each))
             if self._keeps:
-                self._data.load_state_dict(json.loads(json.dumps(state["data"]), object_hook=_decode_states))
+                self._data.load_state_dict(_from_json(state["data"]))
 
-    def doubts(self) -> Iterator[str]:
-        """Yields why a resume will not be exact, and the remedies. Has a PyDataset make its first batch twice."""
-        if self._data is None or self._keeps:
+    def doubts(self, callbacks: Sequence[Any]) -> Iterator[str]:
+        """Yields why a resume will not be exact, and the remedies. Has a PyDataset make its first batches twice.
+
+        Args:
+            callbacks: The user's, which may draw while a thread reads the data.
+        """
+        for kind in dict.fromkeys(type(each) for each in callbacks if self.is_used):
+            # Of its class alone: a callback that holds the data need not draw.
+            if any(each in self._generators for each in find_generators(kind)):
+                yield (
+                    f"the callback {kind.__name__} may draw from a generator, as random or numpy.random, while the data's Python "
+                    "code draws from it in a thread; give it one of its own, with state_dict() and load_state_dict(state)"
+                )
+        if self._data is None:
             return
-        with _preserve_global_generators():
-            drawn = _global_generator_states()
-            first = _checksum(self._data)
-            _set_global_generator_states(drawn)
-            second = _checksum(self._data)
+        name = type(self._data).__name__
+        if self._reads_on:
+            yield (
+                f"a thread reads the PyDataset {name} ahead while its on_epoch_begin or on_epoch_end is called; leave out "
+                "steps_per_epoch"
+            )
+        if self._keeps:
+            return
+        with self._preserve_generators():
+            before = self._states()
+            first = _checksum(self._data, 2)
+            self._set_states(before)
+            second = _checksum(self._data, 2)
         if first != second:
-            yield f"the PyDataset {type(self._data).__name__} draws from a generator of its own for each batch; {_REMEDY}"
+            yield f"the PyDataset {name} draws for each batch from a generator that cannot be found; {_REMEDY}"
+
+    def run_hook(self, hook: Callable[[], None]) -> None:
+        """Calls a hook of a PyDataset, on the numbers that it drew before the backup if it was called then."""
+        number, self._hooks = self._hooks, self._hooks + 1
+        if not self._records:
+            hook()
+            return
+        goes_on = number >= len(self.drawn_by_hooks)
+        if not goes_on:
+            self._set_states(self._after_hook)
+            drawn = self.drawn_by_hooks[number]
+            self._set_states([drawn.get(str(index)) for index in range(len(self._generators))])
+        before = self._states()
+        hook()
+        states = self._states()
+        if goes_on:  # most hooks draw from one generator, from which no other code draws: then there is little to keep
+            changes = enumerate(zip(before, self._after_hook, states, strict=True))
+            self.drawn_by_hooks.append(
+                {str(index): was for index, (was, last, now) in changes if was not in (last, now)}
+            )
+        self._after_hook = states
 
     def record_order(self) -> None:
         """Notes the order of the epoch that begins next. No other thread may read the data meanwhile."""
-        if self._records_order and self._data is not None and not self._keeps and _has_hooks(self._data):
-            with _preserve_global_generators():
-                self.order = _checksum(self._data)
+        if self._records:
+            with self._preserve_generators():
+                for each in self._generators:  # as noise must not change it
+                    python_generators.reset(each)
+                self.order = _checksum(self._data, 1)
 
-    def end_epochs(self, number: int, order: int | None) -> None:
+    def end_epochs(self, number: int, order: int | None, drawn_by_hooks: list[dict[str, Any]]) -> None:
         """Calls a PyDataset's hooks as in the epochs that have ended, which may have shuffled it each time.
 
         Args:
             number: The epochs.
             order: `order` afterwards, if known.
+            drawn_by_hooks: As the attribute, of the backup.
         """
         if self._data is None or self._keeps:
             return
+        self.drawn_by_hooks = drawn_by_hooks
         for _ in range(number):
-            self._data.on_epoch_begin()
-            self._data.on_epoch_end()
+            self.run_hook(self._data.on_epoch_begin)
+            self.run_hook(self._data.on_epoch_end)
         self.record_order()
         if order is not None and order != self.order:
             log(
@@ -93,42 +154,70 @@ class PythonDataState:
                 f"generator that its on_epoch_end draws from, or {_REMEDY}."
             )
 
+    @contextlib.contextmanager
+    def preserve_own_generators(self) -> Iterator[None]:
+        """Leaves the generators that the Python code holds as they are."""
+        before = [python_generators.get_state(each) for each in self._own]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._own, before, strict=True):
+                python_generators.set_state(generator, state)
 
-def _has_hooks(data: keras.utils.PyDataset) -> bool:
-    names = ("on_epoch_begin", "on_epoch_end")
-    return any(getattr(type(data), name) is not getattr(keras.utils.PyDataset, name) for name in names)
+    @contextlib.contextmanager
+    def _preserve_generators(self) -> Iterator[None]:
+        before = self._states()
+        try:
+            yield
+        finally:
+            self._set_states(before)
+
+    def _states(self) -> list[Any]:
+        return [_to_json(python_generators.get_state(each)) for each in self._generators]
+
+    def _set_states(self, states: Sequence[Any]) -> None:
+        """Sets the states that are not None."""
+        for generator, state in zip(self._generators, states, strict=True):
+            if state is not None:
+                python_generators.set_state(generator, _from_json(state))
 
 
-def _checksum(data: keras.utils.PyDataset) -> int:
-    checksum = 0
-    for value in tf.nest.flatten(data[0]):
-        array = np.ascontiguousarray(value)
-        # Of objects, bytes would be addresses.
-        checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), checksum)
-    return checksum
-
-
-def _global_generator_states() -> dict[str, Any]:
-    """Returns the state of the global generators."""
+def process_generator_states() -> dict[str, Any]:
+    """Returns the states of `random` and `numpy.random`, as plain JSON."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {"random": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
 
 
-def _set_global_generator_states(state: dict[str, Any]) -> None:
+def set_process_generator_states(state: dict[str, Any]) -> None:
+    """Sets the states that `process_generator_states` returned."""
     version, numbers, gauss = state["random"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.asarray(keys, np.uint32), *rest))
 
 
-@contextlib.contextmanager
-def _preserve_global_generators() -> Iterator[None]:
-    """Leaves the global generators as they are."""
-    state = _global_generator_states()
-    try:
-        yield
-    finally:
-        _set_global_generator_states(state)
+def _has_hooks(data: keras.utils.PyDataset) -> bool:
+    names = ("on_epoch_begin", "on_epoch_end")
+    return any(getattr(type(data), name) is not getattr(keras.utils.PyDataset, name) for name in names)
+
+
+def _checksum(data: keras.utils.PyDataset, batches: int) -> int:
+    """Returns a checksum of the first batches."""
+    checksum = 0
+    for number in range(min(batches, data.num_batches or batches)):
+        for value in tf.nest.flatten(data[number]):
+            array = np.ascontiguousarray(value)
+            # Of objects, bytes would be addresses.
+            checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), checksum)
+    return checksum
+
+
+def _to_json(state: Any) -> Any:
+    return json.loads(json.dumps(state, default=_plain))
+
+
+def _from_json(state: Any) -> Any:
+    return json.loads(json.dumps(state), object_hook=_decode_states)
 
 
 def _plain(value: Any) -> Any:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import tf_internals
 from tfdist.compat.keras_internals import SEED_STATE
 from tfdist.compat.tf_internals import GENERATOR_STATE
 from tfdist.data.graph import functions, nodes, walk
 from tfdist.data.python_state import PythonDataState
 
-PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 _PYTHON = "data/python"
 
 
@@ -32,9 +32,12 @@ def random_states(dataset: tf.data.Dataset) -> Iterator[tf.Variable]:
                 yield variable
 
 
-def calls_python(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset's own functions call Python, as `from_generator` and `py_function` do."""
-    return any(node.op in PYTHON_OPS for function in functions(dataset) for node in nodes(function.graph))
+def python_functions(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields the Python functions that a dataset's own functions call, as those of `from_generator` and `py_function`."""
+    for function in functions(dataset):
+        for node in nodes(function.graph):
+            if tf_internals.is_python_call(node):
+                yield tf_internals.python_function(node)
 
 
 class DatasetRandomState:
@@ -44,28 +47,37 @@ class DatasetRandomState:
         datasets: This process's datasets, in an order that is the same in the next run.
         adapter: Keras' data adapter, which calls its own `on_epoch_end` at the end of each epoch's data.
         is_backed_up: Whether `capture` will be called.
+        reads_on: Whether a pass may go on after the end of an epoch, and a thread read it ahead.
 
     Attributes:
         is_random: Whether the data have a state of which this knows.
+        calls_python: Whether Python code makes the data.
         stays: Whether the training has resumed after the last step of an epoch, of which it runs no step again.
     """
 
-    def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: Any, is_backed_up: bool):
+    def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: Any, is_backed_up: bool, reads_on: bool):
         every = [each for dataset in datasets for each in walk(dataset)]
         self._variables = list({id(v): v for each in every for v in random_states(each)}.values())
-        self._python = PythonDataState(adapter, any(map(calls_python, every)), is_backed_up)
-        self.is_random = bool(self._variables) or self._python.is_used
+        called = [function for each in every for function in python_functions(each)]
+        self._python = PythonDataState(adapter, called, is_backed_up, reads_on)
+        self.calls_python = self._python.is_used
+        self.is_random = bool(self._variables) or self.calls_python
         self.stays = self._epochs_before_resume = False
         self._has_begun = False
         self._epochs = 0  # whose data have ended
         self._is_over = False  # the present epoch's data
         self._states: dict[str, tuple[list[Any], Any]] = {}  # by moment: at the begin of the "first" and of this "pass"
-        end = adapter.on_epoch_end
+        begin, end = adapter.on_epoch_begin, adapter.on_epoch_end
+        adapter.on_epoch_begin = lambda: self._python.run_hook(begin)
         adapter.on_epoch_end = lambda: self._end_epoch(end)
 
-    def doubts(self) -> Iterator[str]:
-        """Yields why this is not all of the data's state, and the remedies."""
-        yield from self._python.doubts()
+    def doubts(self, callbacks: Sequence[Any]) -> Iterator[str]:
+        """Yields why this is not all of the data's state, and the remedies.
+
+        Args:
+            callbacks: The user's, which may draw while a thread reads the data.
+        """
+        yield from self._python.doubts(callbacks)
 
     def begin_epoch(self) -> None:
         """Says that an epoch begins."""
@@ -73,10 +85,11 @@ class DatasetRandomState:
 
     @contextlib.contextmanager
     def preserve_seed_generators(self) -> Iterator[None]:
-        """Leaves the seed generators as they are."""
+        """Leaves the seed generators, and those that Python code of the data holds, as they are."""
         before = [variable.numpy() for variable in self._variables]
         try:
-            yield
+            with self._python.preserve_own_generators():
+                yield
         finally:
             for variable, value in zip(self._variables, before, strict=True):
                 variable.assign(value)
@@ -101,7 +114,12 @@ class DatasetRandomState:
         for moment, (values, drawn) in {**self._states, "now": self._now()}.items():
             taken |= {f"data/{moment}/{number}": tf.constant(value) for number, value in enumerate(values)}
             python[moment] = drawn
-        hooks = {"epochs": self._epochs, "is_over": self._is_over, "order": self._python.order}
+        hooks = {
+            "epochs": self._epochs,
+            "is_over": self._is_over,
+            "order": self._python.order,
+            "drawn": self._python.drawn_by_hooks,
+        }
         return {**taken, _PYTHON: tf.constant(json.dumps({"moments": python, **hooks}))}
 
     def load(self, own: Mapping[str, Any], goes_on: bool) -> None:
@@ -122,7 +140,7 @@ class DatasetRandomState:
         self._epochs_before_resume = body["is_over"]
         repeats = goes_on and body["is_over"]  # Keras ends the epoch once more
         self._epochs -= repeats
-        self._python.end_epochs(self._epochs, None if repeats else body["order"])
+        self._python.end_epochs(self._epochs, None if repeats else body["order"], body.get("drawn", []))
 
     def restore(self, moment: str) -> None:
         """Restores the state at the begin of the `"first"` pass, of this `"pass"`, or what was `"now"` in the backup."""
@@ -162,7 +180,7 @@ class DatasetRandomState:
             return
         if self.stays and not self._epochs_before_resume:
             self.restore("now")
-        end()
+        self._python.run_hook(end)
         if self.stays and self._epochs_before_resume:
             self.restore("now")
         self._epochs, self._is_over = self._epochs + 1, True

@@ -1,0 +1,129 @@
+"""The generators of random numbers that Python code draws from: those of the process, and those that the code holds."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dis
+import functools
+import itertools
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tfdist.compat.tf_internals import PYTHON_FUNCTION_HOLDERS
+
+# Their bound methods are the functions of the modules.
+PROCESS_GENERATORS: tuple[Any, Any] = (random.getstate.__self__, np.random.get_state.__self__)  # type: ignore[attr-defined]
+_KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+_LIBRARIES = {"tensorflow", "keras", "numpy", "tfdist"}
+_MOST_OBJECTS, _MOST_ITEMS = 5000, 100  # a list of a million file names is no place to search
+
+
+def find_generators(*roots: Any) -> list[Any]:
+    """Returns the generators that Python code can reach, in an order that is the same in the next run of the program.
+
+    What Python code does cannot be known before it runs. So this looks at what it holds: attributes and items of objects,
+    closures, defaults, and the globals that functions name. What a C extension or an installed package keeps in its
+    modules is not found.
+
+    Args:
+        roots: Functions and objects.
+    """
+    found: dict[int, Any] = {}  # by address, and so that the addresses stay taken
+    queue = collections.deque(roots)
+    while queue and len(found) < _MOST_OBJECTS:
+        value = queue.popleft()
+        if id(value) not in found:
+            found[id(value)] = value
+            queue.extend(_held(value))
+    return [each for each in found.values() if isinstance(each, _KINDS) and not isinstance(each, random.SystemRandom)]
+
+
+def get_state(generator: Any) -> Any:
+    """Returns a generator's state: plain values and arrays."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Sets the state that `get_state` returned, also if JSON has made lists of its tuples."""
+    if isinstance(generator, random.Random):
+        version, numbers, gauss = state
+        generator.setstate((version, tuple(numbers), gauss))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
+
+
+def reset(generator: Any) -> None:
+    """Sets a generator to a state that is the same in every process."""
+    if isinstance(generator, (random.Random, np.random.RandomState)):
+        generator.seed(0)
+    else:
+        bits = getattr(generator, "bit_generator", generator)
+        bits.state = type(bits)(0).state
+
+
+def _held(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        yield from value[:_MOST_ITEMS]
+    elif isinstance(value, dict):
+        yield from itertools.islice(value.values(), _MOST_ITEMS)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, types.BuiltinMethodType):
+        yield value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from _held_by_function(value)
+    elif isinstance(value, type):
+        if not _is_library(value.__module__):
+            yield from (each for each in vars(value).values() if callable(each))
+            yield from value.__bases__
+    elif isinstance(value, PYTHON_FUNCTION_HOLDERS) or not _is_library(type(value).__module__):
+        yield from getattr(value, "__dict__", {}).values()
+        yield type(value)
+
+
+def _held_by_function(function: types.FunctionType) -> Iterator[Any]:
+    cells = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            cells[name] = cell.cell_contents
+    yield from cells.values()
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    if not _is_library(function.__module__ or "") and "site-packages" not in function.__code__.co_filename:
+        yield from _named(function.__code__, collections.ChainMap(cells, function.__globals__))
+
+
+def _named(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields what code names: globals, and what it takes from modules, as `np.random.normal`."""
+    value: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
+            value = names.get(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
+            follows = value in (random, np, np.random) or not _is_library(value.__name__)
+            value = getattr(value, step.argval, None) if follows else None
+        else:
+            yield value
+            value = None
+    for each in code.co_consts:  # of functions and comprehensions inside
+        if isinstance(each, types.CodeType):
+            yield from _named(each, names)
+
+
+def _is_library(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in _LIBRARIES or package in sys.stdlib_module_names - {"__main__"}
