@@ -20,7 +20,7 @@ from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.gradients.update import deduplicate_rows_before_update
-from tfdist.replicas import batch_splitting
+from tfdist.replicas import batch_splitting, equal_weights
 from tfdist.step import empty_replicas, model_building, synchronized_norm
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
 
@@ -88,10 +88,13 @@ class Execution:
         """Returns the logs of the last step, averaged over the replicas.
 
         Raises:
-            ConfigError: XLA cannot compile the model, or a replica has no example for its BatchNormalization.
+            ConfigError: XLA cannot compile the model, a replica has no example for its BatchNormalization, or the first step has
+                made the replicas' weights differ.
         """
         try:
-            self.logs = self._execute(iterator)
+            first, self.logs = self.logs is None, self._execute(iterator)
+            if first:
+                equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
             return self.logs
         except tf.errors.InvalidArgumentError as e:
             if BATCH_NORM_WITHOUT_EXAMPLES in e.message:
@@ -126,6 +129,8 @@ class Execution:
         """One step; returns the packed logs, averaged over this process's replicas."""
         if isinstance(data, batch_splitting.SplitBatch) and totals is None:
             totals = batch_splitting.count_examples(data, self._strategy)
+        if self._replica.counts and tf.executing_eagerly() and self.logs is None:
+            self._replica.check_counts(data)
         with self._strategy.only_known_optimizers():
             packed, moves = self._strategy.run(self._replica, args=(data, totals))
         if totals is not None:
