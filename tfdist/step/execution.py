@@ -129,6 +129,8 @@ class Execution:
         """One step; returns the packed logs, averaged over this process's replicas."""
         if isinstance(data, batch_splitting.SplitBatch) and totals is None:
             totals = batch_splitting.count_examples(data, self._strategy)
+        if totals is not None:
+            empty_replicas.average_statistics(self._replica.model, totals)
         if self._replica.counts and tf.executing_eagerly() and self.logs is None:
             self._replica.check_counts(data)
         with self._strategy.only_known_optimizers():
