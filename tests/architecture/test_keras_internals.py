@@ -29,7 +29,7 @@ from tfdist.data import graph as graph_lib
 from tfdist.data import python_generators, random_state
 from tfdist.parameter_server import strategy as strategy_lib
 from tfdist.parameter_server import worker_step
-from tfdist.replicas import integer_weights, random_seeds
+from tfdist.replicas import random_seeds
 from tfdist.strategies import model_methods
 
 
@@ -311,6 +311,8 @@ def test_predict_runs_the_function_that_a_bare_strategy_refuses():
     source = inspect.getsource(keras.Model.make_predict_function)
     assert f"def {call_stack.KERAS_PREDICT_STEP}(data)" in source, "strategy: predict has moved"
     assert "self.predict_function is not None and not force" in source, "engine: predict has moved"
+    for make in (keras.Model._make_function, keras.Model.make_predict_function):
+        assert "self.distribute_strategy.run(" in inspect.getsource(make), "strategy: its caller's model has moved"
 
 
 def test_keras_ends_an_epoch_by_the_function_that_drains():
@@ -397,19 +399,6 @@ def test_keras_draws_without_a_seed_from_the_generator_of_the_thread(strategy):
     assert generator._own is not None, moved
     keras.utils.set_random_seed(1)
     assert random_seeds.GlobalSeedGenerator.for_current_thread(strategy) is not generator, moved
-
-
-def test_a_graph_knows_the_functions_that_its_operations_call():
-    @tf.function(autograph=False)
-    def traced(x):
-        return tf.cond(x > 0, lambda: x + 1, lambda: x)
-
-    graph = traced.get_concrete_function(tf.TensorSpec([])).graph
-    (branching,) = [op for op in graph.get_operations() if "If" in op.type]
-    names = integer_weights._functions(branching)
-    assert len(names) == 2 and "AddV2" in set(integer_weights._operations(graph, names)), (
-        "integer_weights: functions have moved"
-    )
 
 
 def test_a_callback_knows_its_hooks():
@@ -546,11 +535,6 @@ def test_functions_and_datasets_tell_what_they_hold():
     function = tf.function(lambda x: x + 1)
     function(1.0)
     assert len(tf_internals.traced_functions(function)) == 1, "unsaved_randomness: traces have moved"
-    inner = tf.function(lambda x: x + 1).get_concrete_function(tf.TensorSpec([]))
-    with tf.Graph().as_default() as graph:
-        inner(tf.constant(1.0))
-        found = tf_internals.graph_function(graph, inner.name.decode())
-    assert len(found.cached_definition.node_def) > 0, "integer_weights: functions of a graph have moved"
     mapped = tf.data.Dataset.range(3).map(lambda x: x + 1)
     assert len(list(tf_internals.dataset_functions(mapped))) == 1, "arrays: functions of datasets have moved"
     assert int(tf_internals.own_batch_size(tf.data.Dataset.range(3).batch(2))) == 2, "arrays: the batch size has moved"

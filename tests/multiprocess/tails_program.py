@@ -77,7 +77,10 @@ def loop(model, batches, epochs, replicas):
         seen = []
         for x, y in batches:
             updates, after = [], []
-            for (xs, ys), before in zip(even_parts(x, y, replicas), statistics, strict=False):
+            parts = even_parts(x, y, replicas)
+            if len(parts) < replicas:  # all begin with the mean
+                statistics = [[np.mean(values, 0) for values in zip(*statistics, strict=True)]] * replicas
+            for (xs, ys), before in zip(parts, statistics, strict=False):
                 set_statistics(before)
                 with tf.GradientTape() as tape:
                     squared, absolute = errors(model, xs, ys, training=True)
@@ -87,15 +90,9 @@ def loop(model, batches, epochs, replicas):
                 seen.append(np.stack([squared, absolute], 1))
             for variable, *gradients in zip(model.trainable_variables, *updates, strict=True):
                 variable.assign_sub(RATE * sum(gradients))
-            moves = [
-                np.mean([new[i] - old[i] for new, old in zip(after, statistics, strict=False)], 0)
-                for i in range(len(after[0]))
-            ]
-            # What has no examples goes with the others.
-            starved = [
-                [old + move for old, move in zip(before, moves, strict=True)] for before in statistics[len(after) :]
-            ]
-            statistics = after + starved
+            # What has no examples ends where the others do in the mean.
+            means = [np.mean(values, 0) for values in zip(*after, strict=True)]
+            statistics = after + [means] * (replicas - len(after))
         for key, value in zip(("loss", "mae"), np.concatenate(seen).mean(0), strict=True):
             history[key].append(value)
     set_statistics([np.mean(values, 0) for values in zip(*statistics, strict=True)])
@@ -184,6 +181,30 @@ def executions_of_two():
 @case
 def statistics():
     return [compare(lambda: sequential(keras.layers.BatchNormalization(), Running()), tail) for tail in TAILS]
+
+
+@case
+def averaged_statistics():
+    """After each step the mean over all replicas is the mean over those with examples, of what each would make of the mean before."""
+
+    def difference(tail):
+        inputs = keras.Input(IMAGES.shape[1:])
+        norm = keras.layers.BatchNormalization(momentum=0.8)
+        with trainer.scope():
+            model = keras.Model(inputs, keras.layers.GlobalMaxPooling2D()(norm(inputs)))
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+        batches = cut(IMAGES, TARGETS, tail)
+        x, y = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+        trainer.fit(model, x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        mean, variance = np.zeros(2), np.ones(2)
+        for images, targets in batches * 2:
+            parts = [part for part, _ in even_parts(images, targets, REPLICAS)]
+            mean = np.mean([0.8 * mean + 0.2 * part.mean((0, 1, 2)) for part in parts], 0)
+            variance = np.mean([0.8 * variance + 0.2 * part.var((0, 1, 2)) for part in parts], 0)
+        found = norm.moving_mean.numpy(), norm.moving_variance.numpy()
+        return {"statistics": float(np.abs(np.subtract(found, (mean, variance))).max())}
+
+    return [difference(tail) for tail in (1, REPLICAS - 1)]
 
 
 @case

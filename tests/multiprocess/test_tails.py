@@ -5,7 +5,7 @@ import pytest
 # Every run of the program takes some minutes on two cores.
 pytestmark = pytest.mark.timeout(900)
 
-QUICK = ["convolution", "statistics", "functions"]
+QUICK = ["convolution", "statistics", "averaged_statistics", "functions"]
 SLOW = [
     "compiled_convolution",
     "eager_convolution",

@@ -97,7 +97,6 @@ def autograph_as_outside_of_functions() -> contextlib.AbstractContextManager[Any
 TF_GLOBAL_SEED = "_seed"
 TF_GRAPH_SEED = "seed"
 TF_OUTER_GRAPH = "outer_graph"
-TF_FUNCTION = "_get_function"
 TF_TRACED = "_list_all_concrete_functions"
 
 
@@ -127,11 +126,6 @@ def graph_depth(graph: Any) -> int:
     while (graph := getattr(graph, TF_OUTER_GRAPH, None)) is not None and hasattr(graph, TF_OUTER_GRAPH):
         depth += 1
     return depth
-
-
-def graph_function(graph: tf.Graph, name: str) -> Any:
-    """Returns the function of a name that operations of `graph` call, or None."""
-    return getattr(graph, TF_FUNCTION)(name)
 
 
 def traced_functions(function: Any) -> Sequence[Any]:

@@ -187,16 +187,25 @@ def relax_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
     Where batches have a fixed size, TensorFlow leaves out a last step in which some replica has none.
     """
 
-    def loosened(tensor: Any) -> Any:
-        if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
+    @tf.autograph.experimental.do_not_convert
+    def each(*element: Any) -> Any:
+        return relax_size(_batch(dataset, element))
+
+    return dataset.map(each)
+
+
+def relax_size(batch: Any) -> Any:
+    """Returns a batch of which the trace does not know the size, so that it is no constant there."""
+
+    def relaxed(tensor: Any) -> Any:
+        if isinstance(tensor, tf.RaggedTensor):
+            first, *others = tensor.nested_row_splits
+            return tf.RaggedTensor.from_nested_row_splits(tensor.flat_values, [relaxed(first), *others], validate=False)
+        if not (isinstance(tensor, tf.Tensor) and tensor.shape.rank and tf.inside_function()):
             return tensor
         return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
-    @tf.autograph.experimental.do_not_convert
-    def each(*element: Any) -> Any:
-        return tf.nest.map_structure(loosened, _batch(dataset, element))
-
-    return dataset.map(each)
+    return tf.nest.map_structure(relaxed, batch)
 
 
 def _batch(dataset: tf.data.Dataset, element: tuple[Any, ...]) -> Any:

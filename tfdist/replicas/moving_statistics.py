@@ -87,8 +87,11 @@ class MovingStatistics:
             self.desynchronize()
 
     def _average_all(self) -> None:
+        self.average(self.variables())
+
+    def average(self, variables: Sequence[tf.Variable]) -> None:
+        """Sets every replica's values of some of the variables to their mean over all replicas. A collective."""
         local = self._strategy.experimental_local_results
-        variables = self.variables()
         means = self._strategy.extended.batch_reduce_to(
             tf.distribute.ReduceOp.MEAN, [(variable, variable) for variable in variables]
         )

@@ -65,10 +65,28 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
     return after
 
 
+def average_statistics(model: keras.Model, totals: tf.Tensor) -> None:
+    """Makes all replicas begin a step with the same statistics, if some have no examples for it. Outside of replicas.
+
+    Otherwise the mean over all replicas would depend on which of them these are: what a step makes of a replica's statistics depends on
+    what they were. For the arguments see `move_empty_replicas_statistics`.
+    """
+    strategy, variables = model.distribute_strategy, moving_statistic_variables(model)
+
+    def average() -> list[tf.Tensor]:
+        strategy.statistics.average(variables)
+        return []
+
+    if variables:
+        _cond(totals[1] < strategy.num_replicas_in_sync, average, list)
+
+
 def move_empty_replicas_statistics(
     model: keras.Model, dealt: batch_splitting.SplitBatch, totals: tf.Tensor, moves: list[Any]
 ) -> None:
-    """Moves the statistics of replicas without examples as far as the others' have moved in the mean. Outside of replicas.
+    """Moves the statistics of replicas without examples to where the others' are in the mean. Outside of replicas.
+
+    All have begun at the same values (`average_statistics`), so that they move as far as the others in the mean.
 
     Args:
         model: Whose step has just been run.

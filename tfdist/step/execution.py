@@ -20,7 +20,7 @@ from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.gradients.update import deduplicate_rows_before_update
-from tfdist.replicas import batch_splitting
+from tfdist.replicas import batch_splitting, equal_weights
 from tfdist.step import empty_replicas, model_building, synchronized_norm
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
 from tfdist.step.whole_batch import ROWS_ARE_NOT_EXAMPLES
@@ -91,10 +91,13 @@ class Execution:
         """Returns the logs of the last step, averaged over the replicas.
 
         Raises:
-            ConfigError: XLA cannot compile the model, or a replica has no example for its BatchNormalization.
+            ConfigError: XLA cannot compile the model, a replica has no example for its BatchNormalization, or the first step has
+                made the replicas' weights differ.
         """
         try:
-            self.logs = self._execute(iterator)
+            first, self.logs = self.logs is None, self._execute(iterator)
+            if first:
+                equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
             return self.logs
         except tf.errors.InvalidArgumentError as e:
             for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES):
@@ -130,6 +133,10 @@ class Execution:
         """One step; returns the packed logs, averaged over this process's replicas."""
         if isinstance(data, batch_splitting.SplitBatch) and totals is None:
             totals = batch_splitting.count_examples(data, self._strategy)
+        if totals is not None:
+            empty_replicas.average_statistics(self._replica.model, totals)
+        if self._replica.counts and tf.executing_eagerly() and self.logs is None:
+            self._replica.check_counts(data)
         with self._strategy.only_known_optimizers():
             packed, moves = self._strategy.run(self._replica, args=(data, totals))
         if totals is not None:

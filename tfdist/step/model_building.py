@@ -52,7 +52,7 @@ class _Builder:
                 self._by_call(batch)
             elif _unbuilt(self._model) - self._left.get(name, set()):
                 try:
-                    _trace(getattr(self._model, name), self._model, batch)
+                    trace(getattr(self._model, name), self._model, batch)
                 except Exception as e:
                     try:
                         self._by_call(batch)
@@ -105,7 +105,7 @@ def _unbuilt(model: keras.Model) -> set[int]:
     return {id(part) for part in parts if not part.built}
 
 
-def _trace(step: Callable[[Any], Any], model: keras.Model, batch: Any) -> None:
+def trace(step: Callable[[Any], Any], model: keras.Model, batch: Any) -> None:
     """Traces the step, and drops the graph. Variables that it makes are made outside."""
     strategy = model.distribute_strategy
     with (

@@ -13,8 +13,8 @@ import tensorflow as tf
 from tfdist.compat import keras_internals
 from tfdist.errors import ConfigError
 from tfdist.gradients import replica_context
-from tfdist.replicas import batch_splitting
-from tfdist.step import empty_replicas, losses
+from tfdist.replicas import batch_splitting, equal_weights
+from tfdist.step import empty_replicas, losses, model_building
 from tfdist.step.computed_logs import ComputedLogs
 from tfdist.step.replica_share import ReplicaShare
 
@@ -32,6 +32,7 @@ class ReplicaStep:
         self._step = step
         self.trains = step == model.train_step
         self._replicas = model.distribute_strategy.num_replicas_in_sync
+        self.counts = self._replicas > 1 and equal_weights.guard(model.distribute_strategy, model.weights)
         # Keras' own step scales one loss and applies its gradients once.
         self._by_loss = type(model).train_step is keras.Model.train_step
         self._is_keras = step.__func__ in (keras.Model.train_step, keras.Model.test_step)  # type: ignore[attr-defined]
@@ -62,6 +63,24 @@ class ReplicaStep:
                 else (self._run_unsplit_batch(data), [])
             )
 
+    def check_counts(self, data: Any) -> None:
+        """Traces the step on a batch of all replicas: eager values do not show whether they depend on data. Outside of replicas.
+
+        Raises:
+            ConfigError: An integer weight is assigned what depends on the data, or the step cannot be traced.
+        """
+        batch = data.batch if isinstance(data, batch_splitting.SplitBatch) else data
+        local = self.model.distribute_strategy.experimental_local_results
+        try:
+            model_building.trace(self._step, self.model, tf.nest.map_structure(lambda v: local(v)[0], batch))
+        except ConfigError:
+            raise
+        except Exception as e:
+            raise ConfigError(
+                f"{type(self.model).__name__} has integer weights, and its {self._step.__name__} cannot be traced, which would show "
+                f"whether they depend on the data ({e}). Use weights of floating-point numbers."
+            ) from e
+
     def _run_split_batch(self, dealt: Any, totals: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         data, counts = dealt
         mine = counts[0, 0]
@@ -85,6 +104,8 @@ class ReplicaStep:
 
     def _run_unsplit_batch(self, data: Any) -> dict[str, tf.Tensor]:
         examples, context = batch_splitting.examples(data), tf.distribute.get_replica_context()
+        if self.counts:
+            data = batch_splitting.relax_size(data)
         if examples is None or isinstance(examples, int):
             if examples is None:
                 return self._run(data, None, lambda: 1 / self._replicas, None)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
 from tfdist.config import StrategyConfig
-from tfdist.replicas import batch_splitting, integer_weights, random_seeds
+from tfdist.replicas import batch_splitting, equal_weights, random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
 
@@ -109,10 +109,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         if kwargs.get("name") == keras_internals.SEED_STATE:
             return self._create_seed(next_creator, **kwargs)
         if not _is_statistic(kwargs):
-            variable = next_creator(**kwargs)
-            own = integer_weights.is_integer_weight(kwargs) and isinstance(variable, tf.distribute.DistributedValues)
-            several = super().num_replicas_in_sync > 1
-            return integer_weights.sum_over_replicas(self, variable) if own and several else variable
+            return next_creator(**kwargs)
         kwargs["aggregation"] = tf.VariableAggregation.MEAN
         if self._shared_variables:
             return next_creator(**kwargs)
@@ -173,6 +170,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         several = super().num_replicas_in_sync > 1
         with random_seeds.replica_seed(self._replicas[0] if several else 0) as move:
             if several and call_stack.called_from_predict_step():
+                fn = equal_weights.guard_step(self, call_stack.caller_local("self"), fn)
                 fn = batch_splitting.predict_counted_examples(fn, self)
             if several and not isinstance(fn, tf.types.experimental.PolymorphicFunction):
                 fn = self._drawing(fn, move)

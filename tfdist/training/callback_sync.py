@@ -20,7 +20,7 @@ from tfdist.collectives import hardware
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import keras_internals
 from tfdist.errors import ClusterError
-from tfdist.replicas import integer_weights
+from tfdist.replicas import equal_weights
 from tfdist.training import file_callbacks
 
 # They look at each step's logs and clock, and touch neither the model nor its training.
@@ -127,7 +127,7 @@ class _CheckConsistency(keras.callbacks.Callback):
         if self._check_weights or not self._alike:
             self._weights_are_equal(f"after epoch {epoch + 1}")
         else:
-            integer_weights.check_equal_on_replicas(self._strategy, self.model.weights)
+            equal_weights.check_equal_on_replicas(self._strategy, self.model.weights)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._agree()
@@ -150,7 +150,7 @@ class _CheckConsistency(keras.callbacks.Callback):
             optimizer.learning_rate = float(gathered[0, 1])
 
     def _weights_are_equal(self, when: str) -> None:
-        integer_weights.check_equal_on_replicas(self._strategy, self.model.weights)
+        equal_weights.check_equal_on_replicas(self._strategy, self.model.weights)
         if self._ranks.size == 1:
             return
         variables = [*self.model.weights, *getattr(self.model.optimizer, "variables", [])]
