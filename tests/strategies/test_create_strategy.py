@@ -262,6 +262,7 @@ def test_save_wants_a_keras_file(trainer, tmp_path):
         trainer.save(build(trainer), tmp_path / "model.h5")
 
 
+@pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
 def test_a_lazily_built_model_takes_an_odd_batch_of_inputs_alone(trainer):
     class Autoencoder(keras.Model):
         def __init__(self):
