@@ -69,6 +69,10 @@ class Communicator(abc.ABC):
         return move([request.tensor for request in asked])
 
     @abc.abstractmethod
+    def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the rows of all ranks, for each of this process's; each has as many, but perhaps others from step to step."""
+
+    @abc.abstractmethod
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         """Returns the rows of all ranks, for each of this process's; how many each has may differ, and from step to step."""
 

@@ -68,21 +68,23 @@ class CrossProcessCommunicator(Communicator):
             for tensor, launcher in zip(tensors, self._launchers, strict=True)
         ]
 
-    def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
+    def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        return [self._gather(launcher, each, step) for launcher, each in zip(self._launchers, tensors, strict=True)]
+
+    def _gather(self, launcher: Any, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         # Of one execution TensorFlow takes collectives with equal keys for the same one, with the same shape. Its own gathering
         # of rows fails where two steps of an execution have different numbers of them.
         number = (tf.cast(step % _RESERVED_KEYS, tf.int32) + 1) * _KEYS
+        return self._launch(tf_cluster.all_gather, launcher, tensor, number)
+
+    def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         results = []
         for each, launcher in zip(slices, self._launchers, strict=True):
-
-            def gather(tensor: tf.Tensor, key: Any = 0, launcher: Any = launcher) -> tf.Tensor:
-                return self._launch(tf_cluster.all_gather, launcher, tensor, key)
-
-            counts = gather(tf.shape(each.indices))
+            counts = self._gather(launcher, tf.shape(each.indices), step)
             most = tf.reduce_max(counts)
             rest = most - tf.shape(each.indices)[0]
-            rows = gather(tf.pad(each.values, [[0, rest], [0, 0]]), number)
-            places = gather(tf.pad(each.indices, [[0, rest]]), number)
+            rows = self._gather(launcher, tf.pad(each.values, [[0, rest], [0, 0]]), step)
+            places = self._gather(launcher, tf.pad(each.indices, [[0, rest]]), step)
             present = tf.reshape(tf.sequence_mask(counts, most), [-1])
             rows = tf.ensure_shape(rows, [None, each.values.shape[1]])
             places = tf.ensure_shape(places, [None])

@@ -27,6 +27,9 @@ class InProcessCommunicator(Communicator):
     def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [tf.stack([tensor[rank] for tensor in tensors]) for rank in self.ranks]
 
+    def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        return [tf.concat(tensors, 0)] * self.size
+
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         rows = tf.concat([each.values for each in slices], 0)
         places = tf.concat([each.indices for each in slices], 0)

@@ -167,11 +167,11 @@ def predict_counted_examples(fn: Callable[[Any], Any], strategy: tf.distribute.S
     return replica
 
 
-def place_in_batch(strategy: tf.distribute.Strategy, size: Any) -> tf.Tensor:
-    """Returns which of `size` examples is the first of this replica's even part, from 0. In a replica."""
+def place_in_batch(strategy: tf.distribute.Strategy, size: Any) -> tuple[tf.Tensor, Any]:
+    """Returns which of `size` examples is the first of this replica's even part, from 0, and `size`. In a replica."""
     part, replicas = tf.cast(_part_number(strategy), tf.int64), num_replicas(strategy)
     size = tf.cast(size, tf.int64)
-    return part * (size // replicas) + tf.minimum(part, size % replicas)
+    return part * (size // replicas) + tf.minimum(part, size % replicas), size
 
 
 def _part_number(strategy: tf.distribute.Strategy) -> Any:

@@ -21,7 +21,8 @@ class ReplicaShare:
         examples: How many examples of this replica count, a scalar; None where that is not known.
         part: Returns its part of the batch of all replicas; None where there is one replica. Perhaps a collective.
         rows: How many rows it holds: as many, but 1 where it has no example. None where that is not known.
-        place: Returns which example of the whole batch is its first, from 0. None where the replicas have batches of their own.
+        place: Returns which example of the whole batch is its first, from 0, and how many that has, dealt out evenly. None where
+            the replicas have batches of their own.
         step: Which step of an execution it is, from 0.
         data: Its part of the batch.
         compiled: Whether XLA compiles the step.
@@ -31,7 +32,7 @@ class ReplicaShare:
     examples: tf.Tensor | None
     part: Callable[[], Any]
     rows: tf.Tensor | int | None = None
-    place: Callable[[], tf.Tensor] | None = None
+    place: Callable[[], tuple[tf.Tensor, Any]] | None = None
     step: Any = 0
     data: Any = None
     compiled: bool = False

@@ -126,7 +126,7 @@ class ReplicaStep:
         data: Any,
         examples: tf.Tensor | None,
         part: Callable[[], Any],
-        place: Callable[[], tf.Tensor] | None,
+        place: Callable[[], tuple[tf.Tensor, Any]] | None,
     ) -> dict[str, tf.Tensor]:
         """Runs the step.
 
@@ -171,7 +171,7 @@ class ReplicaStep:
         share: Any,
         examples: tf.Tensor | None,
         part: Callable[[], Any],
-        place: Callable[[], tf.Tensor] | None,
+        place: Callable[[], tuple[tf.Tensor, Any]] | None,
     ) -> Iterator[None]:
         rows, alone = batch_splitting.examples(data), self._replicas == 1
         known = ReplicaShare(examples, part, rows, place, self.number, data, self._compiles, alone)

@@ -20,8 +20,6 @@ from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.errors import ConfigError
 from tfdist.step.replica_share import ReplicaShare
 
-_MORE_THAN_A_BATCH = 2**32  # examples
-
 # Found in the message of the error with which a step ends.
 ROWS_ARE_NOT_EXAMPLES = (
     "A loss that returns one number for a batch is given the whole batch of all replicas, so each row of its y_true, y_pred and "
@@ -76,7 +74,7 @@ def gathered(share: ReplicaShare, loss: keras.losses.Loss, y_true: Any, y_pred: 
     sent = [each for each in tf.nest.flatten(own) if each is not None]
     with tf.control_dependencies([_check_rows(each, share.rows) for each in sent]):
         flat = [tf.reshape(each, [share.rows, -1]) for each in sent]
-    mine = tf.cast(share.examples, tf.int64)
+    mine = tf.cast(share.examples, tf.int32)
     all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:mine], share)
     columns = tf.split(all_rows, [tf.shape(each)[1] for each in flat], axis=1, num=len(flat))
     whole = iter(
@@ -113,24 +111,28 @@ def _all_gather(rows: tf.Tensor, share: ReplicaShare) -> tuple[tf.Tensor, tf.Ten
         rows: Of this replica, `[examples, numbers]`.
         share: This replica's.
     """
-    context = tf.distribute.get_replica_context()
-    number = tf.cast(context.replica_id_in_sync_group, tf.int64)
-    first = tf.cast(share.place(), tf.int64) if share.place else number * _MORE_THAN_A_BATCH
-    places = first + tf.range(tf.shape(rows)[0], dtype=tf.int64)
-    wire = rows if rows.dtype == tf.float64 else tf.cast(rows, tf.float32)  # which every collective takes
+    context, mine = tf.distribute.get_replica_context(), tf.shape(rows)[0]
+    step, replicas = tf.cast(share.step, tf.int64), num_replicas(context.strategy)
 
-    def gather(strategy: tf.distribute.Strategy, rows: Any, places: Any, step: Any) -> Any:
+    def gather(strategy: tf.distribute.Strategy, values: Any, step: Any) -> Any:
         several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        group = communicator_for(strategy) if several else InProcessCommunicator(num_replicas(strategy))
+        group = communicator_for(strategy) if several else InProcessCommunicator(replicas)
         local = strategy.experimental_local_results
-        slices = [tf.IndexedSlices(*each, [-1, -1]) for each in zip(local(rows), local(places), strict=True)]
-        found = group.gather_rows(slices, local(step)[0])
-        return regroup(tuple((each.values, each.indices) for each in found))
+        return regroup(tuple(group.gather(list(local(values)), local(step)[0])))
 
-    every, order = context.merge_call(gather, args=(wire, places, tf.cast(share.step, tf.int64)))
+    if share.place is None:
+        counts = context.merge_call(gather, args=(mine[tf.newaxis], step))
+        before, most = tf.reduce_sum(counts[: context.replica_id_in_sync_group]), tf.reduce_max(counts)
+    else:
+        before, size = (tf.cast(each, tf.int32) for each in share.place())
+        most = (size + replicas - 1) // replicas
+    wire = tf.float64 if rows.dtype == tf.float64 else tf.float32  # which every collective takes
+    places = tf.cast(before + tf.range(mine), wire)[:, tf.newaxis]
+    sent = tf.pad(tf.concat([places, tf.cast(rows, wire)], 1), [[0, most - mine], [0, 0]], constant_values=-1)
+    every = context.merge_call(gather, args=(sent, step))
     context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
-    before = tf.math.count_nonzero(order < first)
-    return tf.cast(tf.gather(every, tf.argsort(order)), rows.dtype), before
+    every = tf.boolean_mask(every, every[:, 0] >= 0)
+    return tf.cast(tf.gather(every[:, 1:], tf.argsort(every[:, 0])), rows.dtype), before
 
 
 def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int) -> Any:
