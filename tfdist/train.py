@@ -68,7 +68,7 @@ def train(
 
     from tfdist.backup.callback import BackupAndRestore
     from tfdist.gradients.configured_optimizer import build_optimizer
-    from tfdist.monitoring import network, tensorboard
+    from tfdist.monitoring import network, summary_table, tensorboard
     from tfdist.monitoring import summary as summary_lib
     from tfdist.monitoring import throughput as throughput_lib
     from tfdist.training.trainer import Trainer
@@ -139,7 +139,7 @@ def train(
     )
     if trainer.is_chief:
         summary_lib.write_json(workdir / "summary.json", summary)
-        print(json.dumps(summary, indent=2), flush=True)
+        summary_table.print_summary(summary, workdir)
     trainer.delete_backup()  # with everything written
     return summary
 

@@ -104,6 +104,7 @@ def test_srun_trains(scheduler, tmp_path, tasks, options, strategy, cluster):
 def test_mpirun_trains(tmp_path, tasks, options, strategy, cluster):
     code, output = run([*mpirun(tasks), *train(tmp_path, "--config.epochs=5", *options)], {})
     assert code == 0, output
+    assert "\nval_accuracy: " in output and "\x1b" not in output, "its pseudo-terminal shows no table"
     check_summary(tmp_path, strategy, cluster)
 
 

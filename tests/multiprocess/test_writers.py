@@ -49,3 +49,8 @@ def test_workers_that_leave_a_writer_out_have_the_same_callbacks_all_the_same(tw
     for results in two[0]:
         assert "differ from the chief's after epoch 1, though all tasks have the same callbacks" in results["spoiled"]
         assert "differ from the chief's at the end of the training" in results["spoiled, and not checked"]
+
+
+def test_the_commands_scalars_do_not_hide_that_weights_differ(two):
+    for results in two[0]:
+        assert "differ from the chief's at the end of the training, though" in results["command"]

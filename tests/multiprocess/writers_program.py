@@ -12,6 +12,7 @@ trainer = tfdist.Trainer(sys.argv[1])
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 
+from tfdist import config, train  # noqa: E402
 from tfdist.training import callback_sync  # noqa: E402
 
 RANK = trainer.task.index
@@ -110,6 +111,29 @@ def spoiled(checks=True):
     return ""
 
 
+class RankRate(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.01 * (1 + RANK)
+
+    def get_config(self):
+        return {}
+
+
+def unlike_optimizer(learning_rate, **_):
+    return keras.optimizers.SGD(RankRate())
+
+
+def command():
+    """The command gives the chief alone a callback that writes scalars. Weights are compared at the end alone."""
+    optimizer = config.OptimizerConfig("__main__:unlike_optimizer")
+    job = config.TrainConfig("digits", optimizer=optimizer, global_batch_size=64, steps_per_epoch=2, epochs=1)
+    try:
+        train.train(job, OUT / "command", trainer)
+    except tfdist.ClusterError as e:
+        return str(e)
+    return ""
+
+
 results = {
     "kept": kept(made()),
     "on instance": kept(
@@ -119,5 +143,6 @@ results = {
     "sent": sent(),
     "spoiled": spoiled(),
     "spoiled, and not checked": spoiled(checks=False),
+    "command": command(),
 }
 harness.store(sys.argv[2], RANK, results)

@@ -228,8 +228,8 @@ class BucketedReduction:
 
         Args:
             group: The group.
-            values: Of each of its members here, as for `exchange`; likewise `states` and `contexts`.
-            states: Each value's state.
+            values: Of each of `members`, its values, as for `exchange`.
+            states: Of each of `members`, each value's state.
             members: The members that are here.
             variables: As for `exchange`.
             bucket_bytes: How many bytes a bucket has: of gradients, or where the compressor needs them whole, as they are sent.

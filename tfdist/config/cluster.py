@@ -28,7 +28,7 @@ class ClusterConfig:
     task: str = ""
 
     def resolver_arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `discovery.find`."""
+        """Returns the arguments of `discovery.resolve`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "workers"}
 
 

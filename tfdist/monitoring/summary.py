@@ -45,9 +45,11 @@ def summarize(
         started: The `time.perf_counter()` of the start.
     """
     return {
+        "task": config.task,
         "strategy": config.strategy.name,
         "num_replicas": replicas,
         "cluster": {job: len(addresses) for job, addresses in cluster.jobs.items()} if cluster else {"worker": 1},
+        "batch_size": throughput.global_batch_size,
         "seed": config.seed,
         "epochs": len(history.epoch),
         "steps": throughput.steps,

@@ -20,6 +20,8 @@ class Scalars(keras.callbacks.Callback):
         throughput: Whose `examples_per_second` to write.
     """
 
+    only_observes = True  # so that the chief alone may have it
+
     def __init__(self, log_dir: str | os.PathLike[str], throughput: Throughput):
         super().__init__()
         self._writer = tf.summary.create_file_writer(os.fspath(log_dir))

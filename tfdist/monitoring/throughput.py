@@ -18,6 +18,7 @@ class Throughput(keras.callbacks.Callback):
         clock: Returns seconds. Injected so that tests need not wait.
 
     Attributes:
+        global_batch_size: Examples per step.
         steps: Steps seen.
         step_seconds: Seconds of each step but those of the first execution, which compiles. A step's time includes the
             callbacks' and the wait for data; steps of one execution share its time evenly.
@@ -27,7 +28,7 @@ class Throughput(keras.callbacks.Callback):
 
     def __init__(self, global_batch_size: int, clock: Callable[[], float] = time.perf_counter):
         super().__init__()
-        self._global_batch_size = global_batch_size
+        self.global_batch_size = global_batch_size
         self._clock = clock
         self.steps = 0
         self.step_seconds: list[float] = []
@@ -62,7 +63,7 @@ class Throughput(keras.callbacks.Callback):
     @property
     def examples_per_second(self) -> float | None:
         """Examples per second over all replicas, while training; None before the second step."""
-        return self._global_batch_size * len(self.step_seconds) / sum(self.step_seconds) if self.step_seconds else None
+        return self.global_batch_size * len(self.step_seconds) / sum(self.step_seconds) if self.step_seconds else None
 
     @property
     def step_ms(self) -> dict[str, float | None]:

@@ -37,7 +37,7 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
 
     Attributes:
         cluster: The cluster.
-        loads: Bytes on each server.
+        bytes_per_server: Bytes of the variables on each server.
         distributor: What turns Keras' dataset into what its loops iterate over; None outside of the Trainer.
     """
 

@@ -40,8 +40,8 @@ def wrap_callbacks(
         check_weights: Whether they compare their weights after each epoch, too, if all have the same callbacks.
     """
     mine = [c for c in callbacks if ranks.is_chief or not file_callbacks.is_file_writer(c)]
-    # Of all callbacks, as a writer dropped here still reads the model on the chief.
-    names = ",".join(type(c).__qualname__ for c in callbacks).encode()
+    # A writer counts, though it is dropped here: it still reads the model on the chief. One that only observes does not.
+    names = ",".join(type(c).__qualname__ for c in callbacks if not _only_observes(c)).encode()
     gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
     on_batches = bool(gathered[:, 0].any())
     alike = len(set(gathered[:, 1])) == 1
@@ -52,14 +52,16 @@ def wrap_callbacks(
     ]
 
 
-def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
-    """Whether a callback may read the model, stop or change something at a training step.
+def _only_observes(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback changes nothing that ranks must agree on: its class may say `only_observes = True`."""
+    return type(callback) in _OBSERVERS or getattr(callback, "only_observes", False)
 
-    One that does not may say so: `only_observes = True`.
-    """
+
+def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback may read the model, stop or change something at a training step."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return callback.save_freq != "epoch"
-    if type(callback) in _OBSERVERS or getattr(callback, "only_observes", False):
+    if _only_observes(callback):
         return False
     # LambdaCallback sets its hooks on the instance.
     return any(
@@ -98,8 +100,8 @@ class _CheckConsistency(keras.callbacks.Callback):
         strategy: The strategy.
         ranks: The ranks that agree.
         on_batches: Whether some rank has a callback that acts on batches.
-        alike: Whether all ranks have the same callbacks. Where they have, unequal weights are an error; where not,
-            the chief's hold.
+        alike: Whether all ranks have the same callbacks, except those that only observe. Where they have, unequal weights
+            are an error; where not, the chief's hold.
         check_weights: As for `wrap_callbacks`.
     """
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 import keras
 
-from tfdist.monitoring import compression_report
+from tfdist.monitoring import compression_report, summary_table
 
 
 def describe_replicas(replicas: int, global_batch_size: int | None, asynchronous: bool) -> str:
@@ -37,8 +36,8 @@ def verbosity(verbose: str | int, is_chief: bool) -> str | int:
     """
     if not is_chief:
         return 0
-    # A bar redraws its line, which only a terminal or a notebook shows as one. mpirun gives its tasks a pseudo-terminal.
-    redraws = "ipykernel" in sys.modules or (sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ)
+    # A bar redraws its line, which only a terminal or a notebook shows as one.
+    redraws = "ipykernel" in sys.modules or summary_table.is_terminal()
     return verbose if redraws or verbose not in ("auto", 1) else 2
 
 
