@@ -66,8 +66,11 @@ class DataDistribution(tf.distribute.Strategy):
         if replicas == 1 or not batch_splitting.is_splittable(dataset.element_spec):
             return False
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        if replicas > len(self.extended.worker_devices) and policy != tf.data.experimental.AutoShardPolicy.DATA:
-            return False
+        if replicas > len(self.extended.worker_devices):  # several workers
+            if policy != tf.data.experimental.AutoShardPolicy.DATA:
+                return False
+            if int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY:
+                return True  # TensorFlow would train the others' parts of a batch that one worker's data lack
         size = batch_splitting.static_batch_size(dataset.element_spec)
         return size is None or size % replicas > 0
 
