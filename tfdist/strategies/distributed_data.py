@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.compat import call_stack, keras_internals, keras_loops, unsupported
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.data import resume
+from tfdist.data.python_memory import copy_python_data
 from tfdist.replicas import batch_splitting
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.step import execution
@@ -53,9 +54,10 @@ class DataDistribution(tf.distribute.Strategy):
         def starting_at(number: int, steps: int, ready: Callable[[], None]) -> Any:
             resume.replay(dataset, number - 1)
             ready()
-            return iter(self._with_synchronized_statistics(distribute(dataset.skip(steps), options), elements))
+            rest = copy_python_data(dataset.skip(steps))
+            return iter(self._with_synchronized_statistics(distribute(rest, options), elements))
 
-        distributed = self._with_synchronized_statistics(distribute(dataset, options), elements)
+        distributed = self._with_synchronized_statistics(distribute(copy_python_data(dataset), options), elements)
         distributed.starting_at, distributed.sources = starting_at, [dataset]
         distributed.parts = num_replicas(self)  # of each batch
         return distributed
@@ -144,6 +146,7 @@ class DataDistribution(tf.distribute.Strategy):
         dataset: tf.data.Dataset, sizes: np.ndarray, batches: np.ndarray, deals: bool
     ) -> tf.data.Dataset:
         """Returns a worker's dataset, such that all workers do the same steps."""
+        dataset = copy_python_data(dataset)
         endless = (batches == tf.data.INFINITE_CARDINALITY).all()
         if endless and (len(sizes) == 1 or (sizes[0] >= 0 and (sizes == sizes[0]).all())):
             return dataset
