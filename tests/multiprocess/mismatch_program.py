@@ -24,12 +24,13 @@ class Evaluates(keras.callbacks.Callback):
         self.model.evaluate(x, y, verbose=0)
 
 
-def of_unknown_length():
-    return tf.data.Dataset.from_tensor_slices((x[:n], y[:n])).filter(lambda *_: True).batch(8)
+def of_unknown_length(drop_remainder=False):
+    return tf.data.Dataset.from_tensor_slices((x[:n], y[:n])).filter(lambda *_: True).batch(8, drop_remainder)
 
 
 CASES = {
     "fit": lambda: trainer.fit(model, of_unknown_length(), epochs=2, verbose=0),
+    "full_batches": lambda: trainer.fit(model, of_unknown_length(drop_remainder=True), epochs=2, verbose=0),
     "executions": lambda: trainer.fit(model, of_unknown_length(), epochs=2, verbose=0),
     "validation": lambda: trainer.fit(model, x, y, validation_data=of_unknown_length(), verbose=0),
     "evaluate": lambda: trainer.evaluate(model, of_unknown_length(), verbose=0),

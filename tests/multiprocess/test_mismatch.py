@@ -10,6 +10,7 @@ UNLIKE = "Workers did different things at once: worker:0 was in {}; worker:1 was
     ("case", "sentence"),
     [
         ("fit", SHORT.format("fit, a step (train_step)")),
+        pytest.param("full_batches", SHORT.format("fit, a step (train_step)"), marks=pytest.mark.full),
         pytest.param("executions", SHORT.format("fit, a step (train_step)"), marks=pytest.mark.full),
         pytest.param("validation", SHORT.format("fit, a step (test_step)"), marks=pytest.mark.full),
         pytest.param("evaluate", SHORT.format("evaluate, a step (test_step)"), marks=pytest.mark.full),

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.compat import call_stack, keras_internals, keras_loops, unsupported
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.data import resume
+from tfdist.data.python_memory import copy_python_data
 from tfdist.replicas import batch_splitting
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.step import execution
@@ -53,9 +54,10 @@ class DataDistribution(tf.distribute.Strategy):
         def starting_at(number: int, steps: int, ready: Callable[[], None]) -> Any:
             resume.replay(dataset, number - 1)
             ready()
-            return iter(self._with_synchronized_statistics(distribute(dataset.skip(steps), options), elements))
+            rest = copy_python_data(dataset.skip(steps))
+            return iter(self._with_synchronized_statistics(distribute(rest, options), elements))
 
-        distributed = self._with_synchronized_statistics(distribute(dataset, options), elements)
+        distributed = self._with_synchronized_statistics(distribute(copy_python_data(dataset), options), elements)
         distributed.starting_at, distributed.sources = starting_at, [dataset]
         distributed.parts = num_replicas(self)  # of each batch
         return distributed
@@ -66,8 +68,11 @@ class DataDistribution(tf.distribute.Strategy):
         if replicas == 1 or not batch_splitting.is_splittable(dataset.element_spec):
             return False
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        if replicas > len(self.extended.worker_devices) and policy != tf.data.experimental.AutoShardPolicy.DATA:
-            return False
+        if replicas > len(self.extended.worker_devices):  # several workers
+            if policy != tf.data.experimental.AutoShardPolicy.DATA:
+                return False
+            if int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY:
+                return True  # TensorFlow would train the others' parts of a batch that one worker's data lack
         size = batch_splitting.static_batch_size(dataset.element_spec)
         return size is None or size % replicas > 0
 
@@ -141,6 +146,7 @@ class DataDistribution(tf.distribute.Strategy):
         dataset: tf.data.Dataset, sizes: np.ndarray, batches: np.ndarray, deals: bool
     ) -> tf.data.Dataset:
         """Returns a worker's dataset, such that all workers do the same steps."""
+        dataset = copy_python_data(dataset)
         endless = (batches == tf.data.INFINITE_CARDINALITY).all()
         if endless and (len(sizes) == 1 or (sizes[0] >= 0 and (sizes == sizes[0]).all())):
             return dataset
