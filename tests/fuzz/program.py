@@ -221,7 +221,8 @@ def run_replicas(seeds: Iterator[int], minutes: float) -> Iterator[dict[str, Any
             return
         if "Collective ops is aborted" in result["error"]:  # as are all of this process from now on
             words = [f"--minutes={left / 60}", f"{seed + 1}-"] if minutes < _ENDLESS else [str(each) for each in seeds]
-            os.execv(sys.executable, [sys.executable, "-m", "tests.fuzz.program", *words])
+            if words:
+                os.execv(sys.executable, [sys.executable, "-m", "tests.fuzz.program", *words])
         keras.backend.clear_session()
 
 
@@ -233,7 +234,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("seeds", nargs="*", default=["1000-"])
     given = parser.parse_args(arguments)
     bounded = given.minutes < _ENDLESS
-    ranges = [(each.partition("-")) for each in given.seeds]
+    ranges = [each.partition("-") for each in given.seeds]
     seeds = [
         seed
         for first, dash, last in ranges
