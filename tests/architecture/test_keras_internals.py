@@ -1,5 +1,6 @@
 """The private names of Keras and TensorFlow that tfdist leans on: says which seam a release has moved."""
 
+import concurrent.futures
 import inspect
 import re
 
@@ -592,6 +593,14 @@ def test_layers_tell_their_own_losses():
     model(np.ones([3, 2]))
     losses = [float(loss) for layer in keras_internals.layers(model) for loss in keras_internals.added_losses(layer)]
     assert losses == [6.0], "losses: losses of layers have moved"
+    keras_internals.keep_added_losses_apart(model)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for rows in (3, 1):
+            model(np.ones([rows, 2]))
+            pool.submit(model, np.ones([5, 2])).result()
+            assert [float(loss) for loss in keras_internals.added_losses(adds)] == [2.0 * rows], (
+                "losses: kept elsewhere"
+            )
 
 
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "none", "mean_with_sample_weight"])

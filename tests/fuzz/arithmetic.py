@@ -5,40 +5,19 @@ Keras serves for the layers alone. Gradients are TensorFlow's, made dense.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz.cases import CLASSES, SEVERAL, Case
+from tests.fuzz.cases import ONE_NUMBER, SEVERAL, Case
+from tests.fuzz.formulas import NUMBERS, VALUES, State, mask_of
 from tests.fuzz.models import make_data
 
 LOSS_WEIGHTS = {"a": 0.5, "b": 2.0}
 Arrays = list[np.ndarray]
-
-
-def huber(error: tf.Tensor) -> tf.Tensor:
-    size = tf.abs(error)
-    return tf.where(size <= 1, error**2 / 2, size - 0.5)
-
-
-# Each returns a number for each example, or for each token.
-VALUES: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
-    "mse": lambda y, out: tf.reduce_mean((y - out) ** 2, -1),
-    "number": lambda y, out: tf.reduce_mean((y - out) ** 2, -1),
-    "total": lambda y, out: tf.reduce_sum((y - out) ** 2, -1) / 16,
-    "mae": lambda y, out: tf.reduce_mean(tf.abs(y - out), -1),
-    "huber": lambda y, out: tf.reduce_mean(huber(y - out), -1),
-    "own": lambda y, out: tf.reduce_mean(tf.sqrt(1 + (y - out) ** 2), -1),
-    "binary": lambda y, out: tf.reduce_mean(tf.math.softplus(out) - y * out, -1),
-    "categorical": lambda y, out: tf.reduce_logsumexp(out, -1) - tf.reduce_sum(y * out, -1),
-    "sparse": lambda y, out: (
-        tf.reduce_logsumexp(out, -1)
-        - tf.reduce_sum(tf.one_hot(tf.cast(y, tf.int32), CLASSES, dtype=out.dtype) * out, -1)
-    ),
-}
 
 
 def reduced(values: tf.Tensor, weights: Any, mask: Any, reduction: str | None) -> tf.Tensor:
@@ -48,7 +27,7 @@ def reduced(values: tf.Tensor, weights: Any, mask: Any, reduction: str | None) -
     total = tf.reduce_sum(values * each * valid)
     if reduction == "mean_with_sample_weight":
         return tf.math.divide_no_nan(total, tf.reduce_sum(each * valid))
-    return total / tf.reduce_sum(valid) if reduction == "sum_over_batch_size" else total
+    return tf.math.divide_no_nan(total, tf.reduce_sum(valid)) if reduction == "sum_over_batch_size" else total
 
 
 class Average:
@@ -64,7 +43,9 @@ class Average:
         return {prefix + name: total / count if count else 0.0 for name, (total, count) in self._sums.items()}
 
 
-def loss_of(case: Case, model: keras.Model, batch: tuple[Any, ...], training: bool, logs: Average) -> tf.Tensor:
+def loss_of(
+    case: Case, model: keras.Model, batch: tuple[Any, ...], training: bool, logs: Average, state: State
+) -> tf.Tensor:
     """Returns the loss of a batch, and adds what is logged of it to `logs`."""
     x, y, weights = (*batch, None)[:3]
     out = model(x, training=training)
@@ -73,12 +54,17 @@ def loss_of(case: Case, model: keras.Model, batch: tuple[Any, ...], training: bo
         mask = x != 0 if (case.model, name) in (("masked_tokens", ""), ("masked_outputs", "a")) else None
         mine, theirs = (y[name], out[name]) if name else (y, out)
         weight = weights[name] if isinstance(weights, dict) else weights
-        values = VALUES[case.loss](tf.convert_to_tensor(mine), theirs)
-        loss = reduced(values, weight, mask, "sum" if case.loss == "total" else case.reduction_of(name))
+        kind = case.loss_of(name)
+        if kind in ONE_NUMBER:
+            loss = NUMBERS[kind](tf.convert_to_tensor(mine), theirs, state)
+        else:
+            values, own = VALUES[kind](tf.convert_to_tensor(mine), theirs), mask_of(kind, mine)
+            valid = own if mask is None else mask if own is None else mask & own
+            loss = reduced(values, weight, valid, case.reduction_of(name))
         if name:
             logs.add(f"{name}_loss", loss * len(x), len(x))
         total += loss * (LOSS_WEIGHTS[name] if name else 1.0)
-        if not name and case.loss != "sparse":
+        if not name and case.loss not in ("sparse", "ignored"):
             errors, each = VALUES["mae"](mine, theirs), 1.0 if weight is None else weight
             valid = np.ones(errors.shape) if mask is None else mask.astype(float)
             logs.add("mae", tf.reduce_sum(errors * valid), valid.sum())
@@ -90,10 +76,9 @@ def loss_of(case: Case, model: keras.Model, batch: tuple[Any, ...], training: bo
     return total
 
 
-def batches(data: tuple[Any, ...], size: int) -> Iterator[tuple[Any, ...]]:
-    rows = len(data[0])
-    for first in range(0, rows, size):
-        yield tf.nest.map_structure(lambda array, first=first: array[first : first + size], data)
+def batches(data: tuple[Any, ...], steps: list[list[int]]) -> Iterator[tuple[Any, ...]]:
+    for rows in steps:
+        yield tf.nest.map_structure(lambda array, rows=rows: array[rows], data)
 
 
 def clipped(grads: Arrays, options: dict[str, Any]) -> Arrays:
@@ -165,8 +150,9 @@ class Rule:
         return w - rate * step
 
 
-def train(case: Case, model: keras.Model) -> dict[str, list[float]]:
-    """Trains `model`, of float64, as the case says, and returns each epoch's logs."""
+def train(case: Case, model: keras.Model) -> tuple[dict[str, list[float]], State]:
+    """Trains `model`, of float64, as the case says; returns each epoch's logs, and the state of its loss."""
+    state = State()
     options, variables = case.options, model.trainable_variables
     rules = [Rule(case.optimizer, options) for _ in variables]
     every = options.get("gradient_accumulation_steps") or 1
@@ -180,9 +166,9 @@ def train(case: Case, model: keras.Model) -> dict[str, list[float]]:
         data = (*data, np.vectorize(case.class_weight.get)(classes))
     for _ in range(case.epochs):
         logs = Average()
-        for batch in batches(data, case.batch):
+        for batch in batches(data, case.steps()):
             with tf.GradientTape() as tape:
-                loss = loss_of(case, model, batch, True, logs)
+                loss = loss_of(case, model, batch, True, logs, state)
             grads = tape.gradient(loss, [variable.value for variable in variables])
             dense = [tf.convert_to_tensor(grad).numpy() for grad in grads]
             sums, steps = [a + b for a, b in zip(sums, dense, strict=True)] if sums else dense, steps + 1
@@ -199,17 +185,18 @@ def train(case: Case, model: keras.Model) -> dict[str, list[float]]:
                 if (often := options["ema_overwrite_frequency"]) and steps % often == 0:
                     for variable, average in zip(variables, averages, strict=True):
                         variable.assign(average)
-        found = logs.result() | (validate(case, model) if case.validation else {})
+        found = logs.result() | (validate(case, model, state) if case.validation else {})
         for name, value in found.items():
             history.setdefault(name, []).append(value)
     for variable, average in zip(variables, averages, strict=bool(averages)):
         variable.assign(average)
-    return history
+    return history, state
 
 
-def validate(case: Case, model: keras.Model) -> dict[str, float]:
+def validate(case: Case, model: keras.Model, state: State) -> dict[str, float]:
     rows, size = case.validation or (0, 0)
     logs = Average()
-    for batch in batches(make_data(case, rows, 1, case.weights is not None), size):
-        loss_of(case, model, batch, False, logs)
+    steps = [list(range(first, min(first + size, rows))) for first in range(0, rows, size)]
+    for batch in batches(make_data(case, rows, 1, case.weights is not None), steps):
+        loss_of(case, model, batch, False, logs, state)
     return logs.result("val_")

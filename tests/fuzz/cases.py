@@ -1,4 +1,7 @@
-"""Cases of the fuzz test: each integer seed draws a model, its data, and how it is trained."""
+"""Cases of the fuzz test: each integer seed draws a model, its data, and how it is trained.
+
+Seeds below 1000 draw what they always drew; from 1000 on, `later_draws` adds to that.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,15 @@ ONLY_DENSE = (
 MODELS = (*ONLY_DENSE, "conv", "norm", "masked_pooling", "masked_lstm", "masked_tokens", "masked_outputs")
 REGRESSIONS = ("mse", "mae", "huber", "own")
 NUMBERS = ("number", "total")  # functions that return the batch's mean or sum
+CLASS_LOSSES = ("sparse", "categorical", "ignored")
+IGNORED = 0  # a label
+TALL = 3  # rows of an example of the model "tall"
+MASKING = ("ignored", "own_mask")  # which set a mask on their own values
+DECLARED = "declared"  # a function that returns `tfdist.total` of its sum
+BATCH_LOSSES = ("number", "total", "counted", "hinge", "neighbours", "dice", "centre")  # must see the whole batch
+NEW_LOSSES = (*MASKING, *BATCH_LOSSES, DECLARED)
+ONE_NUMBER = (*BATCH_LOSSES, DECLARED)
+NOISES = ("dropout", "tf.dropout", "tf.normal", "tf.uniform", "keras.normal", "keras.uniform")
 CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.5}
 
 
@@ -50,6 +62,10 @@ class Case:
     eager: bool
     dtype: str
     data: str
+    pieces: tuple[int, ...] = ()  # a dataset function's batch sizes, over and over
+    aggregation: str = ""  # of a loss's state
+    noise: str = ""  # a random layer, which alone is judged
+    pipelines: int = 1  # datasets that a function is asked for
 
     @property
     def ids(self) -> bool:
@@ -59,6 +75,31 @@ class Case:
     def reduction_of(self, output: str) -> str | None:
         """Returns the reduction of an output's loss: sums stand beside a mean."""
         return "sum_over_batch_size" if output == "b" and self.reduction == "sum" else self.reduction
+
+    def loss_of(self, output: str) -> str:
+        """Returns the loss of an output: that of "b" has a value for each example."""
+        return "mse" if output == "b" and self.loss in ONE_NUMBER else self.loss
+
+    def pipeline_batches(self, pipeline: int) -> list[list[int]]:
+        """Returns the rows of each batch that the dataset function gives a pipeline."""
+        rows, found = list(range(pipeline, self.rows, self.pipelines)), []
+        while rows:
+            size = self.pieces[len(found) % len(self.pieces)]
+            found.append(rows[:size])
+            rows = rows[size:]
+        return found
+
+    def steps(self) -> list[list[int]]:
+        """Returns the rows of each step of an epoch, those of the first replica first."""
+        if not self.pieces:
+            return [list(range(first, min(first + self.batch, self.rows))) for first in range(0, self.rows, self.batch)]
+        each = [self.pipeline_batches(pipeline) for pipeline in range(self.pipelines)]
+        taken = self.replicas // self.pipelines
+        last = max(len(batches) for batches in each)
+        return [
+            [row for batches in each for batch in batches[first : first + taken] for row in batch]
+            for first in range(0, last, taken)
+        ]
 
     @property
     def sizes(self) -> list[int]:
@@ -74,6 +115,13 @@ class Case:
 
 def draw(seed: int) -> Case:
     """Returns the case of a seed."""
+    from tests.fuzz import later_draws
+
+    return draw_first(seed) if seed < 1000 else later_draws.draw_later(draw_first(seed))
+
+
+def draw_first(seed: int) -> Case:
+    """Returns what a seed draws of the features that the test began with."""
     rng = random.Random(seed)
     maybe = lambda chance: rng.random() < chance  # noqa: E731
     replicas = rng.choices([1, 2, 3, 4, 8], [4, 20, 10, 4, 1])[0]

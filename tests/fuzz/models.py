@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tests.fuzz.cases import CLASSES, SEQUENCES, SEVERAL, TOKENS, WORDS, Case
+from tests.fuzz.cases import CLASS_LOSSES, CLASSES, SEQUENCES, SEVERAL, TALL, TOKENS, WORDS, Case
 
 
 class Added(keras.layers.Layer):
@@ -53,7 +53,7 @@ def build(case: Case) -> keras.Model:
     """Returns the model, not compiled; its numbers are of Keras' `floatx`."""
     keras.utils.set_random_seed(case.seed)
     layers, name = keras.layers, case.model
-    units = CLASSES if case.loss in ("sparse", "categorical") else 2
+    units = CLASSES if case.loss in CLASS_LOSSES else 2
     if case.ids:
         width = 170 if case.compression else 3  # compressors leave small variables as they are
         x = inputs = layers.Input((TOKENS,), dtype="int32")
@@ -83,6 +83,8 @@ def build(case: Case) -> keras.Model:
         outputs: Any = {"a": tokens, "b": layers.Dense(2, name="b")(layers.GlobalAveragePooling1D()(x))}
     elif name == "outputs":
         outputs = {each: layers.Dense(2, name=each)(x) for each in "ab"}
+    elif name == "tall":
+        outputs = layers.Reshape((TALL, 2))(layers.Dense(2 * TALL)(x))
     else:
         head = layers.Dense(units)
         outputs = (layers.TimeDistributed(head) if name == "masked_tokens" else head)(x)
@@ -104,11 +106,11 @@ def make_data(case: Case, rows: int, salt: int, weighted: bool) -> tuple[Any, ..
     shapes = {name: (rows, TOKENS) if name == tokens else (rows,) for name in ("ab" if case.model in SEVERAL else [""])}
 
     def targets(each: tuple[int, ...]) -> np.ndarray:
-        if case.loss in ("sparse", "categorical"):
+        if case.loss in CLASS_LOSSES:
             classes = rng.integers(0, CLASSES, each)
-            return classes if case.loss == "sparse" else np.eye(CLASSES)[classes]
-        numbers = rng.standard_normal((*each, 2))
-        return (numbers > 0).astype(float) if case.loss == "binary" else numbers
+            return np.eye(CLASSES)[classes] if case.loss == "categorical" else classes
+        numbers = rng.standard_normal((*each, *([TALL] if case.model == "tall" else []), 2))
+        return (numbers > 0).astype(float) if case.loss in ("binary", "dice") else numbers
 
     def weights(each: tuple[int, ...]) -> np.ndarray:
         shape = (rows, 1) if case.weights == "column" else each

@@ -1,6 +1,6 @@
 """Models, losses, optimizers, weights and batches that seeds have drawn: whatever they are, replicas train what arithmetic says.
 
-A seed that fails is run again by `python -m tests.fuzz.program SEED`.
+A seed that fails is run again by `python -m tests.fuzz.program SEED`, with `--arm=workers` or `--arm=servers` if it failed there.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ import sys
 
 import pytest
 
+from tests.fuzz import arms
 from tests.fuzz import cases as cases_lib
 
-QUICK = [319, 338, 339, 342, 358]
-GROUPS = [range(first, first + 30) for first in range(0, 300, 30)]
+QUICK = [1000, 1002]  # a random layer; a loss of one number beside losses that a layer adds
+QUICK_OF_WORKERS = [1001]  # a hinge's sum, and a dataset function with batches of several sizes
+FULL = [319, 338, 339, 342, 358]
+# Each begins with seeds of its own, and goes on until its time is over.
+GROUPS = [
+    *(("replicas", first, 8) for first in range(0, 300, 60)),
+    *(("replicas", first, 8) for first in range(1000, 1600, 100)),
+    *(("workers", first, 8) for first in (1000, 1100, 1200)),
+    ("servers", 1000, 8),
+]
 
 
-def check(seeds, timeout):
-    """Trains the cases of seeds in a process of their own, as they want more virtual CPUs than other tests."""
-    command = [sys.executable, "-m", "tests.fuzz.program", *map(str, seeds)]
+def check(arm, *arguments, timeout):
+    """Trains the cases of seeds in a process of their own, as they want more virtual CPUs than other tests. Returns the seeds."""
+    command = [sys.executable, "-m", "tests.fuzz.program", f"--arm={arm}", *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(
@@ -29,32 +38,55 @@ def check(seeds, timeout):
     )
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     failed = [
-        f"seed {each['seed']} (python -m tests.fuzz.program {each['seed']}): {each['case']}\n  "
+        f"seed {each['seed']} (python -m tests.fuzz.program --arm={arm} {each['seed']}): {each['case']}\n  "
         + "\n  ".join(each["differences"])
         for each in results
         if each["differences"]
     ]
     assert not failed, "\n".join(failed)
-    assert [each["seed"] for each in results] == list(seeds), done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [each["seed"] for each in results]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("arm", "seeds"), [("replicas", QUICK), ("workers", QUICK_OF_WORKERS)])
+def test_a_few_cases(arm, seeds):
+    assert check(arm, *seeds, timeout=280) == seeds
 
 
 @pytest.mark.full
-def test_cases_that_touch_most_features():
-    check(QUICK, 280)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("arm", "seeds"), [("replicas", FULL), ("workers", [1002, 1003]), ("servers", [1001, 1003])])
+def test_cases_that_touch_most_features(arm, seeds):
+    assert check(arm, *seeds, timeout=580) == seeds
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seeds", GROUPS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
-def test_cases(seeds):
-    check(seeds, 3500)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("arm", "first", "minutes"), GROUPS)
+def test_cases(arm, first, minutes):
+    assert check(arm, f"--minutes={minutes}", first, timeout=1700)[0] == first
 
 
 def test_seeds_draw_all_features():
-    cases = [cases_lib.draw(seed) for group in GROUPS for seed in group]
+    cases = [cases_lib.draw(seed) for seed in range(300)]
     assert {case.replicas for case in cases} == {1, 2, 3, 4, 8}
     assert {case.model for case in cases} == set(cases_lib.MODELS)
     assert sum(case.starved for case in cases) > 20, "batches that leave a replica without examples"
     for name in ("compression", "class_weight", "validation", "weights", "jit", "eager"):
         assert sum(bool(getattr(case, name)) for case in cases) > 5, name
+    assert cases == [cases_lib.draw_first(seed) for seed in range(300)]
     assert cases_lib.draw(7) == cases_lib.draw(7)
+
+
+@pytest.mark.parametrize("arm", arms.ARMS)
+def test_later_seeds_draw_what_was_added(arm):
+    cases = [arms.draw(seed, arm) for seed in range(1000, 1300)]
+    assert {*cases_lib.NEW_LOSSES} <= {case.loss for case in cases}
+    assert {*cases_lib.NOISES, ""} == {case.noise for case in cases}
+    assert {"tall", *cases_lib.MODELS} - {case.model for case in cases} <= {"masked_outputs"}
+    assert {"MEAN", "ONLY_FIRST_REPLICA", ""} == {case.aggregation for case in cases}
+    assert sum(bool(case.pieces) for case in cases) > 30
+    assert sum(case.loss in cases_lib.ONE_NUMBER and case.model == "outputs" for case in cases) > 5
+    for case in cases:
+        assert sorted(row for step in case.steps() for row in step) == list(range(case.rows)), "each row once"

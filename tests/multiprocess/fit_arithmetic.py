@@ -13,7 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz.arithmetic import VALUES, Average, Rule, clipped, reduced
+from tests.fuzz.arithmetic import Average, Rule, clipped, reduced
+from tests.fuzz.formulas import VALUES
 
 Rows = list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # targets, outputs and weights of an epoch, mask included
 THRESHOLDS = [-1e-7, *(i / 199 for i in range(1, 199)), 1 + 1e-7]  # of AUC

@@ -465,6 +465,25 @@ def test_a_loss_with_a_state_is_computed_once_a_step(trainer):
     np.testing.assert_allclose(loss.centre.numpy(), expected, rtol=1e-5)
 
 
+def test_added_losses_stand_beside_a_loss_for_which_replicas_wait(trainer):
+    """While a replica waits in its loss for another one, that one calls the layers anew."""
+
+    class Penalty(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(x**2, -1))
+            return x
+
+    with trainer.scope():
+        dense = keras.layers.Dense(2)
+        model = keras.Sequential([keras.Input((3,)), dense, Penalty()])
+        model.compile(keras.optimizers.SGD(RATE), lambda y, p: tf.reduce_sum((y - p) ** 2))
+    kernel, bias = (each.astype(np.float64) for each in model.get_weights())
+    trainer.fit(model, X[:4], Y[:4], batch_size=4, verbose=0)
+    out = X[:4] @ kernel + bias
+    gradient = 2 * (out - Y[:4]) + out  # of the squares' sum, and of the sum of their means over two numbers
+    np.testing.assert_allclose(dense.kernel.numpy(), kernel - RATE * X[:4].T @ gradient, rtol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
 def test_a_layer_that_counts_is_called_once_a_step(trainer):
     class Counts(Adds):

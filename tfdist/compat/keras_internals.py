@@ -6,6 +6,7 @@ the constants that begin with `KERAS_`. For Keras' loop over data see `keras_loo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ Method = Callable[..., Any]
 KERAS_MAKE_FUNCTION = "_make_function"
 KERAS_COMPILED = ("_compile_metrics", "_compile_loss")
 KERAS_MOMENTS = "_moments"
+KERAS_ADDED_LOSSES = "_losses"
 
 
 def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
@@ -40,6 +42,32 @@ def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
 def added_losses(layer: keras.layers.Layer) -> list[Any]:
     """Returns the losses that a layer has added by `add_loss` in its last call, without regularizers and without sub-layers."""
     return list(layer._get_own_losses())
+
+
+class _AddedLosses(threading.local):
+    """What a layer keeps its losses in, a list for each thread."""
+
+    def __init__(self) -> None:
+        self._own: list[Any] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._own[index]
+
+    def extend(self, losses: Sequence[Any]) -> None:
+        self._own.extend(losses)
+
+    def clear(self) -> None:
+        self._own.clear()
+
+
+def keep_added_losses_apart(model: keras.Model) -> None:
+    """Makes a model's layers keep what they add by `add_loss` for each thread.
+
+    Replicas are threads that take turns at each collective: while one waits in its loss for the others, they call the layers anew.
+    """
+    for layer in layers(model):
+        if not isinstance(vars(layer)[KERAS_ADDED_LOSSES], _AddedLosses):
+            vars(layer)[KERAS_ADDED_LOSSES] = _AddedLosses()
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:

@@ -53,6 +53,8 @@ def scale_losses_for_replica(model: keras.Model, share: ReplicaShare) -> Iterato
     Raises:
         ConfigError: Within it, if XLA would have to compile a collective.
     """
+    if not share.is_alone:
+        keras_internals.keep_added_losses_apart(model)
     if not isinstance(keras_internals.replaced_added_loss(model), _AddedLoss):
         keras_internals.replace_added_loss(model, _AddedLoss(model))
     compiled = keras_internals.compiled_loss(model)
