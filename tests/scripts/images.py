@@ -72,7 +72,7 @@ def segmentation(scope):
         up = layers.Conv2DTranspose(4, 3, strides=2, padding="same", activation="relu")(down)
         model = keras.Model(inputs, layers.Conv2D(1, 1, activation="sigmoid")(layers.Concatenate()([up, inputs])))
         model.compile(sgd(), "binary_crossentropy")
-    # Shuffled, its later epochs come in another order now and then: several devices read ahead (README, Limits).
+    # Shuffled, its later epochs come in another order now and then: several devices read ahead (docs/limits.md).
     history = run(model, Pairs(workers=1), batch_size=None, shuffle=False)
     return history, model.predict(Pairs(workers=1), verbose=0)
 
