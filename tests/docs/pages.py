@@ -60,5 +60,5 @@ def commands() -> Iterator[tuple[str, str]]:
                 if found := re.search(r"python -m (?:tfdist|tools)\b[^#>&|]*", line):
                     yield block.page, found[0].strip()
     for page in PAGES:
-        for found in re.findall(r"`[^`]*?(python -m (?:tfdist|tools)\.\w+ [^`]+)`", prose(page)):
+        for found in re.findall(r"`(?!Usage)[^`]*?(python -m (?:tfdist|tools)\.\w+ [^`]+)`", prose(page)):
             yield page, found.replace("\n", " ")
