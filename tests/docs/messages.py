@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "tfdist"
-ERRORS = {"ConfigError", "ClusterError", "BackupError"}
-SAYING = {*ERRORS, "TypeError", "ValueError", "RuntimeError", "warn", "log", "say"}
+ERRORS = {"ConfigError", "ClusterError", "BackupError", "CorruptBackupError"}
+SAYING = {*ERRORS, "FileExistsError", "TypeError", "ValueError", "RuntimeError", "already_started_error", "check"}
+SAYING |= {"warn", "log", "say"}
 # Functions that yield or return sentences which others raise or print.
 _SENTENCES = re.compile(
     "fault|doubts|differences|sentence|message|hint|explain|obstacle|unreachable|cause$|failed$|unknown|_other_order"
-    "|_valid_arguments|_assign$"
+    "|_valid_arguments|_assign$|_field$|_unexpected_peer"
 )
 _WORDS = 9
 _GAP = "\0"  # what is known when the message is made
@@ -68,6 +69,8 @@ def texts(node: ast.expr | None, local: dict[str, ast.expr]) -> Iterator[str]:
         yield from texts(node.value, local)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
         yield from texts(node.func.value, local)
+    elif isinstance(node, ast.Attribute):
+        yield from texts(constants().get(node.attr), {})
     elif isinstance(node, ast.Name) and (value := local.get(node.id, constants().get(node.id))):
         yield from texts(value, {name: value for name, value in local.items() if name != node.id})
 
@@ -118,12 +121,12 @@ def _of_scope(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Call) and node.args:
             name = ast.unparse(node.func).rpartition(".")[2]
             owner = ast.unparse(node.func).rpartition(".")[0]
-            prints = name == "print" and "tfdist: " in ast.unparse(node.args[0])
+            prints = name == "print" and re.search("tfdist: |_WARNING", ast.unparse(node.args[0]))
             if name in SAYING or (name == "append" and owner == "faults") or prints:
-                said = node.args[0]
+                said = ast.Tuple(node.args)
         elif isinstance(node, (ast.Yield, ast.Return)):
             said = node.value if _gives_sentences(scope) else None
-        elif isinstance(node, (ast.AugAssign, ast.Assign)) and ast.unparse(node).startswith(("faults =", "faults +=")):
+        elif isinstance(node, (ast.AugAssign, ast.Assign)) and ast.unparse(node).startswith(("faults =", "faults +=", "self._reasons[")):
             said = node.value
         yield from ((node.lineno, text) for text in texts(said, local))
 
@@ -136,6 +139,8 @@ def _locals(scope: ast.FunctionDef | ast.Module) -> dict[str, ast.expr]:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name):
                 found.setdefault(target.id, ast.List([])).elts.append(node.value)
+        elif isinstance(node, ast.For) and isinstance(node.target, ast.Name) and isinstance(node.iter, ast.Tuple):
+            found.setdefault(node.target.id, ast.List([])).elts.append(node.iter)
     return dict(found)
 
 
