@@ -126,7 +126,9 @@ def _of_scope(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[int, str]]:
                 said = ast.Tuple(node.args)
         elif isinstance(node, (ast.Yield, ast.Return)):
             said = node.value if _gives_sentences(scope) else None
-        elif isinstance(node, (ast.AugAssign, ast.Assign)) and ast.unparse(node).startswith(("faults =", "faults +=", "self._reasons[")):
+        elif isinstance(node, (ast.AugAssign, ast.Assign)) and ast.unparse(node).startswith(
+            ("faults =", "faults +=", "self._reasons[")
+        ):
             said = node.value
         yield from ((node.lineno, text) for text in texts(said, local))
 
@@ -140,7 +142,8 @@ def _locals(scope: ast.FunctionDef | ast.Module) -> dict[str, ast.expr]:
             if isinstance(target, ast.Name):
                 found.setdefault(target.id, ast.List([])).elts.append(node.value)
         elif isinstance(node, ast.For) and isinstance(node.target, ast.Name) and isinstance(node.iter, ast.Tuple):
-            found.setdefault(node.target.id, ast.List([])).elts.append(node.iter)
+            if all(isinstance(each, ast.Name) for each in node.iter.elts):  # constants of a module
+                found.setdefault(node.target.id, ast.List([])).elts.append(node.iter)
     return dict(found)
 
 
