@@ -141,8 +141,9 @@ def _locals(scope: ast.FunctionDef | ast.Module) -> dict[str, ast.expr]:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name):
                 found.setdefault(target.id, ast.List([])).elts.append(node.value)
-        elif isinstance(node, ast.For) and isinstance(node.target, ast.Name) and isinstance(node.iter, ast.Tuple):
-            if all(isinstance(each, ast.Name) for each in node.iter.elts):  # constants of a module
+        elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):
+            constant = isinstance(node.iter, ast.Tuple) and all(isinstance(each, ast.Name) for each in node.iter.elts)
+            if constant:
                 found.setdefault(node.target.id, ast.List([])).elts.append(node.iter)
     return dict(found)
 
