@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all slow lint system-deps clean
+.PHONY: demo test test-all slow lint docs system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/python -m tfdist.train --config=configs/digits_multi_worker.py --workdir=runs/demo
@@ -29,6 +29,14 @@ lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The pages and the API reference, as a site in build/site; a dead link is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
 
 # What tests need from the operating system, by Debian's names; without, those that need it are skipped.
 SYSTEM := iproute2 munge openmpi-bin slurm-wlm

@@ -1,0 +1,109 @@
+"""The recipes of docs/extending.md work: each example is run as it stands there."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from tests.docs.pages import blocks
+from tfdist import TrainConfig
+
+EXAMPLES = {
+    re.match(r"# (\S+)\n", block.text)[1]: block.text for block in blocks("python") if block.page == "docs/extending.md"
+}
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """Returns a function that imports an example as a file of its own."""
+    folder = tmp_path_factory.mktemp("examples")
+
+    def load(path):
+        name = f"example_{pathlib.PurePath(path).stem}"
+        file = folder / f"{name}.py"
+        file.write_text(EXAMPLES[path])
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for path in EXAMPLES:
+        sys.modules.pop(f"example_{pathlib.PurePath(path).stem}", None)
+
+
+def test_every_recipe_has_an_example():
+    folders = {path.rpartition("/")[0].removeprefix("tfdist/") for path in EXAMPLES}
+    assert folders == {"compression", "cluster/resolvers", "strategies", "monitoring", "", "cluster/jobs"}
+
+
+def test_the_compressor_sums(example):
+    import tensorflow as tf
+
+    from tfdist.collectives.in_process import InProcessCommunicator
+
+    compressor = example("tfdist/compression/scaled_fp16.py").ScaledFP16()
+    group = InProcessCommunicator(2)
+    values = np.random.default_rng(0).standard_normal((2, 40, 30)).astype(np.float32)
+    contexts = group.contexts(tf.constant(0, tf.int64))
+    results = group.run(
+        [compressor.exchange([tf.constant(v)], [()], c) for v, c in zip(values, contexts, strict=True)], 0
+    )
+    for result in results:
+        np.testing.assert_allclose(
+            result.sums[0], values.sum(0), atol=3 * 2**-11 * np.abs(values).max()
+        )  # float16 has 11 bits
+    assert compressor.bytes_per_step([(512, 512)], num_replicas=2) == 512 * 512 * 2
+
+
+def test_the_resolver_finds_the_cluster(example):
+    from tfdist.cluster.resolvers.environment import Environment
+
+    resolve = example("tfdist/cluster/resolvers/mysched.py").resolve
+    found = resolve(Environment({"MYSCHED_HOSTS": "a,b", "MYSCHED_RANK": "1", "TFDIST_PORT": "99"}))
+    assert found == (["a:99", "b:99"], 1)
+
+
+def test_the_job_trains_what_it_is_told(example):
+    from tfdist.cluster.jobs.job import Job
+
+    script = example("tfdist/cluster/jobs/mysched.py").script
+    text = script(TrainConfig(), pathlib.PurePath("/x"), ["--config=digits"], Job("digits"))
+    assert "name=digits tasks=1 " in text and "-m tfdist.train --config=digits\n" in text
+
+
+@pytest.fixture(scope="module")
+def trained(example):
+    """Returns the history and the callback of a training of the task's example under the strategy's."""
+    import tensorflow as tf
+
+    from tfdist import StrategyConfig, Trainer
+
+    strategy = example("tfdist/strategies/last_device.py").last_device(StrategyConfig(), None, 1.0, 1.0)
+    task_class = example("my_task.py").Circle
+    task = task_class(task_class.Options(units=16))
+    slowest = example("tfdist/monitoring/slowest_step.py").SlowestStep()
+    trainer = Trainer(strategy)
+    with trainer.scope():
+        model = task.build_model()
+        model.compile("adam", **task.compile_arguments())
+    assert isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    data = lambda context: task.train_data(context, 64, 0)  # noqa: E731
+    steps = task.steps_per_epoch(64)
+    return trainer.fit(model, data, epochs=8, steps_per_epoch=steps, callbacks=[slowest], verbose=0), slowest
+
+
+def test_the_task_learns_under_the_strategy(trained):
+    loss = trained[0].history["loss"]
+    assert loss[-1] < 0.95 * loss[0]
+
+
+def test_the_callback_keeps_its_state(trained):
+    again = type(trained[1])()
+    again.load_state_dict(trained[1].state_dict())
+    assert again.seconds == trained[1].seconds > 0

@@ -1,0 +1,118 @@
+"""README and docs: no dead link, no block that is not Python, no command or field that does not exist."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import io
+import re
+import shlex
+from collections.abc import Callable
+
+import pytest
+
+from tests.architecture.test_public_api import PUBLIC
+from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links, prose
+from tfdist import TrainConfig
+from tfdist.cluster import __main__ as cluster_command
+from tfdist.config import flags
+from tfdist.launch import __main__ as launch_command
+
+COMMANDS = sorted(set(commands()))
+TASKS = ("digits", "synthetic")
+
+
+def test_the_readme_fits_two_screens():
+    assert len(PAGES["README.md"].splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_their_anchors_exist(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page} links to {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{page} links to {link}"
+
+
+def test_every_page_is_on_the_site():
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert not [page for page in PAGES if page.startswith("docs/") and f"- {page[5:]}\n" not in site]
+
+
+@pytest.mark.parametrize("block", list(blocks("python")), ids=lambda block: f"{block.page}-{len(block.text)}")
+def test_python_blocks_are_python_and_import_what_exists(block):
+    for node in ast.walk(compile(block.text, block.page, "exec", ast.PyCF_ONLY_AST)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tfdist":
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tfdist":
+            assert node.attr in PUBLIC["tfdist"], f"{block.page} uses tfdist.{node.attr}"
+
+
+def fields(config: object, prefix: str = "") -> set[str]:
+    """Returns the paths of a configuration's fields."""
+    found = set()
+    for field in dataclasses.fields(config):
+        found.add(prefix + field.name)
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            found |= fields(value, f"{prefix}{field.name}.")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_fields_of_the_configuration_exist(page):
+    known = set().union(*(fields(TrainConfig(task=task)) for task in TASKS)) | {"task_options.FIELD", "FIELD", "field"}
+    known.add("task_options.units")  # of the example in extending.md
+    named = set(re.findall(r"--config\.([A-Za-z_]\w*(?:\.\w+)*)", PAGES[page]))
+    assert named <= known, f"{page} names {named - known}"
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_commands_parse(page, command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if "..." in command:
+        pytest.skip("part of a command")
+    _, _, module, *arguments = shlex.split(command)
+    parse(module, arguments)
+
+
+def parse(module: str, arguments: list[str]) -> None:
+    """Has the command's own parser read the arguments; nothing is started."""
+    if module == "tfdist.train":
+        flags.parse([module, *arguments], "")
+    elif module == "tfdist.launch":
+        split = arguments.index("--")
+        assert quietly(launch_command.main, [module, *arguments[:split], "--help"]) == 0 and arguments[split + 1 :]
+    elif module == "tfdist.cluster" and arguments[0] == "emit":
+        assert quietly(cluster_command.main, [module, *arguments]) == 0
+    elif module == "tfdist.cluster":
+        assert [word for word in arguments if not word.startswith("-")] in (["show"], ["check"])
+        assert quietly(cluster_command.main, [module, *arguments, "--help"]) == 0
+    else:
+        raise AssertionError(f"mark the block as shown only, or parse {module} here")
+
+
+def quietly(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Returns a command's exit code; what it prints is not shown."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return main(argv)
+
+
+def test_the_search_for_commands_finds_them():
+    found = {command.split()[2] for _, command in COMMANDS}
+    assert found == {"tfdist.train", "tfdist.launch", "tfdist.cluster"}
+    assert len(COMMANDS) > 20
+
+
+@pytest.mark.parametrize(("package", "name"), [(p, n) for p, names in PUBLIC.items() for n in names if not n.isupper()])
+def test_every_public_name_is_in_the_api(package, name):
+    assert re.search(rf"^::: tfdist\.[\w.]*\.{name}$", PAGES["docs/api.md"], re.MULTILINE)
+
+
+def test_prose_has_no_blocks():
+    assert "```" not in "".join(map(prose, PAGES))
