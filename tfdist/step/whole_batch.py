@@ -1,7 +1,7 @@
 """Gives every replica the whole batch of a loss, so that a loss of any kind is what one process computes.
 
-Each replica sums what all hold of the labels, predictions and weights, and puts its own predictions in their place. The gradient of
-the loss flows through these alone, so that the replicas' gradients add up to that of one process.
+Each replica gathers the labels, predictions and weights of all, and puts its own predictions in their place. The gradient of the loss
+flows through these alone, so that the replicas' gradients add up to that of one process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def obstacle(share: ReplicaShare, loss: keras.losses.Loss, arguments: Sequence[A
     if share.rows is None or any(not isinstance(each, tf.Tensor) or not each.shape.rank for each in given):
         return "what it compares are no dense tensors with a row for each example"
     if any(each.dtype == tf.string for each in given):
-        return "TensorFlow does not sum strings over replicas"
+        return "replicas do not gather strings"
     shapes = [each.shape[1:] for each in given]
     if share.place is None and not all(shape.is_fully_defined() for shape in shapes):
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
