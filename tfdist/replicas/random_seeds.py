@@ -122,11 +122,12 @@ class StepSeedGenerator:
 
     Args:
         number: The step's number, `[]`.
+        seed: None draws one at the first draw.
     """
 
-    def __init__(self, number: tf.Tensor):
+    def __init__(self, number: tf.Tensor, seed: int | None = None):
         self._number = tf.cast(number, tf.int64)
-        self._seed: int | None = None
+        self._seed = seed
         self._draws = 0
 
     def next(self, ordered: bool = True) -> tf.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.compat.tf_internals import EagerTensor
+from tfdist.replicas import random_seeds
 
 
 def depends_only_on(given: Callable[[tf.Tensor], bool], values: Any) -> bool:
@@ -37,7 +37,8 @@ def depends_only_on(given: Callable[[tf.Tensor], bool], values: Any) -> bool:
 def trace_apart(fn: Callable[..., Any], specs: Sequence[Any]) -> Any:
     """Traces a function in a graph that is never run. Returns what it returns.
 
-    In a thread of its own, outside of the replicas, as a function within a replica's step could assign no variable of theirs.
+    In a thread of its own, outside of the replicas, as a function within a replica's step could assign no variable of theirs. There
+    `keras.random` draws from a generator of its own, so that the steps draw what they would have drawn.
 
     Args:
         fn: The function.
@@ -52,11 +53,10 @@ def trace_apart(fn: Callable[..., Any], specs: Sequence[Any]) -> Any:
         found.append(fn(*args))
 
     def trace() -> None:
-        with strategy.scope():
+        with strategy.scope(), random_seeds.StepSeedGenerator(tf.constant(0), seed=1).installed():
             tf.function(keep, autograph=False).get_concrete_function(*specs)
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        pool.submit(trace).result()
+    random_seeds.run_in_clean_thread(trace)
     return found[-1]
 
 
