@@ -25,7 +25,15 @@ from tensorflow.python.eager import context
 
 import tfdist
 from tfdist.backup import unsaved_randomness
-from tfdist.compat import call_stack, keras_callbacks, keras_internals, keras_loops, tf_cluster, tf_internals
+from tfdist.compat import (
+    call_stack,
+    keras_callbacks,
+    keras_internals,
+    keras_loops,
+    keras_losses,
+    tf_cluster,
+    tf_internals,
+)
 from tfdist.data import graph as graph_lib
 from tfdist.data import python_generators, random_state
 from tfdist.parameter_server import strategy as strategy_lib
@@ -199,19 +207,19 @@ def test_traced_functions_tell_their_random_operations():
 def test_keras_sums_and_logs_losses_where_the_step_does():
     moved = "seam step function: losses are summed or logged elsewhere"
     loss = inspect.getsource(keras.Model.compute_loss)
-    assert f"self.{keras_internals.KERAS_ADDED_LOSS}(loss)" in loss, moved
-    assert f"self.{keras_internals.KERAS_COMPILED_LOSS}(" in loss, moved
+    assert f"self.{keras_losses.KERAS_ADDED_LOSS}(loss)" in loss, moved
+    assert f"self.{keras_losses.KERAS_COMPILED_LOSS}(" in loss, moved
     build = inspect.getsource(compile_utils.CompileLoss._build_nested)
-    assert f"self.{keras_internals.KERAS_LOSSES}.append(" in build, moved
+    assert f"self.{keras_losses.KERAS_LOSSES}.append(" in build, moved
     assert compile_utils.CompileLoss.Loss._fields[1] == "loss", moved
-    assert f"in self.{keras_internals.KERAS_LOSSES}" in inspect.getsource(compile_utils.CompileLoss.call), moved
+    assert f"in self.{keras_losses.KERAS_LOSSES}" in inspect.getsource(compile_utils.CompileLoss.call), moved
     reduction = inspect.getsource(losses.reduce_weighted_values)
     assert "apply_mask(" in reduction, "seam losses: masks become weights elsewhere"
     assert "backend.get_keras_mask(y_pred)" in inspect.getsource(keras.losses.Loss.__call__), moved
     masked = keras.layers.Masking()(tf.zeros([2, 3, 1]))
-    assert keras_internals.mask(masked) is not None, "seam losses: masks are kept elsewhere"
+    assert keras_losses.mask(masked) is not None, "seam losses: masks are kept elsewhere"
     for step_method in (keras_trainer.TensorFlowTrainer.train_step, keras_trainer.TensorFlowTrainer.test_step):
-        assert f"self.{keras_internals.KERAS_LOSS_TRACKER}.update_state(" in inspect.getsource(step_method), moved
+        assert f"self.{keras_losses.KERAS_LOSS_TRACKER}.update_state(" in inspect.getsource(step_method), moved
 
 
 def test_datasets_tell_how_they_are_shuffled():
@@ -591,16 +599,14 @@ def test_layers_tell_their_own_losses():
     adds = Adds()
     model = keras.Sequential([keras.Input((2,)), adds, keras.layers.Dense(1, kernel_regularizer="l2")])
     model(np.ones([3, 2]))
-    losses = [float(loss) for layer in keras_internals.layers(model) for loss in keras_internals.added_losses(layer)]
+    losses = [float(loss) for layer in keras_internals.layers(model) for loss in keras_losses.added_losses(layer)]
     assert losses == [6.0], "losses: losses of layers have moved"
-    keras_internals.keep_added_losses_apart(model)
+    keras_losses.keep_added_losses_apart(model)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         for rows in (3, 1):
             model(np.ones([rows, 2]))
             pool.submit(model, np.ones([5, 2])).result()
-            assert [float(loss) for loss in keras_internals.added_losses(adds)] == [2.0 * rows], (
-                "losses: kept elsewhere"
-            )
+            assert [float(loss) for loss in keras_losses.added_losses(adds)] == [2.0 * rows], "losses: kept elsewhere"
 
 
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "none", "mean_with_sample_weight"])
@@ -609,19 +615,19 @@ def test_a_loss_is_reduced_as_by_its_own_call(reduction, weights):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0, reduction=reduction)
     labels, logits = np.array([0, 1, 2]), tf.random.normal([3, 4], seed=1)
     logits._keras_mask = tf.constant([True, True, False])
-    value, mask = keras_internals.loss_and_mask(loss, labels, logits, weights)
+    value, mask = keras_losses.loss_and_mask(loss, labels, logits, weights)
     np.testing.assert_array_equal(value, loss(labels, logits, weights))
     np.testing.assert_array_equal(mask, [False, True, False])
 
 
 def test_compiled_models_have_the_parts_that_are_built():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    assert keras_internals.compiled_loss(model) is None
+    assert keras_losses.compiled_loss(model) is None
     model.compile("sgd", "mse", metrics=["mae"])
     model.fit(np.ones([2, 2]), np.ones([2, 1]), verbose=0)
     assert len(keras_internals.compiled_parts(model)) == 2, "model_building: compiled metrics or losses have moved"
-    assert len(keras_internals.losses(keras_internals.compiled_loss(model))) == 1, "losses: the list has moved"
-    assert isinstance(keras_internals.loss_tracker(model), keras.metrics.Mean), "losses: the tracker has moved"
+    assert len(keras_losses.losses(keras_losses.compiled_loss(model))) == 1, "losses: the list has moved"
+    assert isinstance(keras_losses.loss_tracker(model), keras.metrics.Mean), "losses: the tracker has moved"
 
 
 def test_optimizers_update_and_number_their_variables_as_expected():

@@ -130,7 +130,7 @@ def test_no_file_but_those_of_compat_names_what_is_private(name):
     assert not found, (
         "private names of Keras, TensorFlow or Python outside of tfdist/compat:\n  "
         + "\n  ".join(found)
-        + "\nAdd a function to tfdist/compat/keras_internals.py, keras_loops.py, tf_internals.py, tf_cluster.py or "
+        + "\nAdd a function to tfdist/compat/keras_internals.py, keras_losses.py, keras_loops.py, tf_internals.py, tf_cluster.py or "
         "call_stack.py, call it here, and let tests/architecture/test_keras_internals.py check the name."
     )
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import call_stack, keras_internals
+from tfdist.compat import call_stack, keras_internals, keras_losses
 from tfdist.errors import ConfigError
 from tfdist.step import whole_batch
 from tfdist.step.graph_copies import depends_on, trace_apart
@@ -54,15 +54,15 @@ def scale_losses_for_replica(model: keras.Model, share: ReplicaShare) -> Iterato
         ConfigError: Within it, if XLA would have to compile a collective.
     """
     if not share.is_alone:
-        keras_internals.keep_added_losses_apart(model)
-    if not isinstance(keras_internals.replaced_added_loss(model), _AddedLoss):
-        keras_internals.replace_added_loss(model, _AddedLoss(model))
-    compiled = keras_internals.compiled_loss(model)
+        keras_losses.keep_added_losses_apart(model)
+    if not isinstance(keras_losses.replaced_added_loss(model), _AddedLoss):
+        keras_losses.replace_added_loss(model, _AddedLoss(model))
+    compiled = keras_losses.compiled_loss(model)
     if compiled is not None and compiled.built:
         _replace_losses(compiled)
     elif compiled is not None and "build" not in vars(compiled):
         compiled.build = _BuildReplicaLosses(compiled)
-    for tracker in (keras_internals.loss_tracker(model), *getattr(compiled, "metrics", ())):
+    for tracker in (keras_losses.loss_tracker(model), *getattr(compiled, "metrics", ())):
         if tracker is not None and not isinstance(vars(tracker).get("update_state"), _WeightedLossTracker):
             tracker.update_state = _WeightedLossTracker(tracker)
     for metric in model.metrics:
@@ -73,7 +73,7 @@ def scale_losses_for_replica(model: keras.Model, share: ReplicaShare) -> Iterato
 
 
 def _replace_losses(compiled: Any) -> None:
-    losses = keras_internals.losses(compiled)
+    losses = keras_losses.losses(compiled)
     for number, each in enumerate(losses):
         if not isinstance(each.loss, _CompiledLoss):
             losses[number] = each._replace(loss=_CompiledLoss(each.loss))
@@ -111,7 +111,7 @@ class _CompiledLoss:
             return self._of_whole_batch(share, y_true, y_pred, sample_weight)
         if self._kind == "total":
             return self.loss(y_true, y_pred, sample_weight)
-        value, mask = keras_internals.loss_and_mask(self.loss, y_true, y_pred, sample_weight)
+        value, mask = keras_losses.loss_and_mask(self.loss, y_true, y_pred, sample_weight)
         if value.shape.rank:
             return value
         part = share.part()
@@ -182,7 +182,7 @@ class _CompiledLoss:
         if reduction in _MEANS:
             return tf.reduce_sum(tf.cast(mask, wide))
         weights = None if sample_weight is None else tf.convert_to_tensor(sample_weight)
-        return tf.reduce_sum(tf.cast(keras_internals.apply_mask(weights, mask, dtype=wide, reduction=reduction), wide))
+        return tf.reduce_sum(tf.cast(keras_losses.apply_mask(weights, mask, dtype=wide, reduction=reduction), wide))
 
 
 class _AddedLoss:
@@ -190,7 +190,7 @@ class _AddedLoss:
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self._add = keras_internals.added_loss_method(model)
+        self._add = keras_losses.added_loss_method(model)
         self._warned: set[str] = set()
 
     def __call__(self, loss: Any) -> Any:
@@ -209,7 +209,7 @@ class _AddedLoss:
             # Keras divides what an activity regularizer returns by the number of examples.
             if layer.activity_regularizer is not None or layer.name in self._warned:
                 continue
-            if any(each is loss for each in keras_internals.added_losses(layer)) and depends_on(share.data, loss):
+            if any(each is loss for each in keras_losses.added_losses(layer)) and depends_on(share.data, loss):
                 self._warned.add(layer.name)
                 warnings.warn(_MEAN_ADDED.format(layer.name), stacklevel=2)
 

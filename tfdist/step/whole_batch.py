@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.collectives.factory import communicator_for
 from tfdist.collectives.in_process import InProcessCommunicator
-from tfdist.compat import keras_internals
+from tfdist.compat import keras_losses
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.errors import ConfigError
 from tfdist.step.replica_share import ReplicaShare
@@ -68,7 +68,7 @@ def gathered(share: ReplicaShare, loss: keras.losses.Loss, y_true: Any, y_pred: 
         y_pred: Its predictions, perhaps with a mask of Keras'; those of the result have it, too.
         sample_weight: Its weights, or None.
     """
-    masks = [keras_internals.mask(each) for each in tf.nest.flatten(y_pred)]
+    masks = [keras_losses.mask(each) for each in tf.nest.flatten(y_pred)]
     own = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
     own = tf.nest.map_structure(lambda v: None if v is None else keras.ops.convert_to_tensor(v, loss.dtype), own)
     sent = [each for each in tf.nest.flatten(own) if each is not None]
@@ -86,7 +86,7 @@ def gathered(share: ReplicaShare, loss: keras.losses.Loss, y_true: Any, y_pred: 
     def with_own(others: Any, mine_alone: Any, mask: Any) -> Any:
         joined = tf.concat([others[:before], mine_alone[:mine], others[before + mine :]], 0)
         if mask is not None:
-            keras_internals.set_mask(joined, tf.cast(mask, tf.bool))
+            keras_losses.set_mask(joined, tf.cast(mask, tf.bool))
         return joined
 
     own_pred = tf.nest.flatten(own[0][1])

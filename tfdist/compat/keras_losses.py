@@ -1,0 +1,106 @@
+"""What tfdist uses of Keras' losses beyond their public interfaces; see `keras_internals.py`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.losses.loss import apply_mask, reduce_weighted_values
+
+from tfdist.compat.keras_internals import layers
+
+__all__ = ["apply_mask"]  # with the functions and constants below
+
+Method = Callable[..., Any]
+KERAS_ADDED_LOSSES = "_losses"
+KERAS_ADDED_LOSS = "_aggregate_additional_loss"
+KERAS_COMPILED_LOSS = "_compile_loss"
+KERAS_LOSS_TRACKER = "_loss_tracker"
+KERAS_LOSSES = "_flat_losses"
+KERAS_MASK = "_keras_mask"
+
+
+def added_loss_method(model: keras.Model) -> Method:
+    """Returns the method with which a model sums one loss that a layer has added."""
+    method: Method = getattr(model, KERAS_ADDED_LOSS)
+    return method
+
+
+def replaced_added_loss(model: keras.Model) -> Any:
+    """Returns what `replace_added_loss` has set on a model, or None."""
+    return vars(model).get(KERAS_ADDED_LOSS)
+
+
+def replace_added_loss(model: keras.Model, new: Method) -> None:
+    """Replaces the method with which a model sums one loss that a layer has added."""
+    setattr(model, KERAS_ADDED_LOSS, new)
+
+
+def compiled_loss(model: keras.Model) -> Any:
+    """Returns Keras' container of the losses that a model is compiled with, or None."""
+    return getattr(model, KERAS_COMPILED_LOSS, None)
+
+
+def losses(compiled: Any) -> list[Any]:
+    """Returns the list in which a built container keeps its losses: named tuples with a field `loss`."""
+    found: list[Any] = getattr(compiled, KERAS_LOSSES)
+    return found
+
+
+def loss_tracker(model: keras.Model) -> Any:
+    """Returns the metric that keeps the mean of a model's loss, or None."""
+    return getattr(model, KERAS_LOSS_TRACKER, None)
+
+
+def mask(tensor: Any) -> Any:
+    """Returns the mask that Keras keeps with a tensor, or None."""
+    return getattr(tensor, KERAS_MASK, None)
+
+
+def set_mask(tensor: Any, value: Any) -> None:
+    """Sets the mask that Keras keeps with a tensor."""
+    setattr(tensor, KERAS_MASK, value)
+
+
+def loss_and_mask(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Returns what `Loss.__call__` does, and which of the loss's values count: a mask on predictions or values, or None."""
+    rows = tf.nest.map_structure(lambda each: keras.ops.convert_to_tensor(each, loss.dtype), (y_true, y_pred))
+    values = loss.call(*rows)
+    found = mask(y_pred), mask(values)
+    counted = found[0] & found[1] if None not in found else found[0] if found[1] is None else found[1]
+    value = reduce_weighted_values(values, sample_weight, counted, loss.reduction, loss.dtype)
+    return value, counted
+
+
+def added_losses(layer: keras.layers.Layer) -> list[Any]:
+    """Returns the losses that a layer has added by `add_loss` in its last call, without regularizers and without sub-layers."""
+    return list(layer._get_own_losses())
+
+
+class _AddedLosses(threading.local):
+    """What a layer keeps its losses in, a list for each thread."""
+
+    def __init__(self) -> None:
+        self._own: list[Any] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._own[index]
+
+    def extend(self, losses: Sequence[Any]) -> None:
+        self._own.extend(losses)
+
+    def clear(self) -> None:
+        self._own.clear()
+
+
+def keep_added_losses_apart(model: keras.Model) -> None:
+    """Makes a model's layers keep what they add by `add_loss` for each thread.
+
+    Replicas are threads that take turns at each collective: while one waits in its loss for the others, they call the layers anew.
+    """
+    for layer in layers(model):
+        if not isinstance(vars(layer)[KERAS_ADDED_LOSSES], _AddedLosses):
+            vars(layer)[KERAS_ADDED_LOSSES] = _AddedLosses()
