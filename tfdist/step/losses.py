@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.compat import call_stack, keras_internals, keras_losses
 from tfdist.errors import ConfigError
+from tfdist.gradients import gradient_lists
 from tfdist.step import whole_batch
 from tfdist.step.graph_copies import depends_on, trace_apart
 from tfdist.step.replica_share import ReplicaShare, current_share, divide_by_share, is_total, share_is
@@ -129,7 +130,9 @@ class _CompiledLoss:
         context = tf.distribute.get_replica_context()
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, divisor)
         context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
-        return value * tf.cast(tf.math.divide_no_nan(divisor, total * tf.cast(part, total.dtype)), value.dtype)
+        return value * tf.cast(
+            tf.math.divide_no_nan(divisor, total * gradient_lists.factor(part, total.dtype)), value.dtype
+        )
 
     def _find_kind(self, y_true: Any, y_pred: Any) -> Literal["examples", "whole", "total"]:
         """Returns whether the loss has a value for each example, must see the whole batch, or returns what `total` declares.

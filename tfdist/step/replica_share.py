@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.gradients import gradient_lists
+
 _TOTAL = "_tfdist_total"
 
 
@@ -83,4 +85,4 @@ def is_total(value: Any) -> bool:
 
 def divide_by_share(value: Any, part: Any) -> Any:
     """Returns a sum divided by this replica's share, so that the average by shares is the sum over replicas."""
-    return tf.math.divide_no_nan(value, tf.cast(part, value.dtype))
+    return tf.math.divide_no_nan(value, gradient_lists.factor(part, value.dtype))

@@ -18,7 +18,7 @@ from tfdist.collectives.in_process import InProcessCommunicator
 from tfdist.compat import keras_losses
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.errors import ConfigError
-from tfdist.step.replica_share import ReplicaShare
+from tfdist.step.replica_share import ReplicaShare, divide_by_share
 
 # Found in the message of the error with which a step ends.
 ROWS_ARE_NOT_EXAMPLES = (
@@ -99,7 +99,7 @@ def divide_gradient(value: tf.Tensor, part: Any) -> tf.Tensor:
 
     @tf.custom_gradient
     def identity(x: tf.Tensor) -> Any:
-        return tf.identity(x), lambda upstream: tf.math.divide_no_nan(upstream, tf.cast(part, upstream.dtype))
+        return tf.identity(x), lambda upstream: divide_by_share(upstream, part)
 
     return identity(value)
 
