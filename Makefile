@@ -9,7 +9,8 @@ demo: .venv/.installed
 
 # One process more than there are cores, as much of the time tests wait for others to start; each takes whole files.
 JOBS ?= $(shell expr $$(nproc) + 1)
-PYTEST = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --durations=10
+# After a process that crashed, pytest-xdist would wait for the rest of its file for ever.
+PYTEST = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=10
 
 # What neither `full` nor `slow` marks.
 test: lint
@@ -39,7 +40,7 @@ docs: .venv/.docs
 	touch $@
 
 # What tests need from the operating system, by Debian's names; without, those that need it are skipped.
-SYSTEM := iproute2 munge openmpi-bin slurm-wlm
+SYSTEM := chromium iproute2 munge openmpi-bin slurm-wlm
 
 system-deps:
 	@if dpkg -s $(SYSTEM) >/dev/null 2>&1; then echo "System packages are there: $(SYSTEM)."; \

@@ -5,9 +5,16 @@
 The same as the preset: `--config=digits_multi_worker`. Copy it, and change what it returns.
 """
 
-from tfdist.config import TrainConfig
-from tfdist.presets import digits_multi_worker
+from tfdist.config import ClusterConfig, OptimizerConfig, StrategyConfig, TrainConfig
 
 
 def get_config() -> TrainConfig:
-    return digits_multi_worker.get_config()
+    return TrainConfig(
+        task="digits",
+        strategy=StrategyConfig("multi_worker_mirrored"),
+        cluster=ClusterConfig(workers=2),
+        global_batch_size=64,
+        epochs=10,
+        optimizer=OptimizerConfig("adam"),
+        learning_rate=3e-3,
+    )

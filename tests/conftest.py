@@ -12,6 +12,9 @@ import hypothesis
 import pytest
 import tensorflow as tf
 
+from tfdist.runtime import log
+
+log.print_always()  # as commands do: pytest has handlers of its own, which would take the lines
 hypothesis.settings.register_profile("tfdist", derandomize=True, deadline=None, max_examples=200)
 hypothesis.settings.load_profile("tfdist")
 

@@ -15,6 +15,7 @@ _HOMES = {
     "ClusterSpec": "cluster",
     "CompressionConfig": "config",
     "ConfigError": "errors",
+    "ExportBest": "training.export_best",
     "StrategyConfig": "config",
     "Task": "tasks.base",
     "TaskSpec": "cluster",
@@ -23,7 +24,7 @@ _HOMES = {
     "create_strategy": "strategies.factory",
     "distribute_optimizer": "gradients.optimizer",
     "find_cluster": "cluster.resolvers.discovery",
-    "total": "step.replica_share",
+    "total": "step.totals",
 }
 
 _WITH_KERAS = ("backup", "gradients", "step", "strategies", "training")
@@ -35,6 +36,7 @@ __all__ = [
     "ClusterSpec",
     "CompressionConfig",
     "ConfigError",
+    "ExportBest",
     "StrategyConfig",
     "Task",
     "TaskSpec",
@@ -53,9 +55,10 @@ if TYPE_CHECKING:
     from tfdist.config import CompressionConfig, StrategyConfig, TrainConfig
     from tfdist.errors import BackupError, ClusterError, ConfigError
     from tfdist.gradients.optimizer import distribute_optimizer
-    from tfdist.step.replica_share import total
+    from tfdist.step.totals import total
     from tfdist.strategies.factory import create_strategy
     from tfdist.tasks.base import Task
+    from tfdist.training.export_best import ExportBest
     from tfdist.training.trainer import Trainer
 
 

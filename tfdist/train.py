@@ -22,10 +22,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from tfdist.cluster import ClusterSpec, TaskSpec, task_versions
-from tfdist.cluster.resolvers import discovery, environment
+from tfdist.cluster import task_versions
+from tfdist.cluster.resolvers import discovery
+from tfdist.cluster.resolvers.environment import ResolvedCluster
+from tfdist.cluster.spec import ClusterTask
 from tfdist.compat import keras_backend
-from tfdist.config import TrainConfig, registry
+from tfdist.config import TrainConfig, registry, validation
 from tfdist.config import batch_size as batch_size_lib
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
@@ -34,6 +36,8 @@ from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime import exit_status, preemption
+from tfdist.runtime.goodput import during
+from tfdist.runtime.log import logger, print_always
 
 _SOURCE = "TFDIST_SOURCE"  # who is asked for the cluster by the tasks that this command starts
 
@@ -41,17 +45,111 @@ if TYPE_CHECKING:
     from tfdist.training.trainer import Trainer
 
 
+def main(argv: Sequence[str]) -> int:
+    """Runs `python -m tfdist.train`; returns the exit code."""
+    print_always()
+    try:
+        exit_status.exit_code = _main(argv)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        logger.error("ended by Ctrl-C (SIGINT)")
+        exit_status.exit_code = 128 + signal.SIGINT
+    except BrokenPipeError:  # `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        exit_status.exit_code = 128 + signal.SIGPIPE
+    return exit_status.exit_code
+
+
+def _main(argv: Sequence[str]) -> int:
+    # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    faults: list[str] = []
+    try:
+        with collect_errors(faults):
+            keras_backend.check()
+        with collect_errors(faults):
+            command = flags_lib.read(argv, __doc__)
+            if command is None:  # --help
+                return 0
+            found: ResolvedCluster | None = None
+            workers: int | None = 0  # unless the cluster is sound
+            with collect_errors(faults):
+                found = _find_cluster(command.config)
+                workers = len(found.cluster.training_tasks()) if found else None
+                _check_evaluator(command.config, found)
+            validation.check(command.config, workers, command.faults)
+            if not faults:
+                return _run(command.config, command.workdir, found, argv)
+    except (ClusterError, BackupError, FloatingPointError) as e:
+        logger.error(e)
+        return 1
+    for fault in faults:
+        logger.error(fault)
+    return exit_status.FAULTY_CONFIG
+
+
+def _find_cluster(config: TrainConfig) -> ResolvedCluster | None:
+    asked = config.cluster.resolver_arguments()
+    asked["source"] = os.environ.get(_SOURCE, asked["source"])
+    return discovery.resolve(timeout=config.start_timeout, **asked)
+
+
+def _check_evaluator(config: TrainConfig, found: ResolvedCluster | None) -> None:
+    if found and found.task.type == "evaluator":
+        config.cluster.evaluator = 1  # whose needs are checked, whatever the command line says
+    elif found and found.source != "tf_config" and config.cluster.evaluator:
+        raise ConfigError(
+            f"cluster.evaluator starts a process where this command starts the others, but here {found.source} does; leave it at 0 "
+            'and start one process more, with TF_CONFIG whose task is {"type": "evaluator", "index": 0}.'
+        )
+
+
+def _run(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | None, argv: Sequence[str]) -> int:
+    """Trains as a task of the cluster that was found, or alone, or starts the tasks that train; returns the exit code."""
+    if found is None and (hint := discovery.misconfiguration_hint()):
+        logger.warning(f"training on this host alone, though {hint}.")
+    evaluates = found is not None and found.task.type == "evaluator"
+    if found is None or evaluates or found.task == found.cluster.chief:
+        make_workdir(workdir)
+    if found is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
+        return launch(config, argv, workdir)
+    alike = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
+    text = json.dumps({**config_lib.fixed(config), **alike}, default=str)
+    task_versions.configuration = task_versions.checksum(text.encode())
+    if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
+        # From here on, as the Trainer, which comes with TensorFlow, some seconds later.
+        signal.signal(signal.SIGTERM, preemption.end_at_once)
+    if found and evaluates:
+        _import_frameworks()
+        importlib.import_module("tfdist.training.evaluator").evaluate_backups(config, workdir, found.task.name)
+    else:
+        train(config, workdir, cluster=found.apply() if found else False)
+    return 0
+
+
+def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
+    """Runs this same command as every task of a cluster on this machine; returns the exit code."""
+    # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
+    command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
+    netns = os.environ.get(network_namespaces.VARIABLE, "")
+    cluster, prefixes = network_namespaces.assign_namespaces(config.cluster.workers, config.cluster.ps, netns)
+    environ = {**os.environ, _SOURCE: "tf_config"}
+    limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
+    limits["evaluator"] = config.cluster.evaluator > 0
+    return Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
+
+
 def train(
     config: TrainConfig,
     workdir: str | os.PathLike[str],
     trainer: Trainer | None = None,
-    cluster: tuple[ClusterSpec, TaskSpec] | Literal[False] | None = None,
+    cluster: ClusterTask | Literal[False] | None = None,
 ) -> dict[str, Any]:
     """Runs one task of a training and, on the chief, writes the run's files.
 
     Args:
         config: What to train, checked by `validation.check`.
-        workdir: Where `summary.json`, `config.json`, `model.keras` and `tensorboard/<task>/` go.
+        workdir: Where `summary.json`, `config.json`, `model.keras` and `tensorboard/` go.
         trainer: An existing trainer to use, with a strategy of its own. None means one made from `config`.
         cluster: As for the `Trainer`.
 
@@ -64,34 +162,30 @@ def train(
     started = time.perf_counter()
     _import_frameworks()
     import keras
-    import tensorflow as tf
 
     from tfdist.backup.callback import BackupAndRestore
     from tfdist.gradients.configured_optimizer import build_optimizer
+    from tfdist.gradients.optimizer import skipped_updates
+    from tfdist.monitoring import goodput as goodput_lib
     from tfdist.monitoring import network, summary_table, tensorboard
     from tfdist.monitoring import summary as summary_lib
     from tfdist.monitoring import throughput as throughput_lib
+    from tfdist.training import configured, export_best
     from tfdist.training.trainer import Trainer
 
     workdir = pathlib.Path(workdir)
-    backup = None
-    if config.backup.save_freq != "never":
-        backup = BackupAndRestore(**config_lib.backup_arguments(config, workdir))
-    trainer = trainer or Trainer(
-        config.strategy,
-        cluster,
-        backup=backup,
-        compression=config.compression,
-        start_timeout=config.start_timeout,
-        check_weights=config.check_weights,
-    )
-    keras.utils.set_random_seed(config.seed)
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    keras.mixed_precision.set_dtype_policy(config.precision)
+    backup: BackupAndRestore | None = None
+    if trainer is None:
+        options = {
+            name: getattr(config, name) for name in ("compression", "start_timeout", "check_weights", "nan_policy")
+        }
+        saves = config.backup.save_freq != "never"
+        backup = BackupAndRestore(**config_lib.backup_arguments(config, workdir)) if saves else None
+        trainer = Trainer(config.strategy, cluster, backup=backup, **options)
+    configured.prepare_process(config)
 
     replicas = trainer.num_replicas
-    asynchronous = config.strategy.name == "parameter_server"  # a step is one worker's
+    asynchronous = config.strategy.traits.asynchronous  # a step is one worker's
     in_sync = 1 if asynchronous else replicas
     batch_size = config.global_batch_size or config.per_replica_batch_size * in_sync
     batch_size_lib.per_replica_batch_size(batch_size, in_sync)
@@ -103,44 +197,52 @@ def train(
     if trainer.is_chief:
         summary_lib.write_json(workdir / "config.json", config_lib.to_dict(config))
 
-    with trainer.scope():
-        model = task.build_model()
-        arguments = {"jit_compile": config.jit_compile, "steps_per_execution": config.steps_per_execution}
-        model.compile(optimizer=build_optimizer(config), **{**arguments, **task.compile_arguments()})
-    throughput = throughput_lib.Throughput(batch_size)
-    callbacks: list[keras.callbacks.Callback] = [throughput]
-    in_step = trainer.cluster if not asynchronous else None
-    begins = trainer.compression.start_step if trainer.compression else 0
-    sent = network.WireBytes(in_step, trainer.task, begins=begins) if in_step else None
-    if sent:
-        callbacks.append(sent)
-    if trainer.is_chief:
-        callbacks.append(tensorboard.Scalars(workdir / "tensorboard" / trainer.task.name, throughput))
+    model = configured.build_model(trainer, config, task, lambda: build_optimizer(config, in_sync, steps))
+    if not (backup and backup.goes_on()):
+        configured.load_initial_weights(config, trainer, model)
+
+    sent = None
+    callbacks: list[keras.callbacks.Callback] = [throughput := throughput_lib.Throughput(batch_size)]
+    if trainer.cluster and not asynchronous:
+        begins = trainer.compression.start_step if trainer.compression else 0
+        callbacks.append(sent := network.WireBytes(trainer.cluster, trainer.task, begins=begins))
+    goodput = goodput_lib.Goodput(workdir / "goodput.bin" if trainer.is_chief else None)
+    callbacks.append(goodput)
+    options = {**config.monitoring.arguments(), "hparams": config_lib.to_dict(config)}
+    callbacks.append(tensorboard.TensorBoard(workdir / "tensorboard", global_batch_size=batch_size, **options))
+    exports = config.export.dir or os.path.join(workdir, "export")
+    if config.export.best:
+        best = os.path.join(exports, "best")
+        callbacks.append(export_best.ExportBest(best, config.export.best, config.export.mode))
+    callbacks += configured.build_callbacks(config)
     history = trainer.fit(
         model,
         lambda context: task.train_data(context, batch_size, config.seed),
         validation_data=task.eval_data(batch_size),
+        validation_freq=config.validation_freq,
         epochs=config.epochs,
         steps_per_epoch=steps,
         callbacks=callbacks,
     )
-    trainer.save(model, workdir / "model.keras", delete_backup=False)
+    with during("saving"):
+        trainer.save(model, workdir / "model.keras", delete_backup=False)
+        if config.export.final:
+            final = os.path.join(exports, "final")
+            trainer.export(model, os.path.join(final, str(export_best.newest_version(final) + 1)))
 
     wire_bytes = summary_lib.wire_bytes_per_step(model, trainer.compression, replicas, sent)
+    report = trainer.server_report(model)
+    if config.nan_policy == "skip":
+        report["skipped_updates"] = sum(int(number.numpy()) for number in skipped_updates(model))
     summary = summary_lib.summarize(
-        config,
-        trainer.cluster,
-        replicas,
-        history,
-        throughput,
-        wire_bytes,
-        trainer.server_report(model),
-        started,
+        config, trainer.cluster, replicas, history, throughput, wire_bytes, report, started, goodput.report()
     )
     if trainer.is_chief:
+        summary["training"] = backup.training_id if backup else ""
         summary_lib.write_json(workdir / "summary.json", summary)
         summary_table.print_summary(summary, workdir)
     trainer.delete_backup()  # with everything written
+    goodput.delete()
     return summary
 
 
@@ -154,82 +256,6 @@ def _import_frameworks() -> None:
         if enabled:
             gc.enable()
     gc.freeze()  # nor need it look there later on
-
-
-def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
-    """Runs this same command as every task of a cluster on this machine; returns the exit code."""
-    # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
-    command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
-    netns = os.environ.get(network_namespaces.VARIABLE, "")
-    cluster, prefixes = network_namespaces.assign_namespaces(config.cluster.workers, config.cluster.ps, netns)
-    launcher = Launcher(
-        command,
-        cluster,
-        workdir / "logs",
-        {**os.environ, _SOURCE: "tf_config"},
-        prefixes=prefixes,
-        grace_seconds=config.grace_seconds,
-        max_restarts=config.max_restarts,
-    )
-    return launcher.run()
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs `python -m tfdist.train`; returns the exit code."""
-    try:
-        exit_status.exit_code = _main(argv)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        exit_status.exit_code = 128 + signal.SIGPIPE
-    return exit_status.exit_code
-
-
-def _main(argv: Sequence[str]) -> int:
-    # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    faults: list[str] = []
-    found: environment.ResolvedCluster | None = None
-
-    def workers(config: TrainConfig) -> int | None:
-        nonlocal found
-        with collect_errors(faults):
-            asked = {
-                **config.cluster.resolver_arguments(),
-                **({"source": os.environ[_SOURCE]} if _SOURCE in os.environ else {}),
-            }
-            found = discovery.resolve(timeout=config.start_timeout, **asked)
-            return len(found.cluster.training_tasks()) if found else None
-        return 0
-
-    try:
-        with collect_errors(faults):
-            keras_backend.check()
-        with collect_errors(faults):
-            parsed = flags_lib.parse(argv, __doc__, workers)
-            if parsed is None:
-                return 0
-            if not faults:
-                config, workdir = parsed
-                if found is None and (hint := discovery.misconfiguration_hint()):
-                    print(f"tfdist: training on this host alone, though {hint}.", flush=True)
-                starts = found is None and (config.cluster.workers > 1 or config.cluster.ps > 0)
-                if starts or found is None or found.task == found.cluster.chief:
-                    make_workdir(workdir)
-                if starts:
-                    return launch(config, argv, workdir)
-                text = json.dumps({**config_lib.fixed(config), "epochs": config.epochs}, default=str)
-                task_versions.configuration = task_versions.checksum(text.encode())
-                if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
-                    # From here on, as the Trainer, which comes with TensorFlow, some seconds later.
-                    signal.signal(signal.SIGTERM, preemption.end_at_once)
-                train(config, workdir, cluster=found.apply() if found else False)
-    except (ClusterError, BackupError) as e:
-        print(f"tfdist: {e}", file=sys.stderr)
-        return 1
-    for fault in faults:
-        print(f"tfdist: {fault}", file=sys.stderr)
-    return 2 if faults else 0
 
 
 def leave(code: int) -> NoReturn:

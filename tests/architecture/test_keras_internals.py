@@ -77,14 +77,20 @@ def test_keras_saves_and_trains_by_methods_of_its_model():
     assert f'getattr(self, "{tf_cluster.TF_SERVES}", False)' in inspect.getsource(several), "seam server: started again"
 
 
+def test_checkpoints_are_written_by_one_method():
+    moved = "seam checkpoints: tf.train.Checkpoint writes elsewhere"
+    assert "self._saver.save(file_prefix=file_prefix, options=options)" in inspect.getsource(tf.train.Checkpoint), moved
+    assert "self._saver.restore(save_path=save_path, options=options)" in inspect.getsource(tf.train.Checkpoint), moved
+    assert "self._checkpoint._write(" in inspect.getsource(tf.train.CheckpointManager.save), moved
+    own = getattr(tf_internals.TrackableSaver.save, "tensorflow_own", tf_internals.TrackableSaver.save)
+    assert list(inspect.signature(own).parameters)[1] == "file_prefix", moved
+
+
 def test_keras_distributes_and_draws_data_where_the_strategy_looks():
     moved = "seam data: Keras distributes data or draws them elsewhere"
     assert ".experimental_distribute_dataset(" in inspect.getsource(keras_trainer.TFEpochIterator.__init__), moved
     for method in (keras.Model.fit, keras.Model.evaluate, keras.Model.predict):
         assert "TFEpochIterator(" in inspect.getsource(method), moved
-    assert f"def {call_stack.KERAS_PREDICT_DATA}(iterator)" in inspect.getsource(keras.Model.predict), moved
-    predict = inspect.getsource(keras.Model.make_predict_function)
-    assert f"def {call_stack.KERAS_PREDICT_STEP}(data)" in predict, moved
     layer = keras.layers.BatchNormalization(synchronized=True)
     assert f"self.{keras_internals.KERAS_MOMENTS}(inputs, mask)" in inspect.getsource(type(layer).call), moved
 
@@ -178,9 +184,6 @@ def test_accumulators_are_told_from_slots(strategy):
 def test_models_make_their_functions_where_the_trainer_does():
     for make in (keras.Model.make_train_function, keras.Model.make_test_function):
         assert keras_internals.KERAS_MAKE_FUNCTION in inspect.getsource(make), "seam step function has moved"
-    source = inspect.getsource(getattr(keras.Model, keras_internals.KERAS_MAKE_FUNCTION))
-    assert f"def {call_stack.KERAS_STEP}(data)" in source, "seam step function: a bare fit is not recognised any more"
-    assert ".run(step_function, args=(data,))" in source, "seam step function: it runs another function now"
 
 
 def test_datasets_tell_what_they_are_made_from_and_what_their_functions_draw():
@@ -316,12 +319,13 @@ def test_optimizers_update_one_variable_after_the_other():
     assert f"self.{keras_internals.KERAS_WEIGHT_DECAY}(trainable_variables)" in apply, moved
 
 
-def test_predict_runs_the_function_that_a_bare_strategy_refuses():
+def test_predict_runs_the_models_predict_function():
+    moved = "prediction: predict has moved"
     source = inspect.getsource(keras.Model.make_predict_function)
-    assert f"def {call_stack.KERAS_PREDICT_STEP}(data)" in source, "strategy: predict has moved"
-    assert "self.predict_function is not None and not force" in source, "engine: predict has moved"
-    for make in (keras.Model._make_function, keras.Model.make_predict_function):
-        assert "self.distribute_strategy.run(" in inspect.getsource(make), "strategy: its caller's model has moved"
+    assert "self.predict_function is not None and not force" in source, moved
+    source = inspect.getsource(keras.Model.predict)
+    assert "with epoch_iterator.catch_stop_iteration():" in source and "self.predict_function(data)" in source, moved
+    assert "self.predict_function([(x,)])" in inspect.getsource(keras.Model.predict_on_batch), moved
 
 
 def test_keras_ends_an_epoch_by_the_function_that_drains():
@@ -718,7 +722,7 @@ def test_callers_are_found_past_the_functions_that_look_for_them():
             return asks()
 
     def asks():
-        return call_stack.called_from_predict_data(), call_stack.caller_local("self"), call_stack.caller_local("x", 2)
+        return call_stack.caller_self()
 
     def asks_for_optimizer():
         return call_stack.applying_optimizer()
@@ -726,16 +730,10 @@ def test_callers_are_found_past_the_functions_that_look_for_them():
     def _distributed_tf_update_step(self):
         return asks_for_optimizer()
 
-    def one_step_on_data():
-        return (lambda: call_stack.called_from_step())(), call_stack.nearest_caller({"one_step_on_data"})
-
-    x, loop = 3, Loop()
-    assert loop.get_data() == (True, loop, x)
-    assert asks()[:2] == (False, None)
+    loop = Loop()
+    assert loop.get_data() is loop and asks() is None
     assert _distributed_tf_update_step(loop) is loop and asks_for_optimizer() is None
-    assert one_step_on_data() == (True, "one_step_on_data") and call_stack.nearest_caller({"one_step"}) is None
     assert not (lambda: call_stack.called_from_keras_step())()
-    assert not (lambda: call_stack.called_from_predict_step())()
 
 
 def test_a_callback_that_remembers_nothing_has_known_attributes():

@@ -16,16 +16,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # From the bottom to the top: a package imports only packages of lower rows. `tfdist` is its face, `__main__` a command.
 ROWS = [
-    {"errors", "version", "runtime"},
+    {"engine", "errors", "version", "runtime"},
     {"cluster", "compat", "config"},
     {"cluster.resolvers", "collectives", "data", "launch", "replicas"},
-    {"cluster.jobs", "compression", "tasks"},
+    {"cluster.jobs", "compression", "strategies", "tasks"},
     {"backup", "gradients", "presets"},
     {"monitoring", "step"},
-    {"strategies"},
-    {"parameter_server"},
-    {"training"},
-    {"train", "cluster.__main__", "launch.__main__", "tfdist"},
+    {"parameter_server", "training"},
+    {"train", "__main__", "cluster.__main__", "launch.__main__", "tfdist"},
 ]
 # These, with what is in them, import no TensorFlow, or do it inside the functions that need it.
 WITHOUT_TENSORFLOW = {
@@ -38,6 +36,7 @@ WITHOUT_TENSORFLOW = {
     "presets",
     "tasks",
     "train",
+    "__main__",
     "tfdist",
 }
 TENSORFLOW = {"tensorflow", "keras", "tf_keras", "tensorboard"}
@@ -177,11 +176,15 @@ def test_loading_tensorflow_would_be_noticed(run, code):
         (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=x", "--workdir=unused"], 2),
         (["-m", "tfdist.train", "--config=configs/digits.py", "--config.strategy.name=miror", "--workdir=unused"], 2),
         (["-m", "tfdist.train", "--config=configs/digits.py", "--config.task=digts", "--workdir=unused"], 2),
+        (["-m", "tfdist.train", "--config=digits_topk", "--config.compression.samples=0", "--workdir=unused"], 2),
+        (["-m", "tfdist.train", "--config=digits_topk", "--config.compression.options.samples=0"], 2),
         (["-m", "tfdist.train", "--config=configs/digits_mirrored.py", "--config.strategy.devices=3"], 2),
         (["-m", "tfdist.train", "--config=configs/no_such_file.py", "--workdir=unused"], 2),
         (["-m", "tfdist.train", "--config=README.md", "--workdir=unused"], 2),
         (["-m", "tfdist.cluster", "show"], 0),
         (["-m", "tfdist.cluster", "check"], 0),
+        (["-m", "tfdist", "--help"], 0),
+        (["-m", "tfdist"], 2),
         (["-m", "tfdist.launch", "--help"], 0),
         (["-m", "tfdist.launch"], 2),
     ],

@@ -18,6 +18,7 @@ PUBLIC = {
         "ClusterSpec",
         "CompressionConfig",
         "ConfigError",
+        "ExportBest",
         "StrategyConfig",
         "Task",
         "TaskSpec",
@@ -41,6 +42,7 @@ PUBLIC = {
         "TopK",
         "Warmup",
         "create",
+        "option",
     ],
     "tfdist.config": [
         "COMPRESSORS",
@@ -48,13 +50,17 @@ PUBLIC = {
         "BackupConfig",
         "ClusterConfig",
         "CompressionConfig",
+        "ExportConfig",
+        "MonitoringConfig",
         "OptimizerConfig",
+        "ScheduleConfig",
         "StrategyConfig",
+        "StrategyTraits",
         "TrainConfig",
     ],
     "tfdist.data": ["epochs"],
     "tfdist.launch": ["Launcher"],
-    "tfdist.monitoring": ["Scalars", "Throughput", "WireBytes"],
+    "tfdist.monitoring": ["Goodput", "TensorBoard", "Throughput", "WireBytes"],
 }
 NAMES = [(package, name) for package, names in PUBLIC.items() for name in names]
 

@@ -199,6 +199,37 @@ def check_equal(trainer, tmp_path, interrupts, save_freq=3, **how):
     return seen, steps
 
 
+def test_keras_own_callback_is_replaced(trainer, tmp_path, capsys):
+    folder = tmp_path / "backup"
+
+    def of_keras():
+        return keras.callbacks.BackupAndRestore(folder, save_freq=3)
+
+    expected, all_steps = life(trainer, None, given="dataset")
+    ended, before = life(trainer, of_keras(), Interrupt(step=8), given="dataset")
+    assert ended is None and [path.name for path in sorted(folder.glob("step-*"))] == ["step-3", "step-6"]
+    results, steps = life(trainer, of_keras(), given="dataset")
+    assert (steps, before) == (all_steps[6:], all_steps[:8]), "goes on where Keras' would begin the epoch anew"
+    assert differences(results, expected) == []
+    assert not [*folder.glob("step-*")], "removed when fit ends, as by Keras"
+    assert "takes the place of keras.callbacks.BackupAndRestore" in capsys.readouterr().out
+    kept = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+    life(trainer, kept, given="dataset", epochs=1)
+    assert [*folder.glob("step-*")]
+
+
+def test_keras_own_callback_is_left_out_beside_a_backup(trainer, tmp_path, capsys):
+    life(
+        trainer,
+        backup(tmp_path),
+        given="dataset",
+        epochs=1,
+        callbacks=[keras.callbacks.BackupAndRestore(tmp_path / "other")],
+    )
+    assert not (tmp_path / "other").exists() and [*(tmp_path / "backup").glob("step-*")]
+    assert "left keras.callbacks.BackupAndRestore out" in capsys.readouterr().out
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says so of data of unknown size
 @pytest.mark.parametrize("given", tiers.cases(DATA, quick=["dataset"], slow=SLOW))
 def test_training_goes_on_in_the_middle_of_an_epoch(trainer, tmp_path, given):
@@ -495,9 +526,9 @@ def test_what_is_skipped_is_not_loaded_again(trainer, tmp_path):
 def test_the_only_backup_is_not_written_over(trainer, tmp_path, monkeypatch):
     write_part = Storage.write_part
 
-    def watched(self, step, part, tensors):
-        assert not pathlib.Path(self.path(step), "manifest.json").exists()
-        write_part(self, step, part, tensors)
+    def watched(self, point, part, tensors):
+        assert not pathlib.Path(self.path(point), "manifest.json").exists()
+        write_part(self, point, part, tensors)
 
     monkeypatch.setattr(Storage, "write_part", watched)
     # The last step's and the epoch's are of the same step.

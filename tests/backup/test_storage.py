@@ -7,8 +7,10 @@ import threading
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfdist.backup import storage as storage_lib
+from tfdist.backup.save_point import BEFORE_ALL, SavePoint
 from tfdist.backup.search import FORMAT, find_backup
 from tfdist.backup.storage import SHARED, CorruptBackupError, Storage
 from tfdist.collectives.ranks import Ranks
@@ -17,14 +19,18 @@ from tfdist.errors import BackupError, ConfigError
 ALONE = Ranks(None, 0, 1)
 
 
-def write(folder, step, keep=2, ranks=1, replicas=1):
+SEVEN, FOURTEEN = SavePoint(7, False), SavePoint(14, False)
+
+
+def write(folder, step, keep=2, ranks=1, replicas=1, epoch_ended=False):
     """Writes a backup as all ranks together do."""
+    point = SavePoint(step, epoch_ended)
     all_ranks = [Storage(str(folder), rank, ranks) for rank in range(ranks)]
     for one in reversed(all_ranks):
-        one.write_part(step, one.part, {"own": np.full(100, step + one.rank, np.float32), "rest": b"{}"})
-    all_ranks[0].write_part(step, SHARED, {"a": np.arange(1000, dtype=np.float32) * step, "b/c": np.int64(step)})
+        one.write_part(point, one.part, {"own": np.full(100, step + one.rank, np.float32), "rest": b"{}"})
+    all_ranks[0].write_part(point, SHARED, {"a": np.arange(1000, dtype=np.float32) * step, "b/c": np.int64(step)})
     values = {"format": FORMAT, "tasks": ranks, "replicas": replicas, "step": step}
-    all_ranks[0].write_manifest(step, values, keep)
+    all_ranks[0].write_manifest(point, values, keep)
     for one in all_ranks[1:]:
         one.clean()
 
@@ -38,15 +44,30 @@ def test_what_is_written_is_read(tmp_path):
     write(tmp_path, 7)
     write(tmp_path, 14)
     found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
-    assert (found.step, found.manifest["step"]) == (14, 14)
+    assert (found.point, found.manifest["step"]) == (FOURTEEN, 14)
     np.testing.assert_array_equal(found.shared["a"], np.arange(1000, dtype=np.float32) * 14)
     assert found.shared["a"].dtype == np.float32
     assert (found.shared["b/c"], found.own["own"][0], bytes(found.own["rest"])) == (14, 14, b"{}")
 
 
-def test_tensorflow_reads_them_too(tmp_path):
-    import tensorflow as tf
+def test_of_two_backups_of_a_step_the_one_of_the_epochs_end_is_newer(tmp_path):
+    for step, epoch_ended in ((9, True), (10, True), (10, False), (9, False)):
+        write(tmp_path, step, keep=9, epoch_ended=epoch_ended)
+    folders = ["step-10-end", "step-10", "step-9-end", "step-9"]
+    assert [point.folder for point in Storage(str(tmp_path), 0, 1).points()] == folders
+    assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-10-end" / SHARED)
+    found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
+    assert (found.step, found.epoch_ended) == (10, True)
+    Storage(str(tmp_path), 0, 1).clean(after=SavePoint(9, True))
+    assert {path.parent.name for path in tmp_path.rglob("manifest.json")} == {"step-9-end", "step-9"}
 
+
+def test_a_folder_that_is_named_like_a_backup_may_hold_backups(tmp_path):
+    write(tmp_path / "step-3", 7)
+    assert Storage(str(tmp_path / "step-3"), 0, 1).completed() == {SEVEN}
+
+
+def test_tensorflow_reads_them_too(tmp_path):
     write(tmp_path, 7)
     latest = tf.train.latest_checkpoint(str(tmp_path))
     assert latest == str(tmp_path / "step-7" / SHARED)
@@ -58,7 +79,7 @@ def test_only_the_newest_are_kept_and_the_manifest_names_all_their_files(tmp_pat
         write(tmp_path, step, keep=2, ranks=4, replicas=4)
     expected = {"checkpoint"}
     for step in (21, 28):
-        manifest = Storage(str(tmp_path), 0, 4).read_manifest(step)
+        manifest = Storage(str(tmp_path), 0, 4).read_manifest(SavePoint(step, False))
         expected |= {f"step-{step}/{name}" for name in (*manifest["files"], "manifest.json")}
     assert set(files(tmp_path)) == expected
     assert len(expected) == 1 + 2 * (2 * 5 + 1)
@@ -88,7 +109,7 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
     assert find_backup(storage, ALONE, 1).step == 7
     line = capsys.readouterr().out
     assert "step-14" in line and "trying the backup before it" in line
-    storage.clean(after=7)
+    storage.clean(after=SEVEN)
     assert not (tmp_path / "step-14").exists(), "so that it is not taken for one later"
 
     damage(kind, tmp_path / "step-7" / name)
@@ -112,19 +133,19 @@ def test_every_byte_counts(tmp_path, name):
     for place in range(0, len(content), 1 if len(content) < 500 else 97):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(CorruptBackupError):
-            one.read_manifest(7)
-            one.read_part(7, SHARED)
-            one.read_part(7, "rank-0")
+            one.read_manifest(SEVEN)
+            one.read_part(SEVEN, SHARED)
+            one.read_part(SEVEN, "rank-0")
 
 
 def test_one_that_was_never_finished_is_no_backup(tmp_path, capsys):
     one = Storage(str(tmp_path), 0, 1)
-    one.write_part(7, one.part, {"own": np.zeros(3)})
+    one.write_part(SEVEN, one.part, {"own": np.zeros(3)})
     assert find_backup(one, ALONE, 1) is None, "nothing is lost"
-    one.clean(after=-1)
+    one.clean(after=BEFORE_ALL)
     assert files(tmp_path) == []
     write(tmp_path, 7)
-    one.write_part(14, one.part, {"own": np.zeros(3)})
+    one.write_part(FOURTEEN, one.part, {"own": np.zeros(3)})
     assert find_backup(one, ALONE, 1).step == 7
     assert "step-14 was not finished" in capsys.readouterr().out
 
@@ -136,7 +157,7 @@ def test_what_is_left_of_a_write_is_removed(tmp_path):
     for name in ("rank-0.data-00000-of-00001.tempstate123", "shared.data-00000-of-00001", "manifest.json.partial"):
         (folder / name).write_text("half")
     (folder / "rank-1.index").write_text("another rank's")
-    Storage(str(tmp_path), 0, 1).clean(after=7)
+    Storage(str(tmp_path), 0, 1).clean(after=SEVEN)
     assert files(folder) == ["rank-1.index"]
 
 
@@ -144,7 +165,7 @@ def test_what_is_left_of_a_write_is_removed(tmp_path):
 def test_another_cluster_is_refused(tmp_path, ranks, replicas):
     write(tmp_path, 7, ranks=ranks, replicas=replicas)
     with pytest.raises(
-        ConfigError, match=rf"is of {ranks} tasks with 2 replicas together, and this run has 1 tasks with 1"
+        ConfigError, match=rf"made with tasks: {ranks}, replicas: 2; this run has tasks: 1, replicas: 1"
     ):
         find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
     assert (tmp_path / "step-7" / "manifest.json").exists()
@@ -153,12 +174,12 @@ def test_another_cluster_is_refused(tmp_path, ranks, replicas):
 def test_the_manifest_waits_for_all_parts(tmp_path):
     chief, other = (Storage(str(tmp_path), rank, 2) for rank in range(2))
     for part in (chief.part, SHARED):
-        chief.write_part(7, part, {"x": np.zeros(3)})
-    thread = threading.Thread(target=chief.write_manifest, args=(7, {}, 2))
+        chief.write_part(SEVEN, part, {"x": np.zeros(3)})
+    thread = threading.Thread(target=chief.write_manifest, args=(SEVEN, {}, 2))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive() and not (tmp_path / "step-7" / "manifest.json").exists()
-    other.write_part(7, other.part, {"x": np.zeros(3)})
+    other.write_part(SEVEN, other.part, {"x": np.zeros(3)})
     thread.join(30)
     assert (tmp_path / "step-7" / "manifest.json").exists()
 
@@ -167,11 +188,11 @@ def test_a_part_that_does_not_come_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(storage_lib, "_PARTS_TIMEOUT", 0.1)
     chief = Storage(str(tmp_path), 0, 2)
     for part in (chief.part, SHARED):
-        chief.write_part(7, part, {"x": np.zeros(3)})
+        chief.write_part(SEVEN, part, {"x": np.zeros(3)})
     with pytest.raises(
         BackupError, match=r"step-7/rank-1.index has not come .* backup_dir must be one that they share"
     ):
-        chief.write_manifest(7, {}, 2)
+        chief.write_manifest(SEVEN, {}, 2)
 
 
 def test_removing_all_leaves_what_is_not_ours(tmp_path):

@@ -358,7 +358,7 @@ def test_arguments_reach_their_compressor():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("topkk", "unknown compression 'topkk'.*topk"),
+        ("topkk", "Unknown compression 'topkk'.*topk"),
         (CompressionConfig("int8", block=6), "power of two, and at least 4. Received: 6"),
         (
             CompressionConfig("int8", transport="one"),
@@ -369,6 +369,15 @@ def test_arguments_reach_their_compressor():
         (CompressionConfig("bf16", block=64), "compression 'bf16' takes no 'block'. It takes no arguments"),
         (CompressionConfig("int8", block="8"), "compression.block must be of type int. Received: '8'"),
         (CompressionConfig("powersgd", matrix_approximation_rank=1.5), "rank must be of type int. Received: 1.5"),
+        (CompressionConfig("int8", options={"block": 6}), r"compression.options.block must be a power of two.*6\."),
+        (
+            CompressionConfig("int8", options={"blok": 8}),
+            "'int8' takes no 'blok'; did you mean 'block'. It takes: block",
+        ),
+        (
+            CompressionConfig("int8", options=["block"]),
+            "options must be a dict of names and values. Received: .'block'",
+        ),
         (3, "compression must be a name, a CompressionConfig"),
     ],
 )

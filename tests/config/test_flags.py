@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.config import TrainConfig, flags, train
+from tfdist.config import TrainConfig, flags, train, validation
 from tfdist.errors import ConfigError
 
 FILE = """
@@ -91,9 +91,18 @@ def test_overrides_of_one_run_do_not_reach_the_next(write):
     assert parse(write())[0] == TrainConfig(global_batch_size=32)
 
 
+def test_an_optimizers_options_are_flags_of_its_types(write):
+    options = ["relative_step=false", "clip_threshold=2"]
+    flags = [f"--config.optimizer.options.{option}" for option in options]
+    parsed, _ = parse(write(), "--config.optimizer.name=adafactor", *flags)
+    assert parsed.optimizer.options == {"relative_step": False, "clip_threshold": 2.0}
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
+        ("--config.optimizer.options.rho=0.9", "config field 'rho'"),
+        ("--config.optimizer.options.beta_1=x", "--config.optimizer.options.beta_1: expected a number. Received: 'x'."),
         ("--config.epoch=3", "--config.epoch: unknown config field 'epoch'; did you mean 'epochs'? Known: task,"),
         ("--config.optimizer.momentun=3", "unknown config field 'momentun'; did you mean 'momentum'? Known: name,"),
         ("--config.optimiser.momentum=3", "unknown config field 'optimiser'; did you mean 'optimizer'?"),
@@ -212,7 +221,9 @@ def test_a_flag_file_is_read(write, tmp_path):
 def test_the_workers_of_the_environment_count(write):
     arguments = [write(), "--config.strategy.name=multi_worker_mirrored", "--config.cluster.workers=3"]
     assert faults(*arguments) == ("global_batch_size 32 is not divisible by 3 replicas; use 30 or 33.",)
-    assert flags.parse(["train", *arguments], "", lambda cluster: 2)[0].cluster.workers == 3
+    config = flags.read(["train", *arguments], "").config
+    validation.check(config, workers=2)
+    assert config.cluster.workers == 3
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config"], ["--config="], ["--config", "--config.epochs=3"]])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import pathlib
 
 import pytest
 
-from tfdist.config import registry
+from tfdist.config import files, registry
 from tfdist.errors import ConfigError
 from tfdist.tasks.base import Task
 
@@ -78,3 +79,8 @@ def test_an_error_inside_the_users_module_is_told_with_its_place(module, text, e
     with pytest.raises(ConfigError, match=said) as raised:
         registry.resolve("thing", f"{name}:Mine", TABLE)
     assert isinstance(raised.value.__cause__, error)
+
+
+def test_the_file_that_is_to_be_copied_is_the_preset():
+    configs = pathlib.Path(__file__).parents[2] / "configs"
+    assert files.load(str(configs / "digits_multi_worker.py")) == files.load("digits_multi_worker")

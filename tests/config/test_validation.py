@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import importlib
 import pathlib
 
@@ -12,6 +14,8 @@ from tfdist import config
 from tfdist.config import (
     BackupConfig,
     ClusterConfig,
+    ExportConfig,
+    MonitoringConfig,
     OptimizerConfig,
     StrategyConfig,
     TrainConfig,
@@ -35,7 +39,9 @@ class Unshowable:
 
 
 def make(**fields):
-    return TrainConfig(**{"global_batch_size": 32, **fields})
+    made = TrainConfig(**{"global_batch_size": 32, **fields})
+    train.make_floats(made)  # as the command does
+    return made
 
 
 def faults(checked):
@@ -81,6 +87,31 @@ def test_every_file_in_configs_passes(path, monkeypatch):
         ({"backup": BackupConfig(save_every_seconds=NAN)}, "must be 0 (off) or more, and finite. Received: nan."),
         ({"backup": BackupConfig(keep=0)}, "backup.keep must be 1 or more. Received: 0."),
         ({"backup": BackupConfig(dir=__file__)}, "backup.dir must be a folder, and"),
+        ({"monitoring": MonitoringConfig("0")}, "monitoring.update_freq must be a number of steps from 1, 'batch' or"),
+        (
+            {"monitoring": MonitoringConfig(profile_steps="25:20")},
+            "monitoring.profile_steps must be the first and the last step, such as '20:25', or one step from 1. Received: '25:20'.",
+        ),
+        ({"export": ExportConfig("val_los", "less")}, "unknown export.mode 'less'. Known: auto, max, min."),
+        (
+            {"export": ExportConfig("val_f2")},
+            "export.mode 'auto' cannot tell whether export.best shall fall or rise; set",
+        ),
+        ({"export": ExportConfig(dir=__file__)}, "export.dir must be a folder, and"),
+        (
+            {"export": ExportConfig("val_loss"), "task": "synthetic"},
+            "export.best is 'val_loss', but task 'synthetic' has no method eval_data; add one, or use a metric of the training",
+        ),
+        (
+            {"export": ExportConfig("val_loss"), "validation_freq": 3, "epochs": 2},
+            "export.best is 'val_loss', but no epoch is validated: validation_freq is 3 and epochs 2.",
+        ),
+        ({"validation_freq": 0}, "validation_freq must be 1 or more, and finite. Received: 0."),
+        ({"nan_policy": "skp"}, "unknown nan_policy 'skp'; did you mean 'skip'? Known: ignore, skip, stop."),
+        (
+            {"nan_policy": "skip", "strategy": StrategyConfig("parameter_server"), **SERVERS},
+            "nan_policy 'skip' is not possible under parameter_server, whose workers update variables",
+        ),
         ({"max_restarts": -1}, "max_restarts must be 0 or more, and finite. Received: -1."),
         ({"strategy": StrategyConfig(bucket_bytes=-1)}, "strategy.bucket_bytes must be 0 (off) or more. Received: -1."),
         (
@@ -99,6 +130,10 @@ def test_every_file_in_configs_passes(path, monkeypatch):
         ({"cluster": ClusterConfig(workers=2)}, "'one_device' trains in one process, but cluster.workers is 2"),
         ({"cluster": ClusterConfig(ps=-1)}, "cluster.ps must be 0 or more. Received: -1."),
         ({"cluster": ClusterConfig(ps=1)}, "'one_device' has no parameter servers, but cluster.ps is 1"),
+        ({"cluster": ClusterConfig(evaluator=2)}, "cluster.evaluator must be 0 or 1. Received: 2."),
+        ({"cluster": ClusterConfig(evaluator=-1)}, "cluster.evaluator must be 0 or 1. Received: -1."),
+        ({"cluster": ClusterConfig(evaluator=1), "backup": BackupConfig("never")}, "but backup.save_freq is 'never'"),
+        ({"cluster": ClusterConfig(evaluator=1), "task": "synthetic"}, "task 'synthetic' has no method eval_data; add"),
         (
             {"strategy": StrategyConfig("parameter_server")},
             "needs a parameter server: use --config.cluster.ps=1 or more",
@@ -254,9 +289,24 @@ def test_where_the_replicas_are_not_known_a_batch_is_not_judged():
 
 
 def test_whole_numbers_become_floats_where_floats_are_declared():
-    checked = make(learning_rate=1, grace_seconds=3)
-    validation.check(checked)
-    assert [type(checked.learning_rate), type(checked.grace_seconds)] == [float, float]
+    made = make(learning_rate=1, grace_seconds=3, task_options=digits.Options(dropout=0), epochs=2)
+    assert [type(made.learning_rate), type(made.grace_seconds), type(made.task_options.dropout)] == [float] * 3
+    assert type(made.epochs) is int
+
+
+@pytest.mark.parametrize("task", ["digits", "own_task_f:Own", "own_task_f:Plain", "digts"])
+def test_a_configuration_is_left_as_it_is(own_tasks, task):
+    own_tasks("own_task_f", OWN)
+    checked = TrainConfig(global_batch_size=32, learning_rate=1, task=task)
+    before = copy.deepcopy(checked)
+    with contextlib.suppress(ConfigError):
+        validation.check(checked)
+    assert repr(checked) == repr(before), "a validator judges, and changes nothing"
+
+
+def test_the_options_that_a_task_would_have_are_judged(own_tasks):
+    own_tasks("own_task_g", OWN.replace("depth: int = 3", "depth: int = 10"))
+    assert faults(make(task="own_task_g:Own")) == ("task_options.depth must be 9 or less. Received: 10.",)
 
 
 def test_devices_are_a_number_a_text_or_a_list():
@@ -267,16 +317,51 @@ def test_devices_are_a_number_a_text_or_a_list():
     assert [StrategyConfig(devices=d).virtual_cpus for d in (3, "3", "GPU:0", "")] == [3, 3, 0, 0]
 
 
+SAMPLES = {bool: True, float: 0.75, int: 3, list: ["dense"]}
+
+
 @pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)
 def test_each_optimizer_takes_its_arguments_and_gives_those_changed(name):
-    defaults = OptimizerConfig()
-    other = {True: False, False: True}
-    for argument in (*optimizer_lib.OPTIMIZERS[name], "weight_decay", "clipnorm", "use_ema"):
-        value = getattr(defaults, argument)
-        changed = {argument: other[value] if isinstance(value, bool) else value / 2 + 0.1}
-        optimizer = OptimizerConfig(name, **changed)
-        assert optimizer.non_default_arguments() == changed
-        validation.check(make(optimizer=optimizer))
+    takes = {**optimizer_lib.OPTIMIZERS[name], "weight_decay": float, "clipnorm": float, "use_ema": bool}
+    for argument, kind in takes.items():
+        changed = {argument: SAMPLES[kind]}
+        fields = [field.name for field in dataclasses.fields(OptimizerConfig)]
+        for how in [{"options": changed}, *([changed] if argument in fields else [])]:
+            optimizer = OptimizerConfig(name, **how)
+            assert optimizer.arguments() == changed
+            validation.check(make(optimizer=optimizer))
+
+
+def test_an_option_is_given_where_it_equals_the_default_here_and_counts_more_than_the_field():
+    assert OptimizerConfig("adadelta", options={"rho": 0.9}).arguments() == {"rho": 0.9}
+    assert OptimizerConfig("sgd", momentum=0.5, options={"momentum": 0.0}).arguments() == {"momentum": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"rhos": 0.9},
+            "optimizer 'adadelta' takes no 'rhos'; did you mean 'rho'? It takes: rho, epsilon, weight_decay,",
+        ),
+        ({"rho": "x"}, "optimizer.options.rho must be of type float. Received: 'x'."),
+        ({"rho": 2.0}, "optimizer.rho must be 0 to 1. Received: 2.0."),
+        ({"gradient_accumulation_steps": 1}, "must be 0 (off) or 2 or more. Received: 1."),
+        ({"clipnorm": 1.0, "clipvalue": 1.0}, "may be set. Received: clipnorm, clipvalue."),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(options, said):
+    (found,) = faults(make(optimizer=OptimizerConfig("adadelta", options=options)))
+    assert said in found
+
+
+def test_weights_that_do_not_decay_need_a_decay():
+    assert OptimizerConfig(weight_decay_exclude=" bias, gamma,").excluded_from_weight_decay() == ["bias", "gamma"]
+    validation.check(make(optimizer=OptimizerConfig("adamw", weight_decay_exclude="bias")))
+    (found,) = faults(make(optimizer=OptimizerConfig("adam", weight_decay_exclude="bias")))
+    assert found.startswith(
+        "optimizer.weight_decay_exclude is 'bias', but no weight decays: set optimizer.weight_decay"
+    )
 
 
 def test_the_users_own_optimizer_may_take_any_argument():
@@ -307,7 +392,8 @@ class Plain(Task):
 
 def test_the_users_own_task_gets_its_options_and_their_faults(own_tasks):
     module = own_tasks("own_task_a", OWN)
-    checked = make(task=f"{module}:Own")
+    checked = make()
+    checked.choose_task(f"{module}:Own")
     validation.check(checked)
     assert checked.task_options == importlib.import_module(module).Options(3, "own")
     checked.task_options.depth = 10
@@ -319,7 +405,8 @@ def test_the_users_own_task_gets_its_options_and_their_faults(own_tasks):
 
 
 def test_a_task_without_options_needs_none(own_tasks):
-    checked = make(task=own_tasks("own_task_b", OWN) + ":Plain")
+    checked = make()
+    checked.choose_task(own_tasks("own_task_b", OWN) + ":Plain")
     validation.check(checked)
     assert checked.task_options == NoOptions()
 
@@ -356,7 +443,7 @@ def test_a_module_that_raises_or_leaves_is_told_with_the_place(own_tasks, text, 
 def test_to_dict_is_plain():
     plain = train.to_dict(make(strategy=StrategyConfig("mirrored", devices=2)))
     assert plain["strategy"]["devices"] == "2"
-    assert plain["task_options"] == {"filters": 32, "dropout": 0.3}
+    assert plain["task_options"] == {"filters": 32, "dropout": 0.3, "label_smoothing": 0.0}
 
 
 def test_central_storage_says_all_that_it_cannot():

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "tfdist"
-ERRORS = {"ConfigError", "ClusterError", "BackupError", "CorruptBackupError"}
+ERRORS = {"ConfigError", "ClusterError", "BackupError", "CorruptBackupError", "FloatingPointError"}
 SAYING = {*ERRORS, "FileExistsError", "TypeError", "ValueError", "RuntimeError", "already_started_error", "check"}
-SAYING |= {"warn", "log", "say"}
-# Functions that yield or return sentences which others raise or print.
+SAYING |= {"warn", "say", "info", "warning", "error", "log"}  # the last four: of a logger
+# Functions that yield or return sentences which others raise or log.
 _SENTENCES = re.compile(
     "fault|doubts|differences|sentence|message|hint|explain|obstacle|unreachable|cause$|failed$|unknown|_other_order"
     "|_valid_arguments|_assign$|_field$|_unexpected_peer"
@@ -86,7 +86,7 @@ def messages() -> list[Message]:
     found: dict[str, Message] = {}
     for path, tree in trees().items():
         for line, text in _of_module(tree):
-            if len(re.sub(r"[\W_]", "", text)) >= 8:  # letters; fewer are a value with brackets around it
+            if len(re.sub(r"[\W_]", "", text)) >= 7:  # letters; fewer are a value with brackets around it
                 message = Message(f"{path.relative_to(PACKAGE.parent)}:{line}", text)
                 found.setdefault(message.beginning, message)
     return list(found.values())
@@ -121,8 +121,7 @@ def _of_scope(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Call) and node.args:
             name = ast.unparse(node.func).rpartition(".")[2]
             owner = ast.unparse(node.func).rpartition(".")[0]
-            prints = name == "print" and re.search("tfdist: |_WARNING", ast.unparse(node.args[0]))
-            if name in SAYING or (name == "append" and owner == "faults") or prints:
+            if name in SAYING or (name == "append" and owner == "faults"):
                 said = ast.Tuple(node.args)
         elif isinstance(node, (ast.Yield, ast.Return)):
             said = node.value if _gives_sentences(scope) else None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 SHOWN_ONLY = "<!-- shown only -->"
 _FENCE = re.compile(
@@ -25,6 +25,13 @@ class Block(NamedTuple):
     language: str
     text: str
     shown_only: bool
+
+
+class Command(NamedTuple):
+    """A command, as a shell is given it, and its page."""
+
+    page: str
+    text: str
 
 
 def blocks(language: str | None = None) -> Iterator[Block]:
@@ -52,13 +59,21 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
 
 
-def commands() -> Iterator[tuple[str, str]]:
-    """Yields (page, command) of each `python -m ...` in blocks, and in the prose with arguments, unless it is shown only."""
-    for block in blocks():
+def commands() -> Iterator[Command]:
+    """Yields each line of the bash blocks, unless they are shown only, and each `python -m ...` with arguments of the prose."""
+    for block in blocks("bash"):
         if not block.shown_only:
             for line in block.text.replace("\\\n", " ").splitlines():
-                if found := re.search(r"python -m (?:tfdist|tools)\b[^#>&|]*", line):
-                    yield block.page, found[0].strip()
+                if text := re.sub(r"(^|\s+)#.*", "", line).strip():
+                    yield Command(block.page, re.sub(r"\s+", " ", text))
     for page in PAGES:
         for found in re.findall(r"`(?!Usage)[^`]*?(python -m (?:tfdist|tools)\.\w+ [^`]+)`", prose(page)):
-            yield page, found.replace("\n", " ")
+            if "..." not in found:  # part of a command
+                yield Command(page, found.replace("\n", " "))
+
+
+def readers_files() -> dict[str, str]:
+    """Returns the files that commands of the pages name and pages show: by name, their text."""
+    whole = {"README.md": "script.py", "docs/configuration.md": "my_config.py"}
+    found = {whole[block.page]: block.text for block in blocks("python") if block.page in whole}
+    return found | {"circle.py": next(block.text for block in blocks("python") if "# circle.py\n" in block.text)}

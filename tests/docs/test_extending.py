@@ -61,6 +61,17 @@ def test_the_compressor_sums(example):
     assert compressor.bytes_per_step([(512, 512)], num_replicas=2) == 512 * 512 * 2
 
 
+def test_a_configuration_names_the_compressor_and_checks_its_options(example):
+    from tfdist import ConfigError, compression
+    from tfdist.config import CompressionConfig
+
+    name = f"{example('tfdist/compression/scaled_fp16.py').__name__}:ScaledFP16"
+    made = compression.create(CompressionConfig(name, options={"scale": 8.0, "warmup_steps": 100}))
+    assert made.description == "Warmup(ScaledFP16(scale=8.0), steps=100)"
+    with pytest.raises(ConfigError, match=r"compression\.options\.scale must be more than 0\. Received: 0\.0"):
+        compression.create(CompressionConfig(name, options={"scale": 0.0}))
+
+
 def test_the_resolver_finds_the_cluster(example):
     from tfdist.cluster.resolvers.environment import Environment
 
@@ -82,17 +93,18 @@ def trained(example):
     """Returns the history and the callback of a training of the task's example under the strategy's."""
     import tensorflow as tf
 
-    from tfdist import StrategyConfig, Trainer
+    from tfdist import Trainer, create_strategy
 
-    strategy = example("tfdist/strategies/last_device.py").last_device(StrategyConfig(), None, 1.0, 1.0)
-    task_class = example("my_task.py").Circle
+    own = example("tfdist/strategies/last_device.py")
+    strategy = create_strategy(f"{own.__name__}:last_device")
+    task_class = example("circle.py").Circle
     task = task_class(task_class.Options(units=16))
     slowest = example("tfdist/monitoring/slowest_step.py").SlowestStep()
     trainer = Trainer(strategy)
     with trainer.scope():
         model = task.build_model()
         model.compile("adam", **task.compile_arguments())
-    assert isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    assert isinstance(strategy, tf.distribute.OneDeviceStrategy) and strategy.traits is own.last_device.traits
     data = lambda context: task.train_data(context, 64, 0)  # noqa: E731
     steps = task.steps_per_epoch(64)
     return trainer.fit(model, data, epochs=8, steps_per_epoch=steps, callbacks=[slowest], verbose=0), slowest

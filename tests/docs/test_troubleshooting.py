@@ -35,8 +35,11 @@ def test_no_message_is_there_that_the_package_does_not_have():
         ("def other():\n    yield 'no message'", []),
         ("faults.append('a b')\nfaults += [f'c {d}' for d in e]", ["a b", "c …"]),
         ("warnings.warn(' '.join(words))", []),
-        ("print('tfdist: lost')\nprint('table')", ["tfdist: lost"]),
-        ("log('one two three four five six seven eight nine ten')", ["one two three four five six seven eight nine"]),
+        ("logger.warning('is lost', extra=E)\nprint('a table')", ["is lost"]),
+        (
+            "logger.log(E if x else W, 'one two three four five six seven eight nine ten')",
+            ["one two three four five six seven eight nine"],
+        ),
     ],
 )
 def test_the_search_for_messages_finds_them(source, beginnings):

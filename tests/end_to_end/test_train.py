@@ -13,9 +13,12 @@ import keras
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from tests.helpers import tiers
+from tests.helpers.terminal import Terminal
 from tfdist import config
+from tfdist.config import registry
 from tfdist.config import train as train_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -72,7 +75,7 @@ def test_main_job_reaches_its_accuracy_and_says_so(main_job):
     assert (summary["num_replicas"], summary["cluster"], summary["restarts"]) == (2, {"worker": 2}, 0)
     assert (summary["epochs"], summary["steps"]) == (10, 220)
     assert summary["examples_per_second"] > 0 and 0 < summary["step_ms"]["median"] <= summary["step_ms"]["p95"]
-    planned = summary["wire_bytes_per_step"]["predicted"]
+    planned, goodput = summary["wire_bytes_per_step"]["predicted"], summary["goodput"]
     assert planned > 0.9 * 4 * 20000 and summary["wire_bytes_per_step"]["measured"] > 0.9 * planned
     shown = [line.removeprefix("[worker:0] ") for line in output.splitlines() if line.startswith("[worker:0] ")]
     end = shown[shown.index("task: digits") : shown.index(f"workdir: {workdir}")]
@@ -88,8 +91,10 @@ def test_main_job_reaches_its_accuracy_and_says_so(main_job):
         f"bytes per step predicted: {planned}",
         f"bytes per step measured: {summary['wire_bytes_per_step']['measured']}",
         "restarts: 0",
-        f"wall time s: {summary['wall_seconds']}",
+        f"wall time s: {goodput['wall_seconds']}",
+        *(f"of it {part.replace('_', ' ')} s: {seconds}" for part, seconds in goodput["seconds"].items() if seconds),
     ]
+    assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_seconds"], abs=0.05)
     assert any("replicas, global batch 64 = 2 x 32" in line for line in shown)
 
 
@@ -98,6 +103,29 @@ def test_main_job_shows_progress_on_the_chief_alone(main_job):
     for epoch in range(1, 11):
         assert f"[worker:0] Epoch {epoch}/10" in output
     assert "[worker:1] Epoch" not in output
+
+
+def test_other_workers_say_little_and_nothing_holds_an_escape_code(main_job):
+    output, _ = main_job
+    assert output.count("[worker:1]") <= 20
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", output)
+    assert "cuInit" not in output and "InitializeLog" not in output
+
+
+@pytest.mark.full
+def test_in_a_terminal_a_table_tells_steps_below_the_lines(tmp_path):
+    arguments = ["--config=digits_multi_worker", "--config.epochs=3", f"--workdir={tmp_path}"]
+    environ = {"PYTHONPATH": str(ROOT)}
+    terminal = Terminal([sys.executable, "-m", "tfdist.train", *arguments], tmp_path, environ)
+    try:
+        row = re.compile(r"worker:1 +(training|finishing) +[1-3]/3 +\d+/66")
+        terminal.until(lambda: row.search(terminal.text()))
+        assert terminal.wait() == 0
+    finally:
+        terminal.close()
+    assert terminal.screen.cursor_is_shown
+    assert "[worker:0] Epoch 3/3" in terminal.text() and not row.search(terminal.text())
+    assert terminal.text().count("[worker:1]") <= 20
 
 
 def test_main_job_leaves_one_set_of_files(main_job):
@@ -111,16 +139,50 @@ def test_main_job_leaves_one_set_of_files(main_job):
         "logs/worker-0.log",
         "logs/worker-1.log",
     }
-    (event_file,) = events
-    assert event_file.startswith("tensorboard/worker-0/")
+    # One writer in each run.
+    assert sorted(map(os.path.dirname, events)) == [
+        f"tensorboard/{run}" for run in ("hparams", "train", "validation", "worker-1")
+    ]
     assert json.loads((workdir / "config.json").read_text())["cluster"]["workers"] == 2
 
 
-def test_main_job_writes_scalars_for_each_epoch(main_job):
+def test_main_job_writes_scalars_by_epoch_and_by_step(main_job):
     _, workdir = main_job
-    events = EventAccumulator(str(workdir / "tensorboard" / "worker-0"), size_guidance={"tensors": 0}).Reload()
-    assert {"loss", "accuracy", "val_loss", "val_accuracy", "examples_per_second"} <= set(events.Tags()["tensors"])
-    assert [event.step for event in events.Tensors("val_accuracy")] == list(range(10))
+    summary = json.loads((workdir / "summary.json").read_text())
+    tags = {}
+    for run in ("train", "validation", "worker-1", "hparams"):
+        events = EventAccumulator(str(workdir / "tensorboard" / run), size_guidance={"tensors": 0}).Reload()
+        plugins = {tag: events.SummaryMetadata(tag).plugin_data.plugin_name for tag in events.Tags()["tensors"]}
+        tags[run] = {tag: events.Tensors(tag) for tag, plugin in plugins.items() if plugin == "scalars"}
+        if run == "train":
+            (cluster,) = events.Tensors("cluster")
+            assert b"| worker:1 | 127.0.0.1:" in cluster.tensor_proto.string_val[0]
+    perf = {"perf/examples_per_second", "perf/step_ms", "comm/bytes_per_step", "faults/restarts"}
+    perf |= {"system/rss_bytes", "system/cpu_percent", "perf/input_wait_ms"}
+    names = ("loss", "accuracy", "learning_rate")
+    own = perf | {"faults/lost_steps", "goodput/productive"}
+    own |= {f"goodput_seconds/{part}" for part in summary["goodput"]["seconds"]}
+    assert tags["train"].keys() == {f"{by}_{name}" for by in ("batch", "epoch") for name in names} | own
+    by_iterations = {f"evaluation_{name}_vs_iterations" for name in names[:2]}
+    assert tags["validation"].keys() == {"epoch_loss", "epoch_accuracy"} | by_iterations
+    assert tags["worker-1"].keys() == perf
+    assert tags["train"]["goodput_seconds/startup"][-1].tensor_proto.float_val[0] == pytest.approx(
+        summary["goodput"]["seconds"]["startup"], abs=0.01
+    )
+    final = {tag.removeprefix("final/"): event.tensor_proto.float_val[0] for tag, (event,) in tags["hparams"].items()}
+    assert final == pytest.approx({name: summary["metrics"][name] for name in final}) and len(final) >= 4
+    start = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    hparams = plugin_data_pb2.HParamsPluginData.FromString(start).session_start_info.hparams
+    assert hparams["strategy.name"].string_value == "multi_worker_mirrored"
+    assert (hparams["cluster.workers"].number_value, hparams["global_batch_size"].number_value) == (2, 64)
+    for run in ("train", "worker-1"):
+        sent = [event.tensor_proto.float_val[0] for event in tags[run]["comm/bytes_per_step"]]
+        # Other programs of this host may send as well.
+        assert len(sent) == 22 and 1 / 2 < min(sent) / summary["wire_bytes_per_step"]["predicted"] < 3
+    assert [event.step for event in tags["validation"]["epoch_accuracy"]] == list(range(10))
+    assert [event.step for event in tags["train"]["batch_loss"]] == list(range(10, 221, 10))
+    last = tags["validation"]["epoch_accuracy"][-1].tensor_proto.float_val[0]
+    assert last == pytest.approx(summary["metrics"]["val_accuracy"])
 
 
 def test_main_jobs_model_is_plain_keras(main_job):
@@ -165,6 +227,39 @@ def test_synthetic_trains_in_bfloat16_and_with_other_options(tmp_path):
     output = finish(process)
     assert process.returncode == 0, output
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 14
+
+
+def test_a_users_own_compressor_trains_from_a_configuration(tmp_path):
+    """One step of SGD on two workers moves a compressed weight by the sum of two signs, times the option `scale`."""
+    process = start(
+        "--config=digits_multi_worker",
+        f"--workdir={tmp_path}",
+        "--config.compression.name=tests.compression.toy_compressor:Sign",
+        "--config.compression.options.scale=0.25",
+        "--config.compression.options.use_error_feedback",
+        "--config.optimizer.name=sgd",
+        "--config.learning_rate=0.125",
+        "--config.epochs=1",
+        "--config.steps_per_epoch=1",
+    )
+    output = finish(process)
+    assert process.returncode == 0, output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    expected = {"use_error_feedback": True, "warmup_steps": 0, "scale": 0.25, "width": 16, "symmetric": True}
+    assert summary["compression"] == {"name": "tests.compression.toy_compressor:Sign", **expected}
+    like = config.TrainConfig()
+    keras.utils.set_random_seed(like.seed)
+    before = registry.resolve("task", like.task, registry.TASKS)(like.task_options).build_model()
+    after = keras.models.load_model(tmp_path / "model.keras")
+    pairs = zip(before.trainable_variables, after.trainable_variables, strict=True)
+    large = [
+        (old.numpy(), new.numpy()) for old, new in pairs if len(old.shape) > 1 and old.shape.num_elements() >= 1024
+    ]
+    assert large
+    for old, new in large:
+        signs = (old - new) / (0.125 * 0.25)
+        np.testing.assert_allclose(signs, np.round(signs), atol=1e-4)
+        assert set(np.unique(np.round(signs))) <= {-2, -1, 0, 1, 2} and np.abs(signs).max() > 1.5
 
 
 def test_tpu_without_one_is_one_sentence(tmp_path):
@@ -321,7 +416,11 @@ def test_one_command_trains_with_parameter_servers(parameter_servers):
     assert keras.models.load_model(workdir / "model.keras").optimizer.iterations.numpy() == 220
     logs = {path.name for path in (workdir / "logs").iterdir()}
     assert logs == {"chief-0.log", "worker-0.log", "worker-1.log", "ps-0.log", "ps-1.log"}
-    assert len(list((workdir / "tensorboard" / "chief-0").iterdir())) == 1
+    assert {run.name: len(list(run.iterdir())) for run in (workdir / "tensorboard").iterdir()} == {
+        "train": 1,
+        "validation": 1,
+        "hparams": 1,
+    }
     assert not left_over(str(workdir))
 
 
@@ -363,12 +462,13 @@ def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, wor
 def test_options_of_the_step_reach_the_model(tmp_path):
     options = ["--config.steps_per_execution=4", "--config.jit_compile", "--config.precision=mixed_float16"]
     options += ["--config.optimizer.gradient_accumulation_steps=2", "--config.steps_per_epoch=10", "--config.epochs=8"]
-    options += ["--config.task_options.filters=8"]
+    options += ["--config.task_options.filters=8", "--config.validation_freq=4"]
     process = start("--config=configs/digits_mirrored.py", f"--workdir={tmp_path}", *options)
     output = finish(process)
     assert process.returncode == 0, output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 80
+    assert output.count("val_accuracy: ") == 2 + 1, "of epochs 4 and 8, and the result"
     assert summary["metrics"]["val_accuracy"] > 0.5
     model = keras.models.load_model(tmp_path / "model.keras")
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -426,3 +526,15 @@ def test_another_configuration_does_not_go_on_from_a_backup(tmp_path):
     assert process.returncode == 2, output
     assert "is of another training: config.learning_rate is 0.5, and was 0.003" in output
     assert (tmp_path / "backup" / "checkpoint").exists()
+
+
+def test_ctrl_c_ends_a_training_with_one_line(tmp_path):
+    process = start("--config=digits", f"--workdir={tmp_path}", "--config.epochs=1000")
+    shown = [process.stdout.readline()]
+    while not shown[-1].startswith("Epoch 2/"):
+        shown.append(process.stdout.readline())
+        assert shown[-1], shown
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "tfdist: ended by Ctrl-C (SIGINT)" in rest and "Traceback" not in rest

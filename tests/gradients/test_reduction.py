@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -14,8 +15,9 @@ import tensorflow as tf
 import tfdist
 from tests.helpers import tiers
 from tfdist import ConfigError
+from tfdist.collectives.requests import AllReduce, ReduceResult
 from tfdist.compression import BF16, FP16, ErrorFeedback, Int8, NoCompression, PerVariable, PowerSGD, TopK, Warmup
-from tfdist.compression.base import StateSpec
+from tfdist.compression.base import Compressor, StateSpec
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.optimizer import get_reduction
 
@@ -53,6 +55,45 @@ def fitted(trainer, compression=None, optimizer=None, epochs=2, **how):
     model = build(trainer, optimizer)
     trainer.fit(model, X, Y, batch_size=8, epochs=epochs, verbose=0, **how)
     return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty(Compressor):
+    """A compressor of a user's that returns something else than it must."""
+
+    fault: str
+
+    def exchange(self, values, states, member):
+        if self.fault == "no generator":
+            return ReduceResult(list(values), list(values), list(states))
+        return self._exchange(values, states)
+
+    def _exchange(self, values, states):
+        totals = yield AllReduce(list(values))
+        results = {
+            "nothing": None,
+            "too few": ReduceResult(totals[:-1], list(values), list(states)),
+            "another shape": ReduceResult([total[:1] for total in totals], list(values), list(states)),
+            "other contributions": ReduceResult(totals, [value[:1] for value in values], list(states)),
+            "no states": ReduceResult(totals, list(values), []),
+        }
+        return results[self.fault]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no generator", "yield requests, such as"),
+        ("nothing", r"return a ReduceResult\(sums, contributions, states\)\. Received: NoneType"),
+        ("too few", r"return sums of its values' shapes, \[\(40, 30\)\]\. Received: \[\]"),
+        ("another shape", r"return sums of its values' shapes, \[\(40, 30\)\]\. Received: \['\(1, 30\)'\]"),
+        ("other contributions", "return contributions of its values' shapes"),
+        ("no states", "return a state for each of 1 values. Received: 0"),
+    ],
+)
+def test_a_faulty_compressor_is_named_with_what_it_must_return(trainer, fault, message):
+    with pytest.raises(ConfigError, match=rf"Faulty\.exchange must {message}"):
+        fitted(trainer, Faulty(fault))
 
 
 def test_no_compression_is_the_same_to_the_bit(trainer):

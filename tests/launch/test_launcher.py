@@ -88,6 +88,42 @@ def test_a_failed_task_is_named_and_gives_the_exit_code(job, end, exit_code, rea
     assert not job.alive()
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            "Exception encountered when calling Sequential.call().\\n\\nInput 0 of layer 'dense' has axis -1 of 5.\\n\\n"
+            "Arguments received by Sequential.call():\\n  • mask=None",
+            "Input 0 of layer 'dense' has axis -1 of 5",
+        ),
+        (
+            "Graph execution error:\\n\\nDetected at node x\\n<stack traces unavailable>\\ntoo large\\n\\t [[{{node x}}]]",
+            "too large",
+        ),
+        ("use strategy tpu.", "use strategy tpu"),
+        ("first fault.\\nsecond fault.", "first fault"),
+        ("x" * 300, "x" * 185 + "..."),
+    ],
+)
+def test_the_reason_is_the_line_that_says_something(job, message, reason):
+    assert job.run(f'raise ValueError("{message}")') == 1
+    assert f"failed with exit code 1: ValueError: {reason}; ending all tasks." in job.output()
+
+
+@pytest.mark.parametrize(
+    ("saved", "again"), [(0, "No backup was made"), (400, "Run the command again to go on from step 400")]
+)
+def test_a_killed_task_is_followed_by_what_to_do(job, saved, again):
+    assert job.run(f"{TELL}\ntell(412, {saved})\nos.kill(os.getpid(), signal.SIGKILL)") == 137
+    assert f"Full output: logs/worker-0.log. {again}; max_restarts starts the tasks again by itself" in job.output()
+
+
+@pytest.mark.parametrize("what", ["", "import tfdist; tfdist.create_strategy('multi_worker_mirrored', cluster=False)"])
+def test_tasks_that_never_use_tfdist_are_said_to_run_alone(job, what):
+    assert job.run(what, "--workers=2") == 0
+    assert ("tfdist: no task has made a tfdist.Trainer or strategy: unless" in job.output()) == (not what)
+
+
 def test_the_first_failure_is_shown_once_and_its_consequences_not_at_all(job):
     code = """
 if TASK["index"] == 1:
@@ -212,7 +248,7 @@ def test_a_launcher_without_its_guardian_still_ends_well(job):
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
     (job.folder / "go").write_text("yes")
     assert process.wait(timeout=30) == 0
-    assert job.output() == ""
+    assert [line for line in job.output().splitlines() if "no task has made a tfdist.Trainer" not in line] == []
 
 
 def test_a_killed_worker_is_spared_where_servers_keep_what_it_has_learnt(job):
@@ -264,14 +300,22 @@ def test_a_command_that_does_not_exist_is_a_fault(job):
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--workers=0", "--", "true"], ["--wrokers=2", "--", "true"], ["x", "--", "true"]]
+    ("flags", "told"),
+    [
+        ([], "Usage: "),
+        (["--workers=0", "--", "true"], "--workers"),
+        (["--workers=two", "--", "true"], "flag --workers=two: expected a whole number. Received: 'two'"),
+        (["--wrokers=2", "--", "true"], "'wrokers'"),
+        (["x", "--", "true"], "Usage: "),
+        (["--workers", "2", "python", "script.py", "--epochs=1"], "'epochs'. Write the command behind --: python -m"),
+    ],
 )
-def test_a_faulty_command_line_is_told_in_sentences(flags, tmp_path):
+def test_a_faulty_command_line_is_told_in_sentences(flags, told, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tfdist.launch", *flags], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )
     assert done.returncode == 2
-    assert done.stderr and "Traceback" not in done.stderr
+    assert told in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -460,6 +504,39 @@ for step in range(4):
     )
 
 
+def test_escape_codes_of_a_task_are_not_shown(job):
+    assert job.run(r"""print("a\x1b[31mred\x1b[0m \x1b[2K\x1b]0;title\x07x\x1b[?25l")""") == 0
+    assert job.output() == "[worker:0] ared x\n"
+    assert "\x1b[31m" in job.log("worker-0")
+
+
+def test_repeated_warnings_are_shown_once_and_counted_and_prints_are_all_shown(job):
+    code = """
+import logging, warnings
+warnings.simplefilter("always")
+for _ in range(3):
+    warnings.warn("slow")
+    print('    warnings.warn("slow")?')
+    logging.warning("odd")
+    print("mine")
+print("W0000 00:00:1795.6 1998 x.cc:5] late", file=sys.stderr)
+print("E0000 00:00:1795.6 1998 x.cc:5] bad", file=sys.stderr)
+"""
+    assert job.run(code, "--workers=2") == 0
+    lines = job.output().splitlines()
+    bare = [line.split("] ", 1)[1] for line in lines if line.startswith("[worker:")]
+    assert sum("UserWarning: slow" in line for line in bare) == 1
+    assert bare.count('  warnings.warn("slow")') == 1 and bare.count('    warnings.warn("slow")?') == 6
+    assert bare.count("WARNING:root:odd") == 1 and bare.count("mine") == 6
+    assert sum("late" in line for line in bare) == 1 and sum("bad" in line for line in bare) == 2
+    counts = [line for line in lines if "more line" in line]
+    assert [line.split(" like: ")[0] for line in counts] == [
+        f"tfdist: {x}" for x in ("5 more lines", "5 more lines", "1 more line")
+    ]
+    assert counts[1].endswith("] WARNING:root:odd")
+    assert job.log("worker-1").count("WARNING:root:odd") == 3
+
+
 def test_what_a_script_logs_is_shown(job):
     code = """
 from absl import logging
@@ -480,11 +557,11 @@ def test_logs_of_the_run_before_are_put_away(job):
     assert not (job.folder / "logs" / "worker-1.log").exists()
 
 
-def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path):
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
     (tmp_path / "worker-0.log").symlink_to("/dev/full")
     shown = io.BytesIO()
     launcher = Launcher([sys.executable, "-c", "print('on')"], local_cluster(1), tmp_path, output=shown)
-    launcher._put_away_logs = lambda: None  # or the link would go
+    monkeypatch.setattr("tfdist.launch.launcher.put_away_logs", lambda folder: None)  # or the link would go
     assert launcher.run() == 0
     assert b"[worker:0] on\n" in shown.getvalue()
     assert f"cannot write {tmp_path}/worker-0.log: No space left on device".encode() in shown.getvalue()
@@ -504,3 +581,19 @@ sleep_for_ever()
     assert job.process.wait(timeout=20) == 130
     assert time.monotonic() - began < 10  # the grace is 25
     assert "tfdist: SIGINT: ending all tasks; those left after 25 s are killed, or upon another signal" in job.output()
+
+
+def test_after_ctrl_c_no_traceback_is_shown_of_a_task_that_takes_seconds_to_end(job):
+    code = """
+try:
+    sleep_for_ever()
+except KeyboardInterrupt:
+    import traceback
+    traceback.print_exc()
+    time.sleep(4)  # longer than a traceback is held back
+"""
+    job.start(code, "--workers=1")
+    until(lambda: "ready" in job.output())
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(timeout=20) == 130
+    assert "Traceback" not in job.output() and "Traceback" in job.log("worker-0")

@@ -56,6 +56,17 @@ def test_steps_before_compression_begins_are_counted_apart():
     assert (sent.per_step_before, sent.per_step) == (300 / 2 / 2, 20 / 2 / 2)
 
 
+def test_bytes_are_taken_since_the_last_time():
+    numbers = iter([0, 100, 300, 600])
+    sent = network.WireBytes(HERE, TaskSpec("worker", 0), lambda: {"lo": next(numbers)})
+    taken = []
+    for step in range(4):
+        sent.on_train_batch_end(step)
+        if step != 2:
+            taken.append(sent.take())
+    assert taken == [None, 100 / 2, (200 + 300) / 2 / 2]
+
+
 @pytest.mark.parametrize("cluster", [MIXED, ALONE])
 def test_what_cannot_be_told_is_none(cluster):
     assert measured(cluster, counts(7, 100)) is None

@@ -31,7 +31,12 @@ ONE_DEVICE = {
     "compression": {"name": "none"},
     "wire_bytes_per_step": {"predicted": None, "measured": None},
     "restarts": 0,
-    "wall_seconds": 5.66,
+    "wall_seconds": 3.2,
+    "goodput": {
+        "wall_seconds": 5.66,
+        "productive": 0.5,
+        "seconds": {"steps": 2.83, "startup": 2.83, "repeated_steps": 0.0},
+    },
 }
 WORKERS = {
     **ONE_DEVICE,
@@ -72,6 +77,8 @@ SERVERS = {
             val_loss: not finite
             restarts: 0
             wall time s: 5.66
+            of it steps s: 2.83
+            of it startup s: 2.83
             workdir: runs/demo""",
         ),
         (
@@ -90,6 +97,8 @@ SERVERS = {
             bytes per step before compression predicted: 80000
             restarts: 1
             wall time s: 5.66
+            of it steps s: 2.83
+            of it startup s: 2.83
             workdir: runs/demo""",
         ),
         (
@@ -101,6 +110,8 @@ SERVERS = {
             retried steps: 2
             restarts: 0
             wall time s: 5.66
+            of it steps s: 2.83
+            of it startup s: 2.83
             workdir: runs/demo""",
         ),
     ],
@@ -164,7 +175,12 @@ def test_a_terminal_gets_a_table(tmp_path):
         "step median ms": str(summary["step_ms"]["median"]),
         "step p95 ms": str(summary["step_ms"]["p95"]),
         "restarts": "0",
-        "wall time s": str(summary["wall_seconds"]),
+        "wall time s": str(summary["goodput"]["wall_seconds"]),
+        **{
+            f"of it {part.replace('_', ' ')} s": str(took)
+            for part, took in summary["goodput"]["seconds"].items()
+            if took
+        },
         "workdir": str(workdir),
     }
     assert "val_accuracy" in cells and '"metrics"' not in output

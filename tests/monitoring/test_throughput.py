@@ -1,17 +1,15 @@
-"""Throughput and TensorBoard scalars."""
+"""Throughput, and what callbacks say of themselves."""
 
 from __future__ import annotations
 
 import keras
 import pytest
-import tensorflow as tf
-from tensorboard.backend.event_processing import event_accumulator
 
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.monitoring import network
-from tfdist.monitoring.tensorboard import Scalars
+from tfdist.errors import ConfigError
+from tfdist.monitoring import TensorBoard, network
 from tfdist.monitoring.throughput import Throughput
-from tfdist.training import callback_sync
+from tfdist.training import callback_sync, checks
 
 
 class Clock:
@@ -79,40 +77,7 @@ def test_median_and_95th_percentile_are_in_milliseconds(clock):
     assert throughput.step_ms == {"median": 51.0, "p95": 96.0}
 
 
-def scalars(folder):
-    """Returns the scalars of an event file: name to `[(step, value), ...]`."""
-    events = event_accumulator.EventAccumulator(str(folder))
-    events.Reload()
-    return {
-        tag: [(event.step, float(tf.make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
-        for tag in events.Tags()["tensors"]
-    }
-
-
-def test_each_epochs_metrics_and_throughput_are_written(tmp_path, clock):
-    throughput = Throughput(32, clock)
-    callback = Scalars(tmp_path / "chief-0", throughput)
-    run_epoch(throughput, clock, [60, 0.5])
-    callback.on_epoch_end(0, {"loss": 2.0, "val_accuracy": 0.25})
-    run_epoch(throughput, clock, [0.25, 0.25], epoch=1)
-    callback.on_epoch_end(1, {"loss": 1.0, "val_accuracy": 0.5})
-    callback.on_train_end()
-    assert scalars(tmp_path / "chief-0") == {
-        "loss": [(0, 2.0), (1, 1.0)],
-        "val_accuracy": [(0, 0.25), (1, 0.5)],
-        "examples_per_second": [(0, 64.0), (1, 96.0)],
-    }
-
-
-def test_what_was_not_measured_is_not_written(tmp_path, clock):
-    callback = Scalars(tmp_path, Throughput(32, clock))
-    callback.on_epoch_end(0, {"loss": 2.0})
-    callback.on_epoch_end(1, None)
-    callback.on_train_end()
-    assert scalars(tmp_path) == {"loss": [(0, 2.0)]}
-
-
-def test_callbacks_that_only_observe_say_so(tmp_path):
+def test_callbacks_that_only_observe_say_so():
     class Own(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             pass
@@ -122,6 +87,17 @@ def test_callbacks_that_only_observe_say_so(tmp_path):
 
     throughput = Throughput(8)
     cluster = ClusterSpec({"worker": ["a:1", "b:1"]})
-    observers = [throughput, Scalars(tmp_path, throughput), network.WireBytes(cluster, TaskSpec("worker", 0))]
+    observers = [throughput, TensorBoard(), network.WireBytes(cluster, TaskSpec("worker", 0))]
     assert not any(map(callback_sync._acts_on_batches, [*observers, Watching()]))
     assert callback_sync._acts_on_batches(Own()), "what may read or change the model has the statistics of all replicas"
+
+
+def test_a_writer_that_does_not_have_the_place_it_names_is_refused(tmp_path):
+    class Own(keras.callbacks.Callback):
+        writes = "path"
+
+    own = Own()
+    with pytest.raises(ConfigError, match=r"Own.writes must name the attribute .* 'path', which the callback does not"):
+        checks.check_callbacks([own])
+    own.path = tmp_path / "own.txt"
+    checks.check_callbacks([own])

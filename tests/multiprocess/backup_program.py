@@ -73,19 +73,19 @@ deaths = Deaths()
 write_part, write_manifest = Storage.write_part, Storage.write_manifest
 
 
-def deadly_part(self, step, part, tensors):
+def deadly_part(self, point, part, tensors):
     deaths.at("part")
     if deaths.moment == "torn" and deaths.mine and deaths.left == 1:
-        write_part(self, step, part, dict(list(tensors.items())[: len(tensors) // 2]))
-        pathlib.Path(self.path(step, f"{part}.index")).unlink()
+        write_part(self, point, part, dict(list(tensors.items())[: len(tensors) // 2]))
+        pathlib.Path(self.path(point, f"{part}.index")).unlink()
     deaths.at("torn")
-    write_part(self, step, part, tensors)
+    write_part(self, point, part, tensors)
     deaths.at("written")
 
 
-def deadly_manifest(self, step, values, keep):
+def deadly_manifest(self, point, values, keep):
     deaths.at("manifest")
-    write_manifest(self, step, values, keep)
+    write_manifest(self, point, values, keep)
 
 
 Storage.write_part, Storage.write_manifest = deadly_part, deadly_manifest

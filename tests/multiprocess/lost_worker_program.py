@@ -1,8 +1,10 @@
-"""A worker that fails or ends alone amid training. Arguments: which rank, and how (`error`, `kill`, `stop`, `exit`)."""
+"""A worker that fails or ends alone amid training. Arguments: which rank, and how (`error`, `kill`, `stop`, `exit`; or
+`save`: killed as it writes what the others wait for), and in the last case where to save."""
 
 import os
 import signal
 import sys
+import time
 
 import tfdist
 
@@ -30,8 +32,25 @@ class AtStep(keras.callbacks.Callback):
             raise RuntimeError("cannot read shard 7")
 
 
+class KilledInExport(keras.layers.Layer):
+    def call(self, x):
+        if how == "save" and trained and trainer.task.index == rank:
+            time.sleep(5)
+            print("it happens", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+trained = False
 with trainer.scope():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1), KilledInExport()])
     model.compile("sgd", "mse")
 x = np.zeros((1000, 8), np.float32)
+if how == "save":
+    model.fit(x, x[:, :1], verbose=0)
+    trained = True
+    time.sleep(2 * (trainer.task.index != rank))  # the others come second
+    model.export(sys.argv[3], verbose=False)
+    print("the export is there", flush=True)
+    sys.exit(0)
 trainer.fit(model, x, x[:, :1], batch_size=4, epochs=2 if how == "stop" else 1000, callbacks=[AtStep()], verbose=0)

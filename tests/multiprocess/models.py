@@ -73,3 +73,25 @@ def train(model, x, y, fit=None):
     """Trains over full batches in order; returns losses and weights."""
     history = (fit or model.fit)(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
     return {"history": history, "weights": model.get_weights()}
+
+
+def line(keras):
+    """Returns a compiled model of one layer that begins at 0, and its data: examples of 5 batches of 10."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.InverseTimeDecay(0.1, 1, 1.0)), "mse")
+    x = np.random.default_rng(0).standard_normal((50, 2), np.float32)
+    return model, x, x[:, :1] - 2 * x[:, 1:]
+
+
+def line_gradient_norms(steps):
+    """Returns the norm of the gradient of each step of `line` on its data in order, by plain arithmetic."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 2), np.float32).astype(np.float64)
+    inputs, y = np.hstack([x, np.ones((50, 1))]), x[:, 0] - 2 * x[:, 1]
+    weights, norms = np.zeros(3), []  # the kernel and the bias
+    for number in range(steps):
+        batch = slice(number % 5 * 10, number % 5 * 10 + 10)
+        gradient = 2 * inputs[batch].T @ (inputs[batch] @ weights - y[batch]) / 10
+        weights -= 0.1 / (1 + number) * gradient
+        norms.append(np.linalg.norm(gradient))
+    return norms

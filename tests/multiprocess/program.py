@@ -118,6 +118,7 @@ def everything():
         model, x, y, batch_size=32, epochs=2, shuffle=True, verbose=0, validation_data=validation
     ).history
     variables = [v.numpy() for v in (*model.weights, *model.optimizer.variables)]
+    trainer.export(model, os.path.join(out, "exported", "1"))
     trainer.save(model, os.path.join(out, "model.keras"))
     saved = {"there": os.path.exists(os.path.join(out, "model.keras"))}
     predictions = trainer.predict(model, x[:45], verbose=0)

@@ -3,6 +3,7 @@
 Arguments: a folder for the results.
 """
 
+import os
 import pathlib
 import sys
 import time
@@ -19,6 +20,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tfdist import data  # noqa: E402
+from tfdist.monitoring import TensorBoard  # noqa: E402
 from tfdist.parameter_server import worker_step  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 
@@ -128,8 +130,17 @@ def train_digits():
             counted.extend(rows.astype(np.float32))
         return commit(self, traced, rows)
 
+    spans, call = [], worker_step.WorkerStep.call  # of training steps: begin and end
+
+    def timing(self, traced, data, given):
+        begin = time.monotonic()
+        result = call(self, traced, data, given)
+        if self._step.__name__ == "train_step":
+            spans.append((begin, time.monotonic()))
+        return result
+
     recorder = Recorder()
-    worker_step.WorkerStep.commit = recording
+    worker_step.WorkerStep.commit, worker_step.WorkerStep.call = recording, timing
     try:
         history = trainer.fit(
             model,
@@ -137,17 +148,18 @@ def train_digits():
             validation_data=task.eval_data(BATCH),
             epochs=10,
             steps_per_epoch=22,
-            callbacks=[recorder],
+            callbacks=[recorder, TensorBoard(OUT / "curves", 220, gradient_norm=True, histogram_freq=10)],
             verbose=0,
         )
     finally:
-        worker_step.WorkerStep.commit = commit
+        worker_step.WorkerStep.commit, worker_step.WorkerStep.call = commit, call
     trainer.save(model, OUT / "digits.keras")
     devices = {v.path: v.value.device for v in (*model.variables, *model.optimizer.variables, *model.metrics_variables)}
     return {
         "history": history.history,
         "epoch": history.epoch,
         "counted": counted,
+        "spans": spans,
         "hooks": recorder.hooks,
         "logs": recorder.logs,
         "iterations": recorder.iterations,
@@ -161,7 +173,14 @@ def train_digits():
 def evaluate_and_predict():
     """(number of examples, kind of data) -> results here and in plain Keras."""
     model = dense()
-    trainer.fit(model, X, Y, batch_size=20, epochs=1, verbose=0)
+
+    def slowly():
+        for first in range(0, 300, 20):
+            time.sleep(0.04)
+            yield X[first : first + 20], Y[first : first + 20]
+
+    board = TensorBoard(OUT / "curves_of_slow_data", 15)
+    trainer.fit(model, slowly(), steps_per_epoch=15, verbose=0, callbacks=[board])
     trainer.save(model, OUT / "dense.keras")
     plain = keras.models.load_model(OUT / "dense.keras")
     results = {}
@@ -212,7 +231,7 @@ class TestRecorder(keras.callbacks.Callback):
 def start_again(model, task):
     ask("start", task)
     deadline = time.monotonic() + 60
-    while trainer._context.coordinator.scheduler._lost:  # its step finds it lost, and back
+    while trainer._context.engine.scheduler._lost:  # its step finds it lost, and back
         assert time.monotonic() < deadline
         time.sleep(0.3)  # it has TensorFlow to import
         trainer.predict(model, X[:40], batch_size=1, verbose=0)
@@ -247,7 +266,7 @@ def lose_a_worker_in_training():
 def statistics():
     """BatchNorm's moving mean where one worker sees only zeros and the other only tens."""
     with trainer.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization(momentum=0.9)])
+        model = keras.Sequential([keras.Input((1,)), keras.layers.BatchNormalization(momentum=0.99)])
         model.compile("sgd", "mse")
 
     def constant(context):
@@ -383,6 +402,27 @@ def faults():
     return found, recorder.iterations
 
 
+def save_files():
+    """Saves to relative paths, in a folder in which the servers are not. Returns what was loaded less what was saved."""
+    model = dense()
+    trainer.fit(model, X, Y, verbose=0)
+    before = os.getcwd()
+    os.chdir(OUT)
+    try:
+        trainer.export(model, "exported")
+        loaded = tf.saved_model.load("exported")
+        (served,) = loaded.signatures["serving_default"](tf.constant(X)).values()
+        checkpoint, weights = tf.train.Checkpoint(model=model), model.get_weights()
+        path = checkpoint.save("saved")
+        for variable in model.variables:
+            variable.assign(tf.zeros_like(variable))
+        checkpoint.restore(path)
+    finally:
+        os.chdir(before)
+    restored = max(np.abs(a - b).max() for a, b in zip(weights, model.get_weights(), strict=True))
+    return {"served": np.abs(served.numpy() - trainer.predict(model, X, verbose=0)).max(), "restored": restored}
+
+
 if __name__ == "__main__":
     results = {}
     for scenario in (
@@ -391,6 +431,7 @@ if __name__ == "__main__":
         faults,
         statistics,
         noise,
+        save_files,
         lose_a_worker_in_training,
         lose_a_worker_in_evaluation,
     ):

@@ -123,10 +123,9 @@ def check_files(out: pathlib.Path, ranks: int) -> None:
     """There are the files that manifests name, and no others."""
     storage = Storage(str(out / "backup"), 0, ranks)
     expected = {"checkpoint"}
-    assert 1 <= len(storage.steps()) <= 2
-    for step in storage.steps():
-        folder = pathlib.Path(storage.path(step)).name
-        expected |= {f"{folder}/{name}" for name in (*storage.read_manifest(step)["files"], "manifest.json")}
+    assert 1 <= len(storage.points()) <= 2
+    for point in storage.points():
+        expected |= {f"{point.folder}/{name}" for name in (*storage.read_manifest(point)["files"], "manifest.json")}
     found = {str(path.relative_to(out / "backup")) for path in (out / "backup").rglob("*") if path.is_file()}
     assert found == expected
 
@@ -247,5 +246,5 @@ def test_sigterm_to_the_supervisor_saves_the_very_step(strategy, ps, tmp_path):
         assert process.wait(timeout=60) == 75
         assert time.monotonic() - began < 25
     storage = Storage(str(tmp_path / "backup"), 0, 1 if ps else 2)
-    position = storage.read_manifest(storage.steps()[0])["position"]
+    position = storage.read_manifest(storage.points()[0])["position"]
     assert position["step"] == steps.read_text().count("\n"), "not a step is lost"

@@ -64,6 +64,22 @@ def test_parameter_servers_train_what_plain_keras_does(servers, plain, case):
         assert results[f"backups of {case}"]
 
 
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored", "parameter_server"])
+def test_the_first_training_of_a_model_without_a_scope_is_said_on_every_worker(runs, servers, strategy):
+    ranks = [servers(QUICK[0])] if strategy == "parameter_server" else runs(strategy, "own_program", *QUICK)[0]
+    for results in ranks:
+        before, others = results["said without scope"][:2], results["said without scope"][3:]
+        assert [*before, *others] == [""] * 4
+        assert results["said without scope"][2].startswith(
+            "tfdist: model 'forgotten' was not built in the scope of this"
+        )
+
+
+def test_with_one_replica_a_model_without_a_scope_is_no_fault(plain, runs):
+    assert plain(QUICK[0])["said without scope"] == [""] * 5
+    assert runs("one_device", "own_program", "shuffled")[0][0]["said without scope"] == [""] * 5
+
+
 @pytest.mark.full
 def test_shuffled_data_come_in_the_order_of_plain_keras_on_one_device(runs, plain):
     results = runs("one_device", "own_program", "shuffled")[0][0]

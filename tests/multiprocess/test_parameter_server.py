@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import fork_server
+from tests.monitoring.test_tensorboard import curves
 from tests.multiprocess import harness
 from tests.multiprocess.roles import Roles
+from tfdist.parameter_server import scheduler
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -77,6 +79,23 @@ def test_history_equals_the_sum_of_what_steps_returned(results):
         assert digits["history"]["accuracy"][epoch] == right / seen
 
 
+def test_tensorboard_has_how_far_steps_overlap(program):
+    results, _, out = program
+    train = curves(out / "curves")["train"]
+    spans = results["train_digits"]["spans"]
+    ends = np.array([end for _, end in spans])
+    overlaps = [np.count_nonzero((begin < ends) & (ends < end)) for begin, end in spans]
+    ((step, staleness),) = train["ps/staleness"]
+    assert step == len(spans) == 220
+    assert staleness == pytest.approx(np.mean(overlaps), abs=0.1) and staleness > 0.3, "of two workers"
+    ((_, in_flight),) = train["ps/steps_in_flight"]
+    assert 2 < in_flight <= 2 * scheduler.MAX_IN_FLIGHT
+    # Workers make the data, nobody has the gradient of all, and servers send no gradients to each other.
+    assert not train.keys() & {"perf/input_wait_ms", "train/gradient_norm", "comm/bytes_per_step"}
+    ((_, waited),) = curves(out / "curves_of_slow_data")["train"]["perf/input_wait_ms"]
+    assert 20 < waited < 400, "the chief reads the data, which come each 40 ms; some while it traces the first step"
+
+
 def test_batch_hooks_come_once_a_step_in_order_with_logs(results):
     digits = results["train_digits"]
     one_epoch = list(itertools.chain.from_iterable((("begin", step), ("end", step)) for step in range(22)))
@@ -93,6 +112,11 @@ def test_evaluate_and_the_saved_model_agree(program):
     results, _, out = program
     model = keras.models.load_model(out / "digits.keras")
     assert np.allclose(model.evaluate(*digits.load()[1], verbose=0), results["train_digits"]["evaluation"], atol=1e-6)
+
+
+def test_the_chief_writes_what_is_on_the_servers(results):
+    found = results["save_files"]
+    assert found["served"] < 1e-6 and found["restored"] == 0
 
 
 def test_weights_are_on_the_servers_and_counters_on_the_chief(results):
@@ -353,7 +377,8 @@ def test_those_who_serve_end_as_the_chief_does(tmp_path, what, chiefs, others, s
 
 
 def test_all_workers_update_the_moving_statistics(results):
-    assert 0.5 < results["statistics"] < 9.5
+    # Of 100 updates, however few are one worker's: a single one of zeros, or of tens, moves the mean by 0.037 at least.
+    assert 0.02 < results["statistics"] < 10 * (1 - 0.99**100) - 0.02
 
 
 @pytest.mark.slow

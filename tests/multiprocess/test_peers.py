@@ -37,6 +37,19 @@ def test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, lost):
         assert [roles.wait(task, 120) for task in (stopped, left)] == [0, 0], roles.log(left)
 
 
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_who_waits_for_a_task_that_is_killed_as_it_saves_saves_itself(tmp_path, lost):
+    place = tmp_path / "exported"
+    command = fork_server.command("tests.multiprocess.lost_worker_program", str(lost), "save", str(place))
+    with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:
+        gone, left = (f"worker:{rank}" for rank in (lost, 1 - lost))
+        wait_until(lambda: "the export is there" in roles.log(left), 60)
+        assert "it happens" in roles.log(gone)
+        assert (place / "saved_model.pb").exists() and [path.name for path in tmp_path.glob("exported*")] == [
+            "exported"
+        ]
+
+
 def wait_until(happens, seconds):
     ends = time.monotonic() + seconds
     while not happens():

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.multiprocess.conftest import SYNCHRONOUS
 from tests.multiprocess.models import CASES
@@ -169,6 +170,15 @@ def test_saved_model_loads_in_plain_keras_with_its_optimizer_and_predictions(run
         assert bitwise_equal(loaded, expected["variables"])
         assert model.optimizer.iterations.numpy() == 6
     assert all(results["everything"]["saved"]["there"] for results in ranks)
+
+
+def test_exported_model_is_served_in_another_process(run):
+    ranks, out = run
+    x = np.random.default_rng(0).standard_normal((96, 12), np.float32)
+    loaded = tf.saved_model.load(out / "exported/1")
+    (served,) = loaded.signatures["serving_default"](tf.constant(x[:45])).values()
+    assert difference(served.numpy(), ranks[0]["everything"]["predictions"]) < 1e-6
+    assert [path.name for path in (out / "exported").iterdir()] == ["1"]
 
 
 def test_validation_equals_evaluate_and_the_saved_model(run):

@@ -1,4 +1,4 @@
-"""Callbacks that write files, and subclasses of them that do more. Arguments: strategy, folder for the results."""
+"""Callbacks and methods that write files, and subclasses of callbacks that do more. Arguments: strategy, folder for the results."""
 
 import pathlib
 import sys
@@ -11,6 +11,7 @@ trainer = tfdist.Trainer(sys.argv[1])
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
 
 from tfdist import config, train  # noqa: E402
 from tfdist.training import callback_sync  # noqa: E402
@@ -50,6 +51,35 @@ class Sends(keras.callbacks.RemoteMonitor):
         self.found = self.root
 
 
+class Own(keras.callbacks.Callback):
+    """A writer of one's own, which says where it writes."""
+
+    writes = "path"
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_epoch_end(self, epoch, logs=None):
+        with open(self.path, "a") as file:
+            file.write(f"rank {RANK}\n")
+
+
+class OwnPredicts(Own):
+    def on_epoch_end(self, epoch, logs=None):
+        self.found = self.model.predict(x, verbose=0)
+        super().on_epoch_end(epoch, logs)
+
+
+class SaysSo(keras.callbacks.CSVLogger):
+    """Overrides a hook, and says that it only writes all the same."""
+
+    writes = "filename"
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, {"rank": RANK})
+
+
 class Spoils(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if RANK == 1:
@@ -74,6 +104,9 @@ def made():
         Evaluates(OUT / "{epoch}.keras"),
         Looks(OUT / "looks.csv"),
         keras.callbacks.EarlyStopping("loss"),
+        Own(OUT / "own.txt"),
+        OwnPredicts(OUT / "own_predicts.txt"),
+        SaysSo(OUT / "says_so.csv"),
     ]
 
 
@@ -85,12 +118,14 @@ def kept(callbacks):
 def fitted():
     callbacks = made()
     model = fit(callbacks)
-    predicts, evaluates, looks = (next(c for c in callbacks if isinstance(c, k)) for k in (Predicts, Evaluates, Looks))
+    kinds = (Predicts, Evaluates, Looks, OwnPredicts)
+    predicts, evaluates, looks, own = (next(c for c in callbacks if isinstance(c, kind)) for kind in kinds)
     return {
         "predicted": (predicts.found, model.predict(x, verbose=0)),
+        "predicted by one's own": (own.found, model.predict(x, verbose=0)),
         "evaluated": (evaluates.found, model.evaluate(x, y, verbose=0)),
         "looked": looks.found,
-        "places": [predicts.log_dir, evaluates.filepath, looks.filename],
+        "places": [predicts.log_dir, evaluates.filepath, looks.filename, own.path],
         "left": [str(path) for path in pathlib.Path(tempfile.tempdir).rglob("*")],
     }
 
@@ -109,6 +144,52 @@ def spoiled(checks=True):
     except tfdist.ClusterError as e:
         return str(e)
     return ""
+
+
+def keras_backup():
+    """Returns what stands in the folder of Keras' own callback while training goes on, and after it."""
+    folder, seen = OUT / "keras_backup", []
+    keep = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(sorted(path.name for path in folder.glob("*")))
+    )
+    fit([keras.callbacks.BackupAndRestore(folder, save_freq=1), keep])
+    return seen, sorted(path.name for path in folder.glob("step-*"))
+
+
+def saved_by_all():
+    """Every rank saves to the same paths, and loads from them at once. Returns what was not as it was saved, and the files."""
+    folder, wrong = OUT / "saved_by_all", []
+    with trainer.scope():
+        layers = [keras.Input((12,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile("adam", "mse")
+    checkpoint = tf.train.Checkpoint(model=model)
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), folder / "managed", max_to_keep=1)
+
+    def check(name, expected, got):
+        if not all(np.allclose(*pair, atol=1e-6) for pair in zip(expected, got, strict=True)):
+            wrong.append(name)
+
+    for number in range(4):
+        model.fit(x, y, batch_size=16, verbose=0)
+        weights = model.get_weights()
+        predicted = model.predict(x, verbose=0)
+        model.export(folder / "exported", verbose=False)
+        loaded = tf.saved_model.load(folder / "exported")
+        check(f"exported {number}", [predicted], [loaded.serve(x).numpy()])
+        for name, save, load in (
+            ("weights", lambda: model.save_weights(folder / "a.weights.h5"), model.load_weights),
+            ("written", lambda: checkpoint.write(folder / "written"), lambda path: checkpoint.read(path)),
+            ("saved", lambda: checkpoint.save(folder / "saved"), checkpoint.restore),
+            ("managed", manager.save, checkpoint.restore),
+        ):
+            path = save() or folder / "a.weights.h5"
+            for variable in model.variables:
+                variable.assign(tf.zeros_like(variable))
+            load(path)
+            check(f"{name} {number}", weights, model.get_weights())
+    trainer._context.ranks.gather(0.0)  # until the other, too, has done its last
+    return wrong, sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 class RankRate(keras.optimizers.schedules.LearningRateSchedule):
@@ -135,6 +216,7 @@ def command():
 
 
 results = {
+    "keras_backup": keras_backup(),
     "kept": kept(made()),
     "on instance": kept(
         [keras.callbacks.CSVLogger(OUT / "a.csv"), vars(c := Renamed(OUT / "a")).update(on_epoch_end=print) or c]
@@ -144,5 +226,6 @@ results = {
     "spoiled": spoiled(),
     "spoiled, and not checked": spoiled(checks=False),
     "command": command(),
+    "saved by all": saved_by_all(),
 }
 harness.store(sys.argv[2], RANK, results)

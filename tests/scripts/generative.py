@@ -103,6 +103,52 @@ def adversarial(scope):
     return model.fit(FLAT, batch_size=6, epochs=2, verbose=0).history
 
 
+@script("WGAN-GP: two optimizers, no call, nested tapes for the gradient penalty, noise from the data")
+def gradient_penalty(scope):
+    class Wasserstein(keras.Model):
+        def __init__(self, critic, generator):
+            super().__init__()
+            self.critic, self.generator = critic, generator
+
+        def compile(self, critic_optimizer, generator_optimizer):
+            super().compile()
+            self.critic_optimizer, self.generator_optimizer = critic_optimizer, generator_optimizer
+
+        def penalty(self, real, made, mix):
+            with tf.GradientTape() as tape:
+                mixed = mix * real + (1 - mix) * made
+                tape.watch(mixed)
+                judged = self.critic(mixed)
+            length = tf.sqrt(tf.reduce_sum(tape.gradient(judged, mixed) ** 2, 1) + 1e-12)
+            return tf.reduce_mean((length - 1) ** 2)
+
+        def train_step(self, data):
+            real, noise, mix = data
+            for _ in range(2):
+                with tf.GradientTape() as tape:
+                    made = self.generator(noise)
+                    cost = tf.reduce_mean(self.critic(made)) - tf.reduce_mean(self.critic(real))
+                    cost += 10.0 * self.penalty(real, made, mix)
+                weights = self.critic.trainable_weights
+                self.critic_optimizer.apply_gradients(zip(tape.gradient(cost, weights), weights, strict=True))
+            with tf.GradientTape() as tape:
+                loss = -tf.reduce_mean(self.critic(self.generator(noise)))
+            weights = self.generator.trainable_weights
+            self.generator_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            return {"cost": cost, "loss": loss}
+
+    with scope():
+        critic = keras.Sequential([keras.Input((12,)), layers.Dense(6, "tanh"), layers.Dense(1)])
+        generator = keras.Sequential([keras.Input((4,)), layers.Dense(12)])
+        model = Wasserstein(critic, generator)
+        model.compile(keras.optimizers.SGD(0.02), keras.optimizers.SGD(0.02))
+    rng = np.random.default_rng(7)
+    noise, mix = rng.standard_normal((20, 4)).astype(np.float32), rng.uniform(size=(20, 1)).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((FLAT, noise, mix)).batch(10)
+    model.fit(data, epochs=2, verbose=0)
+    return critic.get_weights(), generator.get_weights()
+
+
 @script("Diffusion: noise and times in train_step, a network of averaged weights", differs=_DRAWS)
 def diffusion(scope):
     class Diffusion(keras.Model):

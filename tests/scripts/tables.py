@@ -14,6 +14,25 @@ CITIES = rng.choice(["Rome", "Oslo", "Lima"], 22)
 TARGET = rng.integers(0, 2, 22).astype(np.float32)
 
 
+@script("Subclassed model: a dictionary of inputs, layers made in __init__, metrics of weights")
+def subclassed(scope):
+    class Towers(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layers.Dense(4, "tanh"), layers.Dense(4, "tanh")
+            self.head = layers.Dense(1)
+
+        def call(self, inputs, training=False):
+            return self.head(keras.ops.concatenate([self.first(inputs["a"]), self.second(inputs["b"])], -1))
+
+    with scope():
+        model = Towers()
+        model.compile(sgd(), "mse", weighted_metrics=["mae"])
+    given = {"a": NUMBERS, "b": NUMBERS[:, :2]}
+    history = run(model, given, TARGET, sample_weight=np.arange(22) / 11)
+    return history, model.predict(given, verbose=0)
+
+
 @script("Structured data: Normalization, StringLookup and CategoryEncoding, inputs by name")
 def structured(scope):
     with scope():

@@ -100,6 +100,15 @@ def test_tensorflow_in_use_before_a_multi_worker_strategy_is_named(monkeypatch):
         tfdist.create_strategy("multi_worker_mirrored")
 
 
+def test_an_argument_that_the_trainer_does_not_have_is_answered_by_its_own():
+    with pytest.raises(
+        ConfigError, match=r"argument of Trainer 'backupdir'; did you mean 'backup_dir'\? Known: backup, "
+    ):
+        tfdist.Trainer("one_device", backupdir="b")
+    with pytest.raises(ConfigError, match=r"argument of Trainer 'bucketbytes'; did you mean 'bucket_bytes'\?"):
+        tfdist.Trainer("one_device", bucketbytes=1)
+
+
 def test_trainer_takes_a_strategy_of_its_own_kind_only(trainer):
     assert tfdist.Trainer(trainer.strategy).strategy is trainer.strategy
     with pytest.raises(ConfigError, match=r"made by tfdist\.create_strategy"):
@@ -118,27 +127,39 @@ def sgd(**arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"jit_compile": True}, "jit_compile=True compiles"),
-        ({"steps_per_execution": 4}, "steps_per_execution=4 fails"),
-        ({"optimizer": sgd(gradient_accumulation_steps=2)}, "gradient_accumulation_steps fails"),
-        ({"optimizer": sgd(use_ema=True, ema_overwrite_frequency=2)}, "ema_overwrite_frequency fails"),
-        ({"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))}, "mixed_float16"),
+        {"jit_compile": True},
+        {"steps_per_execution": 4},
+        {"optimizer": sgd(gradient_accumulation_steps=2)},
+        {"optimizer": sgd(use_ema=True, ema_overwrite_frequency=2)},
+        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))},
     ],
 )
-def test_without_a_trainer_fit_gets_its_step_and_train_on_batch_is_refused(trainer, monkeypatch, arguments, message):
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_a_model_without_a_trainer_trains_as_with_one(trainer, monkeypatch, arguments, method):
+    def train(model):
+        model.set_weights([np.full_like(w, 0.5) for w in model.get_weights()])
+        given = {"batch_size": 4, "shuffle": False, "verbose": 0} if method == "fit" else {}
+        getattr(model, method)(x, y, **given)
+        return model.get_weights()
+
     x, y = np.random.default_rng(0).standard_normal((14, 3)), np.ones((14, 2))
-    model, own, trained = (build(trainer, **arguments) for _ in range(3))
-    for each in (own, trained):
-        each.set_weights([np.full_like(w, 0.5) for w in each.get_weights()])
-    trainer.fit(trained, x, y, batch_size=4, shuffle=False, verbose=0)
+    own, trained = build(trainer, **arguments), build(trainer, **arguments)
+    expected = train(trained)
     monkeypatch.setattr(trainer.strategy, "trainer", None)
-    with pytest.raises(ConfigError, match=message):
-        model.train_on_batch(x, y)
-    own.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    for mine, theirs in zip(own.get_weights(), trained.get_weights(), strict=True):
+    for mine, theirs in zip(train(own), expected, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_model_that_is_compiled_anew_predicts_a_batch_once(trainer):
+    model, x = build(trainer), np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    expected = x @ model.get_weights()[0] + model.get_weights()[1]
+    np.testing.assert_allclose(model.predict_on_batch(x), expected, rtol=1e-5)
+    with trainer.scope():
+        model.compile("sgd", "mse")
+    for predict in (model.predict_on_batch, model.predict):
+        np.testing.assert_allclose(predict(x), expected, rtol=1e-5)
 
 
 def test_a_loop_of_ones_own_may_run_a_compiled_models_step(trainer):
@@ -204,7 +225,7 @@ def test_data_in_the_place_of_the_model_are_said(trainer):
 
 
 def test_a_loop_of_ones_own_outside_of_the_replicas_is_said(trainer):
-    said = "outside of the replicas: make the step the model's train_step"
+    said = "outside of the replicas: make a function of the step"
     with pytest.raises(ConfigError, match=said), trainer.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         with tf.GradientTape() as tape:
@@ -480,10 +501,15 @@ def test_a_failed_save_raises_and_keeps_the_file_before(trainer, tmp_path):
     path = tmp_path / "model.keras"
     trainer.save(model, path)
     before = path.read_bytes()
-    (tmp_path / "model.partial.keras").mkdir()
-    with pytest.raises(OSError):
+
+    def fail(store):
+        store["0"] = np.zeros(3)
+        raise OSError("the disk is full")
+
+    model.layers[-1].save_own_variables = fail
+    with pytest.raises(OSError, match="the disk is full"):
         trainer.save(model, path)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["model.keras"]
 
 
 def test_a_function_of_finite_data_ends_its_epochs_by_itself(trainer):

@@ -7,8 +7,9 @@ then puts all of it back: variables, each replica's own values, what callbacks r
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,9 +21,9 @@ from tfdist.backup.session import BackupSession
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import tf_internals
-from tfdist.errors import ConfigError, format_value
+from tfdist.engine import Engine
+from tfdist.errors import ConfigError
 from tfdist.runtime import progress
-from tfdist.runtime.preemption import Preemption
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -48,6 +49,10 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Raises:
         ConfigError: An argument is out of range, or `backup_dir` is a file.
+
+    Attributes:
+        options: The arguments; each is an attribute of the callback, too, which can be read.
+        training_id: On the chief, what its backups call the last training; empty before any.
     """
 
     def __init__(
@@ -63,19 +68,29 @@ class BackupAndRestore(keras.callbacks.Callback):
         defaults: Mapping[str, Any] | None = None,
     ):
         super().__init__()
-        self.backup_dir = os.fspath(backup_dir)
-        if faults := list(_faults(self.backup_dir, save_freq, save_every_seconds, keep, grace_seconds)):
-            raise ConfigError(faults)
-        self.save_freq = save_freq
-        self.save_every_seconds = save_every_seconds
-        self.keep = keep
-        self.delete_checkpoint = delete_checkpoint
-        self.preemption = Preemption(grace_seconds) if save_before_preemption else None
-        self._config, self._defaults = dict(config or {}), dict(defaults or {})
+        self.options = BackupOptions(
+            backup_dir=os.fspath(backup_dir),
+            save_freq=save_freq,
+            save_every_seconds=save_every_seconds,
+            keep=keep,
+            delete_checkpoint=delete_checkpoint,
+            save_before_preemption=save_before_preemption,
+            grace_seconds=grace_seconds,
+            config=dict(config or {}),
+            defaults=dict(defaults or {}),
+        )
         self._fits = 0  # that have come to their end, their backups deleted or not: a run started again counts alike
         self._finished: list[Storage] = []  # of the fits that have come to their end
         self._progress: progress.Progress | None = None
         self._session: BackupSession | None = None
+        self.training_id = ""
+
+    backup_dir = property(operator.attrgetter("options.backup_dir"))
+    save_freq = property(operator.attrgetter("options.save_freq"))
+    save_every_seconds = property(operator.attrgetter("options.save_every_seconds"))
+    keep = property(operator.attrgetter("options.keep"))
+    delete_checkpoint = property(operator.attrgetter("options.delete_checkpoint"))
+    preemption = property(operator.attrgetter("options.preemption"))
 
     @contextlib.contextmanager
     def training(
@@ -83,8 +98,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         model: keras.Model,
         ranks: Ranks,
         arguments: Mapping[str, Any],
-        drain: Callable[[], None],
-        peer_preempted: Callable[[], bool],
+        engine: Engine,
         task: str,
     ) -> Iterator[None]:
         """Backs up the `fit` that is called inside; what was interrupted goes on. For the Trainer; a collective.
@@ -93,8 +107,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             model: The model.
             ranks: This rank and the others.
             arguments: Those of `fit` that must be the same in the run that goes on.
-            drain: Called before the state is looked at: waits for steps that are under way.
-            peer_preempted: Called after each step: whether another task, which this one cannot do without, has been told to go.
+            engine: Trains the model.
             task: This task's name, as `worker-1`.
 
         Raises:
@@ -104,13 +117,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
         storage = Storage(folder, ranks.rank, ranks.size)
-        options = BackupOptions(
-            self.save_freq, self.save_every_seconds, self.keep, self.preemption, self._config, self._defaults
-        )
-        self._session = session = BackupSession(
-            options, storage, model, ranks, arguments, drain, peer_preempted, self._progress
-        )
+        self._session = session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress)
         session.find_backup()
+        self.training_id = session.training
         if self.preemption:
             self.preemption.listen()
             self.preemption.training = True
@@ -150,6 +159,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         if seed is not None and seed != tf_internals.global_seed():
             tf.random.set_seed(seed)
 
+    def goes_on(self) -> bool:
+        """Returns whether there is a backup, which the next `fit` of this program's first goes on from."""
+        return read_seed(self.backup_dir) is not None
+
     @property
     def _active(self) -> BackupSession:
         if self._session is None:
@@ -159,7 +172,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         return self._session
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._active.on_train_begin((self.params or {}).get("epochs", 1))
+        params = self.params or {}
+        self._active.on_train_begin(params.get("epochs", 1), params.get("steps"))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._active.on_execution_end(batch, (self.params or {}).get("steps"), logs)
@@ -178,22 +192,3 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self._active.on_train_end()
-
-
-def _faults(folder: str, save_freq: Any, save_every_seconds: Any, keep: Any, grace_seconds: Any) -> Iterator[str]:
-    if not folder:
-        yield "backup_dir must be a folder. Received: ''."
-    try:
-        if tf.io.gfile.exists(folder) and not tf.io.gfile.isdir(folder):
-            yield f"backup_dir must be a folder, and {folder!r} is a file."
-    except tf.errors.OpError as e:  # a scheme that is not known
-        yield f"backup_dir must be a folder that TensorFlow can reach. Received: {format_value(folder)} ({e.message.splitlines()[0]})."
-    whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
-    if save_freq != "epoch" and not whole:
-        yield f"save_freq must be 'epoch' or a number of steps, 1 or more. Received: {save_freq!r}."
-    if save_every_seconds is not None and not save_every_seconds > 0:
-        yield f"save_every_seconds must be more than 0, or None. Received: {save_every_seconds!r}."
-    if not isinstance(keep, int) or keep < 1:
-        yield f"keep must be 1 or more. Received: {keep!r}."
-    if not grace_seconds > 0:
-        yield f"grace_seconds must be more than 0. Received: {grace_seconds!r}."

@@ -7,7 +7,8 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ from tfdist.backup.agreement import Agreement
 from tfdist.backup.data_position import LoopPosition, LoopTracker
 from tfdist.backup.options import BackupOptions
 from tfdist.backup.resume_warnings import ResumeWarnings
+from tfdist.backup.save_point import BEFORE_ALL
 from tfdist.backup.search import FORMAT, Snapshot, find_backup
 from tfdist.backup.snapshot_writer import SnapshotWriter
 from tfdist.backup.state import TrainingState, users_callbacks
@@ -27,15 +29,20 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.compat import optimizer_search, tf_internals
 from tfdist.compat.keras_loops import pythonify_logs
 from tfdist.data.python_state import process_generator_states, set_process_generator_states
-from tfdist.runtime import exit_status, progress
+from tfdist.engine import Engine
+from tfdist.runtime import exit_status, goodput, progress
 from tfdist.runtime.background import Background
-from tfdist.runtime.log import log
+from tfdist.runtime.log import logger
 
 _GENERATORS = "generators of the process"
 
 
 class BackupSession:
-    """One `fit` that is backed up."""
+    """One `fit` that is backed up.
+
+    Attributes:
+        training: What the chief calls this training: the same after a restart, and another one for each new training.
+    """
 
     def __init__(
         self,
@@ -44,8 +51,7 @@ class BackupSession:
         model: keras.Model,
         ranks: Ranks,
         arguments: Mapping[str, Any],
-        drain: Callable[[], None],
-        peer_preempted: Callable[[], bool],
+        engine: Engine,
         told: progress.Progress,
     ):
         self._callbacks: Sequence[keras.callbacks.Callback] = ()
@@ -57,18 +63,19 @@ class BackupSession:
         self._snapshots = SnapshotWriter(storage, ranks, options.keep, told)
         self._model = model
         self._ranks = ranks
-        self._drain_steps = drain
+        self._engine = engine
         self._strategy = model.distribute_strategy
         self._agreement = Agreement(
-            ranks, self._strategy, options.preemption, peer_preempted, options.save_every_seconds
+            ranks, self._strategy, options.preemption, engine.peer_preempted, options.save_every_seconds
         )
         # Under parameter servers a resume is not exact anyway.
-        warns = ranks.is_chief and not isinstance(self._strategy, tf.distribute.ParameterServerStrategy)
+        warns = ranks.is_chief and not self._strategy.traits.asynchronous
         self._warnings = ResumeWarnings(warns)
         self._found: Snapshot | None = None
         self._about: dict[str, Any] = {"fit": dict(arguments), **options.config}
         self._progress = told
         self._last_logs: Any = None
+        self.training = uuid.uuid4().hex
 
     def find_backup(self) -> None:
         """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
@@ -80,11 +87,13 @@ class BackupSession:
         if before != seed:
             tf.random.set_seed(seed)
             if self._found:
-                log(
+                logger.warning(
                     "the random seed is not that of the backup, which now holds; a dataset that was made before, and "
                     "shuffles, comes in another order. Set one first, or give the Trainer the backup_dir."
                 )
         self._seed = seed
+        if self._found:
+            self.training = self._found.manifest.get("training", self.training)  # older backups do not hold it
         self._agreement.prepare(self._model)
 
     def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -94,8 +103,13 @@ class BackupSession:
             for callback in csv_logs.csv_loggers(self._callbacks):
                 callback.append = True
 
-    def on_train_begin(self, epochs: int) -> None:
-        """Restores the state, once Keras has built all variables."""
+    def on_train_begin(self, epochs: int, steps: int | None) -> None:
+        """Restores the state, once Keras has built all variables.
+
+        Args:
+            epochs: The last epoch.
+            steps: The number of steps of an epoch, if known.
+        """
         self._state = TrainingState(self._model, self._callbacks)
         self._state.check()
         # In this order: a difference in the arguments or the model causes the differences of the variables.
@@ -108,33 +122,40 @@ class BackupSession:
         found = self._found
         if found is None:
             self.loop_tracker.position.epoch = self._about["fit"].get("initial_epoch", 0)
-            self._progress.write(0, 0)
-            self._snapshots.take_folder(after=-1)
+            self._tell_progress(0, epochs, steps)
+            self._snapshots.take_folder(BEFORE_ALL)
             return
         then = compatibility.filled(found.manifest["about"], compatibility.to_jsonable(self._options.defaults))
         for number, optimizer in self._about["optimizer"].items():
             # A rate that this process may have changed before is state; the backup's holds.
             if self._trained and number in then["optimizer"]:
                 optimizer["learning_rate"] = then["optimizer"][number].get("learning_rate")
-        compatibility.check_same_training(self._about, then, self._storage.path(found.step), self._storage.folder)
-        self._snapshots.take_folder(after=found.step)
+        compatibility.check_same_training(self._about, then, self._storage.path(found.point), self._storage.folder)
+        self._snapshots.take_folder(found.point)
         position = LoopPosition(**found.manifest["position"])
         stops = found.manifest["stop_training"]
         self._last_logs = self._restore(found)
-        self._snapshots.saved = found.step
+        self._snapshots.saved = found.point
         for callback in csv_logs.csv_loggers(self._callbacks):
             csv_logs.cut_log(callback, position.epoch)
         first = epochs if stops and not position.epoch_step else position.epoch
         self.loop_tracker.resume(position, first, self._last_logs, found.own, self._restore_again)
-        self._progress.write(position.step, position.step)
+        self._tell_progress(position.step, epochs, steps)
         if forgotten := self._state.unsaved_callbacks():
-            log(f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()")
+            logger.warning(
+                f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()"
+            )
         if self._ranks.is_chief:
             where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
-            log(
+            logger.info(
                 f"going on from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
-                f"of {self._storage.path(found.step)}"
+                f"of {self._storage.path(found.point)}"
             )
+
+    def _tell_progress(self, saved: int, epochs: int, steps: int | None) -> None:
+        at = self.loop_tracker.position
+        total = at.step - at.epoch_step + (epochs - at.epoch) * steps if steps else 0
+        self._progress.write(done=at.step, saved=saved, epoch=min(at.epoch + 1, epochs), epochs=epochs, total=total)
 
     def _restore_again(self) -> None:
         """Restores the state once more, after what Keras and callbacks do when an epoch begins."""
@@ -157,7 +178,7 @@ class BackupSession:
         before = self.loop_tracker.position.step
         self.loop_tracker.on_execution_end(batch, steps)
         now = self.loop_tracker.position.step
-        self._progress.write(done=now)
+        self._progress.write(done=now, epoch=self.loop_tracker.position.epoch + 1)
         self._last_logs = logs
         self._warnings.on_execution_end(self._model.train_function, self._known_variables)
         freq = self._options.save_freq
@@ -168,7 +189,8 @@ class BackupSession:
             self._save()
 
     def _known_variables(self) -> list[Any]:
-        return [*self._state.local_variables(), getattr(self._strategy, "notes", None)]
+        gauges = getattr(self._strategy, "gauges", ())  # what steps only measure
+        return [*self._state.local_variables(), getattr(self._strategy, "notes", None), *gauges]
 
     def on_epoch_end(self, epoch: int, last: bool) -> None:
         """Saves at the end of an epoch, if asked to, and at the end of the last one."""
@@ -193,8 +215,9 @@ class BackupSession:
 
     def on_train_end(self) -> None:
         """Waits for the last backup, and removes the oldest ones."""
-        self.writer.finish()
-        self._snapshots.finish()
+        with goodput.during("saving"):
+            self.writer.finish()
+            self._snapshots.finish()
 
     def _logs(self) -> Any:
         """Returns the last step's logs, as the epoch has them if there are no further steps in it."""
@@ -202,13 +225,14 @@ class BackupSession:
         return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
 
     def _capture(self, to_host: bool = True) -> Snapshot:
-        self._drain_steps()
+        self._engine.drain(self._model)
         position = self.loop_tracker.position
         shared, own = self._state.capture(self._logs(), to_host)
         own |= self.loop_tracker.state.capture()
         own[_GENERATORS] = tf.constant(json.dumps(process_generator_states()))
         manifest = {
             "format": FORMAT,
+            "training": self.training,
             "tasks": self._ranks.size,
             "replicas": self._strategy.num_replicas_in_sync,
             "position": dataclasses.asdict(position),
@@ -216,13 +240,14 @@ class BackupSession:
             "seed": self._seed,
             "about": self._about,
         }
-        return Snapshot(position.step + (0 if position.epoch_step else 0.5), manifest, shared, own)
+        return Snapshot(position.step, position.epoch_step == 0, manifest, shared, own)
 
     def _save(self) -> None:
-        self.writer.finish()
-        snapshot = self._capture()
-        self._agreement.on_save()
-        self.writer.start(lambda: self._snapshots.write(snapshot))
+        with goodput.during("saving"):
+            self.writer.finish()
+            snapshot = self._capture()
+            self._agreement.on_save()
+            self.writer.start(lambda: self._snapshots.write(snapshot))
 
     def _save_and_exit(self, snapshot: Snapshot) -> None:
         """Saves, and ends this process with the exit code that asks for another start."""
@@ -231,5 +256,5 @@ class BackupSession:
         with contextlib.suppress(tf.errors.OpError):  # of a rank that could not save
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
         if self._ranks.is_chief:
-            log(f"told to end (SIGTERM): saved at step {int(snapshot.step)}")
+            logger.info(f"told to end (SIGTERM): saved at step {snapshot.step}")
         sys.exit(exit_status.PREEMPTED)

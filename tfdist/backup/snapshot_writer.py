@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tfdist.backup.ownership import OwnershipMarker
+from tfdist.backup.save_point import SavePoint
 from tfdist.backup.search import Snapshot
 from tfdist.backup.storage import SHARED, Storage
 from tfdist.collectives.ranks import Ranks
@@ -19,7 +20,7 @@ class SnapshotWriter:
         progress: What the supervisor is told of the last backup.
 
     Attributes:
-        saved: The step of the newest backup, or None.
+        saved: When the newest backup was taken, or None.
     """
 
     def __init__(self, storage: Storage, ranks: Ranks, keep: int, progress: Progress):
@@ -28,13 +29,13 @@ class SnapshotWriter:
         self._keep = keep
         self._progress = progress
         self._ownership = OwnershipMarker(storage.folder)
-        self.saved: float | None = None
+        self.saved: SavePoint | None = None
 
-    def take_folder(self, after: float) -> None:
+    def take_folder(self, after: SavePoint) -> None:
         """Takes the folder over from other runs, and removes this rank's files of later backups.
 
         Args:
-            after: The step of the backup that the run goes on from, or -1.
+            after: When the backup was taken that the run goes on from, or `BEFORE_ALL`.
         """
         if self._ranks.is_chief:
             self._ownership.acquire()
@@ -48,20 +49,20 @@ class SnapshotWriter:
         Raises:
             ConfigError: Another run has taken the folder over.
         """
-        if snapshot.step == self.saved:  # the same on all ranks
+        if (point := snapshot.point) == self.saved:  # the same on all ranks
             return
         storage = self._storage
         if self._ranks.is_chief:
             self._ownership.check()
-        storage.write_part(snapshot.step, storage.part, snapshot.own)
+        storage.write_part(point, storage.part, snapshot.own)
         if self._ranks.is_chief:
-            storage.write_part(snapshot.step, SHARED, snapshot.shared)
+            storage.write_part(point, SHARED, snapshot.shared)
             self._ownership.check()
-            storage.write_manifest(snapshot.step, snapshot.manifest, self._keep)
-            self._progress.write(saved=int(snapshot.step))
+            storage.write_manifest(point, snapshot.manifest, self._keep)
+            self._progress.write(saved=snapshot.step)
         else:
             storage.clean()
-        self.saved = snapshot.step
+        self.saved = point
 
     def finish(self) -> None:
         """Removes backups beyond `keep`, once all ranks have written, and gives the folder back."""

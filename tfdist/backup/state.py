@@ -35,7 +35,7 @@ class TrainingState:
         self._statistics: MovingStatistics = self._strategy.statistics
         self._callbacks = dict(_stateful_callbacks(callbacks))
         self._unnamed = [c for c in callbacks if c not in self._callbacks.values()]
-        self._variables = dict(_variables(model))
+        self._variables = dict(named_variables(model))
         slots = {id(v.value) for optimizer in optimizer_search.optimizers(model) for v in optimizer.variables}
         self._own = {
             name
@@ -131,7 +131,7 @@ def users_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras
     return [each for each in callbacks if not type(each).__module__.startswith(("keras.", "tfdist."))]
 
 
-def _variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
+def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
     """Yields every variable once, by a name that is the same in the next run of the same program."""
     optimizers = optimizer_search.optimizers(model)
     known = [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]

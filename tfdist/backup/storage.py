@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.backup.save_point import BEFORE_ALL, SavePoint
 from tfdist.errors import BackupError
+from tfdist.runtime.log import logger
 
 MANIFEST = "manifest.json"
 SHARED = "shared"
 _STATE_FILE = "checkpoint"
 _PARTIAL = ".partial"
-_STEP = re.compile(r"step-(\d+)(-end)?/?")
 _PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 
@@ -59,39 +60,36 @@ class Storage:
         """The name of this rank's part."""
         return f"rank-{self.rank}"
 
-    def steps(self) -> list[float]:
-        """Returns the steps of all backups, whole or not, the newest first."""
+    def points(self) -> list[SavePoint]:
+        """Returns the save points of all backups, whole or not, the newest first."""
         if not tf.io.gfile.isdir(self.folder):
             return []
-        names = [
-            name for name in tf.io.gfile.listdir(self.folder) if tf.io.gfile.isdir(os.path.join(self.folder, name))
-        ]
-        found = map(_STEP.fullmatch, names)
-        return sorted((_number(match) for match in found if match), reverse=True)
+        found = map(SavePoint.of_folder, tf.io.gfile.listdir(self.folder))
+        return sorted({point for point in found if point and tf.io.gfile.isdir(self.path(point))}, reverse=True)
 
-    def completed(self) -> set[float]:
-        """Returns the steps of the backups that were whole once."""
+    def completed(self) -> set[SavePoint]:
+        """Returns the save points of the backups that were whole once."""
         try:
             state = tf.train.get_checkpoint_state(self.folder)
         except (tf.errors.OpError, ValueError):
             state = None
         paths = getattr(state, "all_model_checkpoint_paths", ())
-        named = {_number(match) for path in paths if (match := _STEP.search(path))}
-        return named | {step for step in self.steps() if self._is_complete(step)}
+        named = map(SavePoint.of_folder, (os.path.basename(os.path.dirname(path)) for path in paths))
+        return {*filter(None, named)} | {point for point in self.points() if self.is_complete(point)}
 
-    def path(self, step: float, name: str = "") -> str:
+    def path(self, point: SavePoint, name: str = "") -> str:
         """Returns the path of a backup, or of one of its files."""
-        return os.path.join(self.folder, _name(step), name) if name else os.path.join(self.folder, _name(step))
+        return os.path.join(self.folder, point.folder, name).rstrip("/")
 
-    def write_part(self, step: float, part: str, tensors: Mapping[str, Any]) -> None:
+    def write_part(self, point: SavePoint, part: str, tensors: Mapping[str, Any]) -> None:
         """Writes a part: `shared`, or `rank-<rank>`.
 
         Raises:
             BackupError: It cannot be written.
         """
-        prefix = self.path(step, part)
+        prefix = self.path(point, part)
         try:
-            tf.io.gfile.makedirs(self.path(step))
+            tf.io.gfile.makedirs(self.path(point))
             names = list(tensors)
             with tf.device("CPU:0"):
                 tf.raw_ops.SaveV2(
@@ -103,52 +101,52 @@ class Storage:
         except (tf.errors.OpError, OSError) as e:
             raise _write_error(prefix, e) from e
 
-    def read_part(self, step: float, part: str) -> dict[str, np.ndarray]:
+    def read_part(self, point: SavePoint, part: str) -> dict[str, np.ndarray]:
         """Returns what `write_part` wrote.
 
         Raises:
-            Torn: Some of it cannot be read, or is not what was written.
+            CorruptBackupError: Some of it cannot be read, or is not what was written.
         """
-        prefix = self.path(step, part)
+        prefix = self.path(point, part)
         try:
             reader = tf.train.load_checkpoint(prefix)
             return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
         except Exception as e:  # TensorFlow raises what it likes on a damaged file
             raise CorruptBackupError(f"{prefix} cannot be read: {_first_line(e)}") from e
 
-    def write_manifest(self, step: float, values: Mapping[str, Any], keep: int) -> None:
+    def write_manifest(self, point: SavePoint, values: Mapping[str, Any], keep: int) -> None:
         """Makes a backup valid, once all ranks have written their parts; removes what is too old. On the chief.
 
         Args:
-            step: Its step.
+            point: When it was taken.
             values: What to write into the manifest.
             keep: How many backups to keep.
 
         Raises:
             BackupError: It cannot be written, or another rank's part does not come within 300 s.
         """
-        path = self.path(step, MANIFEST)
+        path = self.path(point, MANIFEST)
         try:
             files: dict[str, Any] = {}
             for part in (SHARED, *(f"rank-{rank}" for rank in range(self.ranks))):
-                self._wait_for_index(step, part)
-                for data in tf.io.gfile.glob(self.path(step, f"{part}.data-?????-of-?????")):
+                self._wait_for_index(point, part)
+                for data in tf.io.gfile.glob(self.path(point, f"{part}.data-?????-of-?????")):
                     files[os.path.basename(data)] = {"bytes": tf.io.gfile.stat(data).length}
-                index = self._bytes(step, f"{part}.index")
+                index = self._bytes(point, f"{part}.index")
                 files[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
             body = json.loads(json.dumps({**values, "files": files}))  # as it will be read
             body["crc32"] = _checksum(body)
             self._replace(path, json.dumps(body, indent=1))
-            whole = [s for s in self.steps() if self._is_complete(s)]
+            whole = [point for point in self.points() if self.is_complete(point)]
             self._name_all(sorted(whole[:keep]))
             for old in whole[keep:]:
                 self.remove(old)
         except (tf.errors.OpError, OSError) as e:
             raise _write_error(path, e) from e
 
-    def _name_all(self, steps: Sequence[float]) -> None:
+    def _name_all(self, points: Sequence[SavePoint]) -> None:
         # As TensorFlow would, but relative to the folder, which may be moved.
-        paths = [json.dumps(f"{_name(step)}/{SHARED}") for step in steps]
+        paths = [json.dumps(f"{point.folder}/{SHARED}") for point in points]
         lines = [f"model_checkpoint_path: {paths[-1]}", *(f"all_model_checkpoint_paths: {path}" for path in paths)]
         self._replace(os.path.join(self.folder, _STATE_FILE), "\n".join(lines) + "\n")
 
@@ -157,25 +155,25 @@ class Storage:
             file.write(text)
         tf.io.gfile.rename(path + _PARTIAL, path, overwrite=True)
 
-    def read_manifest(self, step: float) -> dict[str, Any]:
+    def read_manifest(self, point: SavePoint) -> dict[str, Any]:
         """Returns a backup's manifest, once its files are there and have the sizes it names.
 
         Raises:
-            Torn: It is not whole.
+            CorruptBackupError: It is not whole.
         """
         try:
-            body = json.loads(self._bytes(step, MANIFEST))
+            body = json.loads(self._bytes(point, MANIFEST))
         except (tf.errors.OpError, OSError, ValueError) as e:
-            raise CorruptBackupError(f"{self.path(step, MANIFEST)} cannot be read: {_first_line(e)}") from e
+            raise CorruptBackupError(f"{self.path(point, MANIFEST)} cannot be read: {_first_line(e)}") from e
         if not isinstance(body, dict) or body.pop("crc32", None) != _checksum(body):
-            raise CorruptBackupError(f"{self.path(step, MANIFEST)} is not what was written")
+            raise CorruptBackupError(f"{self.path(point, MANIFEST)} is not what was written")
         for name, expected in body["files"].items():
-            path = self.path(step, name)
+            path = self.path(point, name)
             try:
                 size = tf.io.gfile.stat(path).length
                 whole = size == expected["bytes"] and expected.get("crc32") in (
                     None,
-                    "crc32" in expected and zlib.crc32(self._bytes(step, name)),
+                    "crc32" in expected and zlib.crc32(self._bytes(point, name)),
                 )
             except (tf.errors.OpError, OSError) as e:
                 raise CorruptBackupError(f"{path} is missing") from e
@@ -183,33 +181,33 @@ class Storage:
                 raise CorruptBackupError(f"{path} is not what was written")
         return body
 
-    def clean(self, after: float | None = None) -> None:
+    def clean(self, after: SavePoint | None = None) -> None:
         """Removes this rank's files from backups that do not count.
 
         Args:
             after: The backup that the training goes on from: those after it do not count. None means that those without
                 a manifest before the newest one with a manifest do not.
         """
-        steps = self.steps()
+        points = self.points()
         if after is None:
-            newest = next((step for step in steps if self._is_complete(step)), 0)
-            useless = [step for step in steps if step < newest and not self._is_complete(step)]
+            newest = next((point for point in points if self.is_complete(point)), BEFORE_ALL)
+            useless = [point for point in points if point < newest and not self.is_complete(point)]
         else:
-            useless = [step for step in steps if step > after]
-        for step in useless:
-            self.remove(step)
+            useless = [point for point in points if point > after]
+        for point in useless:
+            self.remove(point)
 
-    def remove(self, step: float) -> None:
+    def remove(self, point: SavePoint) -> None:
         """Removes this rank's files of a backup, and its folder once that is empty."""
         if self.rank == 0:  # first, so that no reader takes what is left for a backup
-            self._remove_file(self.path(step, MANIFEST))
+            self._remove_file(self.path(point, MANIFEST))
         mine = (f"{self.part}.", *((f"{SHARED}.", MANIFEST) if self.rank == 0 else ()))
         try:
-            for name in tf.io.gfile.listdir(self.path(step)):
+            for name in tf.io.gfile.listdir(self.path(point)):
                 if name.startswith(mine):
-                    self._remove_file(self.path(step, name))
-            if not tf.io.gfile.listdir(self.path(step)):
-                tf.io.gfile.rmtree(self.path(step))
+                    self._remove_file(self.path(point, name))
+            if not tf.io.gfile.listdir(self.path(point)):
+                tf.io.gfile.rmtree(self.path(point))
         except tf.errors.NotFoundError:  # another rank was the last one
             pass
 
@@ -218,16 +216,28 @@ class Storage:
         if self.rank == 0:
             for name in (_STATE_FILE, _STATE_FILE + _PARTIAL):
                 self._remove_file(os.path.join(self.folder, name))
-        for step in self.steps():
-            self.remove(step)
+        for point in self.points():
+            self.remove(point)
         try:
             if not tf.io.gfile.listdir(self.folder):
                 tf.io.gfile.rmtree(self.folder)
         except tf.errors.NotFoundError:
             pass
 
-    def _is_complete(self, step: float) -> bool:
-        return tf.io.gfile.exists(self.path(step, MANIFEST))
+    def is_complete(self, point: SavePoint) -> bool:
+        """Returns whether all ranks have written a backup, and none has begun to remove it."""
+        return tf.io.gfile.exists(self.path(point, MANIFEST))
+
+    def written_at(self, point: SavePoint) -> int:
+        """Returns when a backup was completed, in nanoseconds; 0 if it is being removed."""
+        try:
+            return tf.io.gfile.stat(self.path(point, MANIFEST)).mtime_nsec
+        except tf.errors.NotFoundError:
+            return 0
+
+    def has_begun(self, point: SavePoint) -> bool:
+        """Returns whether the chief has begun to write a backup, and not removed it."""
+        return bool(tf.io.gfile.glob(self.path(point, "rank-0.*")))
 
     def _remove_file(self, path: str) -> None:
         try:
@@ -235,31 +245,23 @@ class Storage:
         except tf.errors.NotFoundError:
             pass
 
-    def _bytes(self, step: float, name: str) -> bytes:
-        with tf.io.gfile.GFile(self.path(step, name), "rb") as file:
+    def _bytes(self, point: SavePoint, name: str) -> bytes:
+        with tf.io.gfile.GFile(self.path(point, name), "rb") as file:
             return file.read()
 
-    def _wait_for_index(self, step: float, part: str) -> None:
+    def _wait_for_index(self, point: SavePoint, part: str) -> None:
         begun = said = time.monotonic()
-        while not tf.io.gfile.exists(self.path(step, f"{part}.index")):
+        while not tf.io.gfile.exists(self.path(point, f"{part}.index")):
             now = time.monotonic()
             if now - begun > _PARTS_TIMEOUT:
                 raise BackupError(
-                    f"{self.path(step, part)}.index has not come within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
+                    f"{self.path(point, part)}.index has not come within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
                     f"folder {self.folder!r}? backup_dir must be one that they share."
                 )
             if now - said > _REPORT_EVERY:
-                print(f"tfdist: waiting for {self.path(step, part)}.index", flush=True)
+                logger.info(f"waiting for {self.path(point, part)}.index")
                 said = now
             time.sleep(0.01)
-
-
-def _name(step: float) -> str:
-    return f"step-{int(step)}" + ("-end" if step % 1 else "")
-
-
-def _number(match: re.Match[str]) -> float:
-    return int(match[1]) + (0.5 if match[2] else 0)
 
 
 def _checksum(body: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from tfdist.compat import tf_internals
 from tfdist.data.graph import functions, nodes, walk
 from tfdist.data.python_generators import find_generators
 from tfdist.data.random_state import python_functions, random_states
-from tfdist.runtime.log import log
+from tfdist.runtime.log import logger
 
 _NAMED = 3  # places that a sentence names
 _LIBRARIES = tuple(
@@ -27,7 +27,7 @@ _THREADS = "call tf.config.experimental.enable_op_determinism() first, or leave 
 def warn_if_inexact(doubts: Sequence[str]) -> None:
     """Says in one sentence why a resume will not be exact, if it will not."""
     if doubts:
-        log(f"resume will not be exact: {'. Nor will it be as '.join(doubts)}.")
+        logger.warning(f"resume will not be exact: {'. Nor will it be as '.join(doubts)}.")
 
 
 def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:

@@ -27,9 +27,11 @@ from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.cluster.validation import parameter_server_faults
+from tfdist.config import STRATEGIES
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import flags as flags_lib
 from tfdist.errors import ClusterError, ConfigError, truncate
+from tfdist.runtime.log import TO_STDERR, logger, print_always
 
 FORMATS = ("table", "json", "env", "shell")
 TARGETS = {"slurm": slurm.script, "kubernetes": kubernetes.manifests}
@@ -40,6 +42,7 @@ PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code: 0, 2 where the cluster or the command line is faulty, 1 where not all can be
     reached."""
+    print_always()
     values = _flags()
     try:
         words: list[str] = values(list(argv), known_only=True)[1:]
@@ -71,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         print(e, file=sys.stderr)
         return 1
     if found is None and (hint := discovery.misconfiguration_hint()):
-        print(f"tfdist: {hint}", file=sys.stderr)
+        logger.warning(hint, extra=TO_STDERR)
     if command == "show":
         print(show(found, values.format))
         return 0
@@ -83,7 +86,9 @@ def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_enum("format", "table", FORMATS, "How `show` prints.", flag_values=values)
-    suited = ["parameter_server"]  # others train in any cluster, or without
+    suited = [
+        name for name, traits in STRATEGIES.items() if traits.asynchronous
+    ]  # others train in any cluster, or without
     flags.DEFINE_enum("strategy", None, suited, "What the cluster must suit, for `check`.", flag_values=values)
     sources = ["auto", "none", *discovery.RESOLVERS]
     flags.DEFINE_enum("source", "auto", sources, "Who is asked for the cluster.", flag_values=values)

@@ -7,8 +7,8 @@ and a task of another cluster, or another program, is named. No TensorFlow here.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from tfdist.cluster import greeting, missing_tasks, proxies, reachability, task_versions
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.errors import ClusterError
+from tfdist.runtime.log import TO_STDERR, logger
 
 START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
@@ -64,13 +65,13 @@ def wait_until_reachable(
             )
         if now - reported >= _REPORT_EVERY:
             for each, reason in absent.items():
-                print(f"tfdist: waiting for {missing_tasks.format_tasks(cluster, {each: reason})}", flush=True)
+                logger.info(f"waiting for {missing_tasks.format_tasks(cluster, {each: reason})}")
             reported = now
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
     different = list(task_versions.differences(said))
-    for _, sentence in different:
-        print(f"tfdist: {sentence}", file=sys.stderr, flush=True)
+    for is_fault, sentence in different:
+        logger.log(logging.ERROR if is_fault else logging.WARNING, sentence, extra=TO_STDERR)
     if faults := [sentence for is_fault, sentence in different if is_fault]:
         sleep(_LINGER)  # so that the other tasks receive this task's greeting, too
         raise ClusterError(
@@ -121,7 +122,8 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
             if done.is_set():  # TensorFlow has returned meanwhile
                 return
             waits = f"has waited {timeout:.0f} s, and is ended," if over else "waits"
-            print(f"tfdist: {task}: TensorFlow {waits} for {absent}", file=sys.stderr, flush=True)
+            level = logging.ERROR if over else logging.WARNING
+            logger.log(level, f"{task}: TensorFlow {waits} for {absent}", extra=TO_STDERR)
             if over:
                 os._exit(1)
 

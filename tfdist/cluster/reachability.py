@@ -14,6 +14,8 @@ from tfdist.cluster.spec import ClusterSpec, TaskSpec
 
 ANSWER_TIMEOUT = 3.0  # seconds that an address has to answer
 WAITS_FOR_OTHERS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
+# What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
+ENDED = ("connection refused", WAITS_FOR_OTHERS)
 _SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from tfdist.cluster.validation import JOBS, cluster_faults, is_index, parameter_server_faults, task_faults
 from tfdist.errors import ConfigError, truncate
@@ -84,7 +85,14 @@ class ClusterSpec:
         return json.dumps({"cluster": self.jobs, "task": dataclasses.asdict(task)})
 
 
-def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
+class ClusterTask(NamedTuple):
+    """A cluster, and which of its tasks a process is."""
+
+    cluster: ClusterSpec
+    task: TaskSpec
+
+
+def from_tf_config(text: str) -> ClusterTask:
     """Reads a TF_CONFIG text.
 
     Args:
@@ -138,5 +146,4 @@ def from_tf_config(text: str) -> tuple[ClusterSpec, TaskSpec]:
         )
     if faults or member is None:
         raise ConfigError(f"TF_CONFIG: {fault}" for fault in faults)
-    cluster = ClusterSpec({job: addresses for job, addresses in jobs.items() if job != "evaluator"})
-    return cluster, member
+    return ClusterTask(ClusterSpec({job: addresses for job, addresses in jobs.items() if job != "evaluator"}), member)

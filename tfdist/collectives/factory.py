@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_process import CrossProcessCommunicator
 from tfdist.collectives.in_process import InProcessCommunicator
 from tfdist.compat import tf_internals
+from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
-
-_GROUP = "_tfdist_group"  # a strategy's attribute
-_STRATEGIES = (
-    tf.distribute.MultiWorkerMirroredStrategy,
-    tf.distribute.MirroredStrategy,
-    tf.distribute.OneDeviceStrategy,
-)
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
@@ -24,26 +20,24 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
     Raises:
         ConfigError: The strategy is another one.
     """
-    if not isinstance(strategy, _STRATEGIES):
+    if not traits_of(strategy).compresses:
         raise ConfigError(
             f"compression is not possible under {type(strategy).__name__} (yet); use multi_worker_mirrored or mirrored."
         )
 
 
-def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
+def communicator_for(strategy: Any) -> Communicator:
     """Returns the group of a strategy's replicas, always the same one.
 
     Raises:
         ConfigError: As `check_strategy`.
     """
     check_strategy(strategy)
-    if not hasattr(strategy, _GROUP):
-        several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if getattr(strategy, "communicator", None) is None:  # TensorFlow's own have no such attribute
         with tf.init_scope():
-            made = (
+            strategy.communicator = (
                 CrossProcessCommunicator(strategy)
-                if several
+                if traits_of(strategy).several_processes
                 else InProcessCommunicator(tf_internals.num_replicas(strategy))
             )
-        setattr(strategy, _GROUP, made)
-    return getattr(strategy, _GROUP)
+    return strategy.communicator

@@ -14,7 +14,6 @@ import zlib
 import numpy as np
 import tensorflow as tf
 
-_ATTRIBUTE = "_tfdist_processors"  # of a strategy: what `exchange_processor_names` has found
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
@@ -40,8 +39,8 @@ def processor_name(devices: tuple[str, ...]) -> str:
     return f"{intra_op_threads()} threads of {names[0] if names else platform.processor()}"
 
 
-def exchange_processor_names(strategy: tf.distribute.MultiWorkerMirroredStrategy, workers: int) -> None:
-    """Lets all workers know whether their processors differ. A collective.
+def unlike_processors(strategy: tf.distribute.MultiWorkerMirroredStrategy, workers: int) -> tuple[int, ...]:
+    """Returns each worker's number of threads if their processors differ, else nothing. A collective.
 
     Args:
         strategy: The strategy.
@@ -59,12 +58,12 @@ def exchange_processor_names(strategy: tf.distribute.MultiWorkerMirroredStrategy
 
     kinds = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(found), axis=None).numpy()
     differ = len({number for number, _ in kinds}) > 1
-    setattr(strategy, _ATTRIBUTE, tuple(int(count) for _, count in kinds) if differ else ())
+    return tuple(int(count) for _, count in kinds) if differ else ()
 
 
 def describe_difference(strategy: tf.distribute.Strategy) -> str:
     """Returns a phrase on how the workers' processors differ; empty if they do not, or there are no workers."""
-    counts = getattr(strategy, _ATTRIBUTE, ())
+    counts = getattr(strategy, "unlike_processors", ())
     if len(set(counts)) > 1:
         return f"threads ({', '.join(map(str, counts))})"
     return "kinds of processors" if counts else ""

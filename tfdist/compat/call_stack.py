@@ -9,31 +9,12 @@ Each function here adds a frame. "The caller" is the function that called the fu
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 from typing import Any
 
 # Names of Keras' functions.
-KERAS_STEP = "one_step_on_data"
-KERAS_PREDICT_STEP = "one_step_on_data_distributed"
-KERAS_PREDICT_DATA = "get_data"
 KERAS_APPLY = "_distributed_tf_update_step"
 # The modules of Keras' own steps and compiled losses.
 KERAS_STEP_MODULES = ("keras.src.backend.", "keras.src.trainers.")
-
-
-def called_from_step() -> bool:
-    """Whether the caller is the function with which Keras trains or evaluates on one batch."""
-    return sys._getframe(2).f_code.co_name == KERAS_STEP
-
-
-def called_from_predict_step() -> bool:
-    """Whether the caller is the function with which Keras predicts one batch."""
-    return sys._getframe(2).f_code.co_name == KERAS_PREDICT_STEP
-
-
-def called_from_predict_data() -> bool:
-    """Whether the caller is the function with which `predict` takes a batch from its iterator."""
-    return sys._getframe(2).f_code.co_name == KERAS_PREDICT_DATA
 
 
 def called_from_keras_step() -> bool:
@@ -47,22 +28,9 @@ def applying_optimizer() -> Any:
     return caller.f_locals["self"] if caller.f_code.co_name == KERAS_APPLY else None
 
 
-def caller_local(name: str, depth: int = 1) -> Any:
-    """Returns a local variable of a function that led to the function that asks, or None if it has none.
-
-    Args:
-        name: The variable.
-        depth: 1 for the caller, 2 for the caller's caller.
-    """
-    return sys._getframe(depth + 1).f_locals.get(name)
-
-
-def nearest_caller(names: Collection[str]) -> str | None:
-    """Returns the name of the innermost running function that is one of `names`, or None."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in names:
-        frame = frame.f_back
-    return frame and str(frame.f_code.co_name)
+def caller_self() -> Any:
+    """Returns the object whose method is the caller, or None."""
+    return sys._getframe(2).f_locals.get("self")
 
 
 def swap_class(value: Any, new: type) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator, concat, reduce_per_replica
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
@@ -53,6 +55,21 @@ def distributed_dataset(loop: Any) -> Any:
 
 KERAS_BUILD = "_maybe_symbolic_build"
 KERAS_BUILD_BY_CALL = "_symbolic_build"
+
+
+def make_loop(strategy: tf.distribute.Strategy, **arguments: Any) -> Any:
+    """Returns a loop over data, as `fit` makes it.
+
+    Args:
+        strategy: That of the model.
+        **arguments: Those of `fit` about the data.
+    """
+    return TFEpochIterator(distribute_strategy=strategy, **arguments)
+
+
+def initial_epoch(model: keras.Model) -> int | None:
+    """Returns the epoch that `set_initial_epoch` has set."""
+    return getattr(model, KERAS_INITIAL_EPOCH, None)
 
 
 def build_method(model: keras.Model) -> Method:
@@ -149,3 +166,16 @@ def is_pass_over(loop: Any, steps: int) -> bool:
 def add_steps_seen(loop: Any, steps: int) -> None:
     """Adds to the number of steps that a loop has done in its pass."""
     setattr(loop, KERAS_STEPS_SEEN, getattr(loop, KERAS_STEPS_SEEN) + steps)
+
+
+# What `predict` makes of its outputs
+
+
+def concatenate(*parts: Any) -> Any:
+    """Returns the outputs of several batches as of one: dense, ragged or sparse tensors."""
+    return concat(list(parts))
+
+
+def concatenate_replicas(outputs: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Returns the outputs of all replicas, of all workers, as of one. A collective."""
+    return reduce_per_replica(outputs, strategy, reduction="concat")

@@ -7,11 +7,14 @@ the constants that begin with `TF_`. For several processes see `tf_cluster.py`.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.checkpoint.checkpoint import TrackableSaver
 from tensorflow.python.data.ops.cache_op import CacheDataset
 from tensorflow.python.data.ops.random_op import _RandomDataset as RandomDataset
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
@@ -204,3 +207,36 @@ def dataset_kind(dataset: tf.data.Dataset) -> str:
 def dataset_numbers(dataset: tf.data.Dataset, names: Sequence[str]) -> dict[str, int]:
     """Returns numbers with which a dataset was made, as `seed` and `buffer_size` of one that `shuffle` has made."""
     return {name: int(getattr(dataset, TF_NUMBER.format(name))) for name in names}
+
+
+# Checkpoints
+
+
+def replace_checkpoint_writer(write: Callable[[Callable[[str], Any], str], Any], device: str | None) -> None:
+    """Has `tf.train.Checkpoint`, `CheckpointManager` and SavedModels' variables written by another function.
+
+    The last call holds. Within a graph, where nothing is written yet, TensorFlow goes on as before.
+
+    Args:
+        write: Is called as `write(save, prefix)`, where `save(prefix)` is TensorFlow's own.
+        device: Whose process writes and reads files, unless the user says so; None means that of each variable.
+    """
+    own_save, own_restore = (getattr(f, "tensorflow_own", f) for f in (TrackableSaver.save, TrackableSaver.restore))
+
+    def with_device(options: Any) -> Any:
+        options = copy.copy(options) or tf.train.CheckpointOptions()
+        options.experimental_io_device = options.experimental_io_device or device
+        return options
+
+    @functools.wraps(own_save)
+    def save(self: Any, file_prefix: Any, *args: Any, options: Any = None, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly() or not isinstance(file_prefix, str) or args or kwargs:
+            return own_save(self, file_prefix, *args, options=options, **kwargs)
+        return write(functools.partial(own_save, self, options=with_device(options)), file_prefix)
+
+    @functools.wraps(own_restore)
+    def restore(self: Any, save_path: Any, options: Any = None) -> Any:
+        return own_restore(self, save_path, with_device(options))
+
+    save.tensorflow_own, restore.tensorflow_own = own_save, own_restore  # type: ignore[attr-defined]
+    TrackableSaver.save, TrackableSaver.restore = save, restore

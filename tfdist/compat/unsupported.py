@@ -13,46 +13,15 @@ from tfdist.compat import keras_internals, keras_loops
 from tfdist.compat.optimizer_search import optimizers
 from tfdist.errors import ConfigError
 
-DISTRIBUTED = "_tfdist_distributed"  # an attribute of optimizers that reduce first (gradients/optimizer.py)
-_CENTRAL = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
 _OUTSIDE = "A {} was created outside of this trainer's scope (it has {}): create it in `with trainer.scope():`."
 UNBUILT = "The optimizer {} must be built before fit: optimizer.build(variables) in `with trainer.scope():`."
+_UNKNOWN_OPTIMIZER = (
+    "The training step applies an optimizer{} that the model does not hold, so its gradients cannot be averaged over the "
+    "replicas: create it in `with trainer.scope():`, build it, and keep it in an attribute of the model, or in `uses` of "
+    "trainer.step."
+)
+_NO_DEVICES = "destinations can not be empty"  # of the sum of gradients, where no replica runs
 _NO_REPLICA = ("is not available outside the replica context", "'NoneType' object has no attribute 'merge_call'")
-_TRAINER = "make the model in the scope of a tfdist.Trainer."
-
-
-def check_without_trainer(step: Any) -> None:
-    """Refuses what only the Trainer cures.
-
-    Args:
-        step: The function that a strategy with several replicas is to run. Stock Keras gives the model's own
-            `train_step` or `test_step`, the Trainer does not.
-
-    Raises:
-        ConfigError: With every fault.
-    """
-    model = getattr(step, "__self__", None)
-    if isinstance(model, keras.Model) and (
-        faults := list(_faults_without_trainer(model, step.__name__ == "train_step"))
-    ):
-        raise ConfigError(faults)
-
-
-def _faults_without_trainer(model: keras.Model, trains: bool) -> Iterator[str]:
-    if model.jit_compile:
-        yield f"jit_compile=True compiles the collectives, too, which XLA cannot: {_TRAINER}"
-    if model.steps_per_execution > 1:
-        yield f"steps_per_execution={model.steps_per_execution} fails in Keras 3 with several replicas: {_TRAINER}"
-    optimizer = model.optimizer
-    if not trains or not isinstance(optimizer, keras.optimizers.Optimizer) or getattr(optimizer, DISTRIBUTED, False):
-        return
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        yield f"mixed_float16 (a LossScaleOptimizer) looks for inf on one replica alone: {_TRAINER}"
-        optimizer = optimizer.inner_optimizer
-    if optimizer.gradient_accumulation_steps:
-        yield f"gradient_accumulation_steps fails in Keras 3 with several replicas: {_TRAINER}"
-    if optimizer.use_ema and optimizer.ema_overwrite_frequency:
-        yield f"ema_overwrite_frequency fails in Keras 3 with several replicas: {_TRAINER}"
 
 
 def check_own_loop(error: Exception) -> None:
@@ -63,8 +32,8 @@ def check_own_loop(error: Exception) -> None:
     """
     if any(words in str(error) for words in _NO_REPLICA):
         raise ConfigError(
-            "A loop of one's own takes gradients, or applies an optimizer, outside of the replicas: make the step the model's "
-            "train_step, and call model.fit or model.train_on_batch."
+            "A loop of one's own takes gradients, or applies an optimizer, outside of the replicas: make a function of the step, "
+            "step = trainer.step(function, uses=[model, optimizer]), and call step(batch)."
         ) from error
 
 
@@ -77,11 +46,17 @@ def check_applied(optimizer: keras.optimizers.Optimizer) -> None:
         ConfigError: Its gradients are not reduced by `gradients/optimizer.py`.
     """
     if not keras_internals.has_replaced_reduction(optimizer):
-        raise ConfigError(
-            f"The training step applies an optimizer, {type(optimizer).__name__}, that the model does not hold, so its "
-            "gradients cannot be averaged over the replicas: create it in `with trainer.scope():`, build it, and keep it "
-            "in an attribute of the model."
-        )
+        raise ConfigError(_UNKNOWN_OPTIMIZER.format(f", {type(optimizer).__name__},"))
+
+
+def check_traced(error: Exception) -> None:
+    """Says what to do where a step that is traced reduces gradients, which only an optimizer of the model may leave out.
+
+    Raises:
+        ConfigError: It is this error.
+    """
+    if str(error) == _NO_DEVICES:
+        raise ConfigError(_UNKNOWN_OPTIMIZER.format("")) from error
 
 
 def check_model(model: keras.Model) -> None:
@@ -103,7 +78,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
                 f"The optimizer {type(inner).__name__} was created outside of this trainer's scope: create it in "
                 "`with trainer.scope():`, or give its name."
             )
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+    if strategy.traits.asynchronous:
         yield from _parameter_server_faults(model)
     if strategy.num_replicas_in_sync == 1:
         return
@@ -134,8 +109,8 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
     for layer in keras_internals.layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             yield f"The layer {layer.name} is stateful=True, and each replica would carry on its own share of a batch alone."
-    if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) and model.jit_compile:
-        yield f"jit_compile=True {_CENTRAL}"
+    if model.jit_compile and (why := strategy.traits.refuses.get("jit_compile")):
+        yield f"jit_compile=True is not possible under {strategy.kind}, {why}."
 
 
 def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
@@ -176,13 +151,15 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
         yield "MultiOptimizer is not supported with several replicas; use one optimizer."
     if type(inner).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
         yield f"The optimizer {name} overrides apply_gradients, before gradients are reduced: let it override apply or update_step."
-    if isinstance(model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy):
-        if inner is not optimizer:
-            yield f"mixed_float16 (a LossScaleOptimizer) {_CENTRAL}"
-        if inner.use_ema:
-            yield f"use_ema=True {_CENTRAL}"
-        if isinstance(inner, keras.optimizers.Nadam):
-            yield f"The optimizer Nadam {_CENTRAL}"
+    strategy = model.distribute_strategy
+    for option, text, is_used in (
+        ("mixed_float16", "mixed_float16 (a LossScaleOptimizer)", inner is not optimizer),
+        ("use_ema", "use_ema=True", inner.use_ema),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", inner.gradient_accumulation_steps),
+        ("Nadam", "The optimizer Nadam", isinstance(inner, keras.optimizers.Nadam)),
+    ):
+        if is_used and (why := strategy.traits.refuses.get(option)):
+            yield f"{text} is not possible under {strategy.kind}, {why}."
 
 
 def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:
@@ -211,7 +188,7 @@ def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:
         or kind == "DataLoader"
         or (not keras_loops.is_loop(data) and isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator)))
     )
-    if draws and isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.num_workers > 1:
+    if draws and strategy.traits.several_processes and strategy.num_workers > 1:
         raise ConfigError(
             f"Data from Python ({kind.removesuffix('Adapter')}) cannot be split among workers: each would draw batches of "
             "its own. Give arrays, a tf.data.Dataset that is the same on all workers, or to tfdist.Trainer a function "

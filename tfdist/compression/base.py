@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -14,7 +14,7 @@ from tfdist.collectives.byte_counter import ByteCounter
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult, fuse
 from tfdist.compression.buckets import assign_buckets, join_results, merge_results, part_sizes, split, split_state
-from tfdist.config.compression import argument_faults
+from tfdist.config.compression import option_faults
 from tfdist.errors import ConfigError
 
 _LEAST = 1024  # numbers of a variable that is worth it
@@ -72,13 +72,16 @@ class Compressor(abc.ABC):
             raise TypeError(f"{cls.__name__} overrides members of Compressor by old names: {'; '.join(old)}.")
 
     def __post_init__(self) -> None:
-        """Refuses arguments out of range.
+        """Refuses arguments out of the ranges of their `option`.
 
         Raises:
             ConfigError: With every fault.
         """
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if faults := [f"{type(self).__name__}: {fault}" for fault in argument_faults(given)]:
+        faults: list[str] = []
+        for field in dataclasses.fields(self):
+            if "expected" in field.metadata:
+                faults += option_faults(field, getattr(self, field.name), f"{type(self).__name__}: {field.name}")
+        if faults:
             raise ConfigError(faults)
 
     @property
@@ -172,6 +175,37 @@ class NoCompression(Compressor):
 NONE = NoCompression()
 
 
+def _checked(
+    compressor: Compressor,
+    values: Sequence[tf.Tensor],
+    states: Sequence[tuple[tf.Tensor, ...]],
+    member: RankContext,
+) -> Exchange:
+    """A compressor's exchange, whose result has what a `ReduceResult` must have."""
+    where = f"{type(compressor).__name__}.exchange must "
+    exchange = compressor.exchange(values, states, member)
+    if not isinstance(exchange, Generator):
+        raise ConfigError(
+            f"{where}yield requests, such as `totals = yield AllReduce(values)`, and return a ReduceResult."
+        )
+    result = yield from exchange
+    if not isinstance(result, ReduceResult):
+        raise ConfigError(
+            f"{where}return a ReduceResult(sums, contributions, states). Received: {type(result).__name__}."
+        )
+    expected = [value.shape for value in values]
+    for what, given in (("sums", result.sums), ("contributions", result.contributions)):
+        shapes = [tf.TensorShape(getattr(each, "shape", None)) for each in given]
+        if len(shapes) != len(expected) or not all(map(tf.TensorShape.is_compatible_with, shapes, expected)):
+            raise ConfigError(
+                f"{where}return {what} of its values' shapes, {list(map(tuple, expected))}. Received: "
+                f"{list(map(str, shapes))}."
+            )
+    if len(result.states) != len(states):
+        raise ConfigError(f"{where}return a state for each of {len(states)} values. Received: {len(result.states)}.")
+    return result
+
+
 class BucketedReduction:
     """Which compressor each of some variables has.
 
@@ -211,7 +245,7 @@ class BucketedReduction:
         for place, number in enumerate(numbers):
             places.setdefault(self.compressors[number], []).append(place)
         results = yield from fuse(
-            [c.exchange([values[p] for p in mine], [states[p] for p in mine], member) for c, mine in places.items()]
+            [_checked(c, [values[p] for p in mine], [states[p] for p in mine], member) for c, mine in places.items()]
         )
         return merge_results(zip(places.values(), results, strict=True), len(values))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from tfdist.compression.base import Compressor
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.warmup import Warmup
-from tfdist.config import COMPRESSORS, CompressionConfig, registry
+from tfdist.config import CompressionConfig
 from tfdist.errors import ConfigError
 
 
@@ -15,7 +16,7 @@ def create(compression: Any) -> Any:
     """Returns the compressor that is asked for, wrapped as its arguments say.
 
     Args:
-        compression: A name of `tfdist.config.COMPRESSORS`, a `CompressionConfig`, a compressor, or None.
+        compression: A name, as of `CompressionConfig`, a `CompressionConfig`, a compressor, or None.
 
     Returns:
         A `Compressor`, or None for None and `"none"`.
@@ -35,10 +36,13 @@ def create(compression: Any) -> Any:
         raise ConfigError(faults)
     if config.name == "none":
         return None
+    made = config.compressor_class()
     arguments = config.arguments()
-    feeds_back = arguments.pop("use_error_feedback", False)
-    steps = arguments.pop("start_powerSGD_iter", 0) or arguments.pop("warmup_steps", 0)
-    compressor = registry.resolve("compression", COMPRESSORS[config.name][0], {})(**arguments)
-    if feeds_back:
+    around = {
+        name: arguments.pop(name) for name in arguments.keys() - {field.name for field in dataclasses.fields(made)}
+    }
+    compressor = made(**arguments)
+    if around.get("use_error_feedback"):
         compressor = ErrorFeedback(compressor)
+    steps = around.get("start_powerSGD_iter") or around.get("warmup_steps")
     return Warmup(compressor, steps) if steps else compressor

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.collectives.requests import AllGather, AllReduce, AllToAll, Exchange, RankContext, ReduceResult
 from tfdist.compression.base import Compressor, RowCodec
+from tfdist.config.compression import Int8Options
 from tfdist.errors import ConfigError
 
 _Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]
@@ -29,7 +30,7 @@ class _Int8RowCodec(RowCodec):
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8(Compressor):
+class Int8(Int8Options, Compressor):
     """Rounds to 8 bits, block by block: q = round(x / s), s = max|x| / 127 (Dettmers, arXiv:2110.02861).
 
     With `transport="two_shot"` each rank sums one part of all ranks' numbers and sends its sum, rounded again, to all: 8 bits
@@ -37,13 +38,8 @@ class Int8(Compressor):
     is held to account, in `sent`. With `transport="sum"` all ranks round alike, to fewer levels, so that four numbers
     are added in one int32: no second rounding, but levels of 1 / (127 // ranks) of the largest number.
 
-    Args:
-        block: Numbers that share a scale, a power of two, at least 4.
-        transport: `"two_shot"` or `"sum"`.
+    Its arguments are the fields of `Int8Options`.
     """
-
-    block: int = 256
-    transport: str = "two_shot"
 
     @property
     def row_codec(self) -> RowCodec:

@@ -11,32 +11,21 @@ import tensorflow as tf
 
 from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult
 from tfdist.compression.base import Compressor, StateSpec
+from tfdist.config.compression import PowerSGDOptions
 
 _NOTHING = 1e-5  # of a column's length: float32 has no more digits
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerSGD(Compressor):
+class PowerSGD(PowerSGDOptions, Compressor):
     """Sums a gradient M [p, q] as P [p, r] Q [q, r]^T, by one power iteration a step (Vogels et al., arXiv:1905.13727).
 
     P = orthogonal(sum M Q), then Q = mean M^T P, two dependent all-reduces; the next step begins with this Q. A kernel's
     last axis is q and all others are p, which for Keras' layouts makes the thinnest matrices. Biased: it wants error
-    feedback around it. Arguments as torch's `PowerSGDState`.
+    feedback around it.
 
-    Args:
-        matrix_approximation_rank: r.
-        min_compression_rate: Matrices whose numbers this does not make so many times fewer are summed as they are.
-        warm_start: Whether to begin with the Q of the step before, which is then state, the same on all ranks. Otherwise
-            with random numbers.
-        orthogonalization_epsilon: Added to a column's length, of a matrix whose largest number is 1, before dividing by it.
-        random_seed: Of the first Q.
+    Its arguments are the fields of `PowerSGDOptions`.
     """
-
-    matrix_approximation_rank: int = 4
-    min_compression_rate: float = 2.0
-    warm_start: bool = True
-    orthogonalization_epsilon: float = 1e-8
-    random_seed: int = 0
 
     def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
         q_shape = self._q_shape(shape)

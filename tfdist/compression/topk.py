@@ -10,28 +10,21 @@ import tensorflow as tf
 
 from tfdist.collectives.requests import AllGather, Exchange, RankContext, ReduceResult
 from tfdist.compression.base import Compressor
+from tfdist.config.compression import TopKOptions
 
 _SMALLEST = 2.0**-126  # what is less is zero to TensorFlow
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(Compressor):
+class TopK(TopKOptions, Compressor):
     """Sends of each gradient the numbers that are largest by magnitude, with their places (Aji and Heafield,
     arXiv:1704.05021; Stich et al., arXiv:1809.07599).
 
     Biased: it wants error feedback around it. The others get 64 bits for each number sent, from each rank: with N ranks it
     takes fewer bytes than an all-reduce of 16 bits if `compress_ratio` is less than 1 / (2 N).
 
-    Args:
-        compress_ratio: The share of each gradient's numbers to send, at least one.
-        selection: `"exact"`; or `"sampled"`, several times as fast: those above a threshold that is taken from some of the
-            numbers, other ones at each step, and at most the share.
-        samples: How many numbers `"sampled"` looks at in each gradient.
+    Its arguments are the fields of `TopKOptions`.
     """
-
-    compress_ratio: float = 0.01
-    selection: str = "sampled"
-    samples: int = 4096
 
     @property
     def supports_adaptive_optimizers(self) -> bool:

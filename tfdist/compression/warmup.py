@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.collectives.requests import Cond, Exchange, RankContext
 from tfdist.compression.base import NONE
 from tfdist.compression.wrapper import Wrapper
+from tfdist.config.compression import option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Warmup(Wrapper):
         ConfigError: It is no compressor, or one that chooses by name; or the number is negative.
     """
 
-    steps: int = 0
+    steps: int = option(0, "0 or more", lambda steps: steps >= 0)
 
     @property
     def start_step(self) -> int:

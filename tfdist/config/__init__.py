@@ -3,8 +3,12 @@
 from tfdist.config.backup import BackupConfig
 from tfdist.config.cluster import ClusterConfig
 from tfdist.config.compression import COMPRESSORS, CompressionConfig
+from tfdist.config.export import ExportConfig
+from tfdist.config.monitoring import MonitoringConfig
 from tfdist.config.optimizer import OptimizerConfig
-from tfdist.config.strategy import STRATEGIES, StrategyConfig
+from tfdist.config.schedule import ScheduleConfig
+from tfdist.config.strategy import StrategyConfig
+from tfdist.config.strategy_traits import STRATEGIES, StrategyTraits
 from tfdist.config.train import TrainConfig
 
 __all__ = [
@@ -13,7 +17,11 @@ __all__ = [
     "BackupConfig",
     "ClusterConfig",
     "CompressionConfig",
+    "ExportConfig",
+    "MonitoringConfig",
     "OptimizerConfig",
+    "ScheduleConfig",
     "StrategyConfig",
+    "StrategyTraits",
     "TrainConfig",
 ]

@@ -13,6 +13,7 @@ class ClusterConfig:
     Attributes:
         workers: Training tasks to start on this machine, one process each, where there is no cluster.
         ps: Parameter servers: so many more processes, and a chief on top; or so many of the ranks that a scheduler has started.
+        evaluator: 1 starts one process more on this machine, which evaluates each backup beside the training; 0 does not.
         source: Who is asked for the cluster: one of `tfdist.cluster.resolvers.discovery.RESOLVERS`, `"auto"` for all in turn, or `"none"`.
         hosts: Or the training tasks' addresses, as `host1:2222,host2:2222`; likewise `ps_hosts`, the parameter servers', or
             `hostfile`, a file with a line `host slots=2` for each host.
@@ -21,6 +22,7 @@ class ClusterConfig:
 
     workers: int = 1
     ps: int = 0
+    evaluator: int = 0
     source: str = "auto"
     hosts: str = ""
     ps_hosts: str = ""
@@ -29,7 +31,8 @@ class ClusterConfig:
 
     def resolver_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `discovery.resolve`."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "workers"}
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in given.items() if name not in ("workers", "evaluator")}
 
 
 FLAGS = {

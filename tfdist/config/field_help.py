@@ -35,7 +35,8 @@ def text(config: TrainConfig, of: str) -> str:
 
 
 def _documented(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    about = _attributes(type(config))
+    kinds = (*getattr(config, "documented_by", ()), type(config))
+    about = {name: text for kind in kinds for name, text in _attributes(kind).items()}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

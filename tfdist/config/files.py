@@ -64,6 +64,8 @@ def _of_program(path: str, source: bytes) -> TrainConfig:
         text = told(e)
         if isinstance(e, ModuleNotFoundError) and (e.name or "").startswith("tfdist."):
             text += "; import public names from tfdist itself, as `from tfdist import Task`"
+        elif isinstance(e, ModuleNotFoundError):
+            text += "; modules are looked for in the current folder and in PYTHONPATH"
         line, origin = _error_location(e, path)
         raise ConfigError(f"--config={path}{line}: {text}{_nearest_field(text, namespace)}{origin}") from None
     if not isinstance(config, TrainConfig):

@@ -14,14 +14,15 @@ import pathlib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import config_flags
 
 from tfdist.config import cluster, field_help, files, validation
-from tfdist.config.train import TrainConfig
+from tfdist.config.compression import option_type
+from tfdist.config.train import TrainConfig, make_floats
 from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_value, told, truncate
 
 _CONFIG_HELP = (
@@ -29,20 +30,39 @@ _CONFIG_HELP = (
 )
 
 
-def parse(
-    argv: Sequence[str],
-    description: str | None,
-    workers: Callable[[TrainConfig], int | None] = lambda config: None,
-) -> tuple[TrainConfig, pathlib.Path] | None:
+class Command(NamedTuple):
+    """What a command line says: the configuration and the work directory, without what is faulty, and the faults."""
+
+    config: TrainConfig
+    workdir: pathlib.Path
+    faults: list[str]
+
+
+def parse(argv: Sequence[str], description: str | None) -> tuple[TrainConfig, pathlib.Path] | None:
     """Returns the checked configuration and the work directory; None where `--help` was asked for and given.
 
     Args:
         argv: The program's name and its arguments.
         description: What `--help` begins with.
-        workers: Returns what `validation.check` is told of the cluster that the configuration asks for.
 
     Raises:
         ConfigError: With every fault of the command line and the configuration.
+    """
+    if not (command := read(argv, description)):
+        return None
+    validation.check(command.config, known=command.faults)
+    return command.config, command.workdir
+
+
+def read(argv: Sequence[str], description: str | None) -> Command | None:
+    """Returns what a command line says, not yet checked; None where `--help` was asked for and given.
+
+    Args:
+        argv: The program's name and its arguments.
+        description: What `--help` begins with.
+
+    Raises:
+        ConfigError: There is no configuration to be had.
     """
     faults: list[str] = []
     values = flags.FlagValues()
@@ -81,6 +101,9 @@ def parse(
     if isinstance(task, str) and (task != config.task or config.task_options is None):
         with contextlib.suppress(ConfigError):  # which the check says, too
             config.choose_task(task)
+    for group, holder in _groups_with_options(config).items():
+        if chosen := _last_value(arguments, f"config.{group}.name"):
+            holder.name = chosen  # whose options flags may set
     valid = [argv[0], f"--config={path}", *_valid_arguments(config, arguments, faults)]
     try:
         # The file has been run, once: its value stands for its name.
@@ -90,11 +113,8 @@ def parse(
         values(valid)
     except Exception as e:  # what it raises at values that it cannot take is not documented
         raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {told(e)}"]) from None
-    with collect_errors(faults):
-        validation.check(values.config, workers(values.config))
-    if faults:
-        raise ConfigError(faults)
-    return values.config, pathlib.Path(values.workdir or pathlib.Path("runs") / pathlib.Path(path).stem)
+    make_floats(values.config)
+    return Command(values.config, pathlib.Path(values.workdir or f"runs/{pathlib.Path(path).stem}"), faults)
 
 
 def _split(argument: str) -> tuple[str, str | None]:
@@ -162,18 +182,23 @@ def _valid_arguments(config: TrainConfig, arguments: Sequence[str], faults: list
                 _take_value(following)
         if fault:
             faults.append(fault)
+        elif (path := flag.removeprefix("no").split("."))[2:3] == ["options"]:  # which config_flags cannot set
+            parse = flags.BooleanParser().parse if kind is bool else kind
+            getattr(config, path[1]).options[path[3]] = flag[:2] != "no" if value is None else parse(value)
         elif flag != "config":
             yield f"--{flag}" if value is None else f"--{flag}={value}"
 
 
 def _field(config: TrainConfig, flag: str, written: str) -> tuple[Any, str]:
     """Returns the type of the field that `config.path` or `noconfig.path` names, and why it cannot be set, if so."""
-    kind, holder = None, config
+    kind: Any = None
+    holder: Any = config
     for name in flag.split(".")[1:]:
-        known = {field.name: field for field in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else {}
+        known = _fields(config, holder)
         if name not in known:
             return None, validation.unknown_field(written, name, known)
-        kind, holder = known[name].type, getattr(holder, name)
+        kind = option_type(known[name]) or (object if isinstance(holder, dict) else known[name].type)
+        holder = getattr(holder, name, None)
     if dataclasses.is_dataclass(holder):
         fields = dataclasses.fields(holder)
         such = f"; set one of them, such as {written}.{fields[0].name}=..." if fields else ", and has none."
@@ -182,6 +207,23 @@ def _field(config: TrainConfig, flag: str, written: str) -> tuple[Any, str]:
         name = kind.__name__ if isinstance(kind, type) else kind
         return kind, f"{written}: a {name} cannot be set on the command line; set it in the config file."
     return kind, ""
+
+
+def _fields(config: TrainConfig, holder: Any) -> Mapping[str, dataclasses.Field[Any]]:
+    """Returns the fields of a group; of a group's `options` those that its name takes, empty where there is no such name."""
+    if dataclasses.is_dataclass(holder):
+        return {field.name: field for field in dataclasses.fields(holder)}
+    with contextlib.suppress(ConfigError, AttributeError, TypeError):  # which the check says, too
+        for group in _groups_with_options(config).values():
+            if holder is group.options and isinstance(holder, dict):
+                return group.option_fields()
+    return {}
+
+
+def _groups_with_options(config: TrainConfig) -> dict[str, Any]:
+    """Returns the groups that name something with options of its own."""
+    groups = {name: getattr(config, name) for name in ("compression", "optimizer")}
+    return {name: group for name, group in groups.items() if hasattr(group, "name") and hasattr(group, "options")}
 
 
 def _is_settable(kind: Any) -> bool:

@@ -6,17 +6,41 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tfdist.config.compression import option_faults
 from tfdist.errors import did_you_mean
 
-# Optimizer name to the arguments it takes besides the learning rate and those of every optimizer.
-OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
-    "sgd": ("momentum", "nesterov"),
-    "rmsprop": ("rho", "momentum", "epsilon", "centered"),
-    "adagrad": ("epsilon",),
-    "adam": ("beta_1", "beta_2", "epsilon", "amsgrad"),
-    "adamw": ("beta_1", "beta_2", "epsilon", "amsgrad"),
-    "nadam": ("beta_1", "beta_2", "epsilon"),
-    "lion": ("beta_1", "beta_2"),
+_ADAM: Mapping[str, type] = {"beta_1": float, "beta_2": float, "epsilon": float}
+
+# Optimizer name to the arguments it takes besides the learning rate and those of every optimizer, and the type of each.
+OPTIMIZERS: Mapping[str, Mapping[str, type]] = {
+    "adadelta": {"rho": float, "epsilon": float},
+    "adafactor": {
+        **dict.fromkeys(("beta_2_decay", "epsilon_1", "epsilon_2", "clip_threshold"), float),
+        "relative_step": bool,
+    },
+    "adagrad": {"initial_accumulator_value": float, "epsilon": float},
+    "adam": {**_ADAM, "amsgrad": bool},
+    "adamax": _ADAM,
+    "adamw": {**_ADAM, "amsgrad": bool},
+    "ftrl": {
+        **dict.fromkeys(("learning_rate_power", "initial_accumulator_value", "beta"), float),
+        **dict.fromkeys(("l1_regularization_strength", "l2_regularization_strength"), float),
+        "l2_shrinkage_regularization_strength": float,
+    },
+    "lamb": _ADAM,
+    "lion": {"beta_1": float, "beta_2": float},
+    "muon": {
+        **dict.fromkeys(("adam_beta_1", "adam_beta_2", "adam_weight_decay", "epsilon", "momentum", "rms_rate"), float),
+        **dict.fromkeys(("muon_a", "muon_b", "muon_c", "adam_lr_ratio"), float),
+        "exclude_layers": list,
+        "exclude_embeddings": bool,
+        "ns_steps": int,
+        "nesterov": bool,
+    },
+    "nadam": _ADAM,
+    "rmsprop": {"rho": float, "momentum": float, "epsilon": float, "centered": bool},
+    "schedulefreeadamw": {**_ADAM, "warmup_steps": int},
+    "sgd": {"momentum": float, "nesterov": bool},
 }
 
 
@@ -35,15 +59,15 @@ _RANGES: Mapping[str, tuple[float, float, float | None]] = {
 }
 
 
-_EVERY_OPTIMIZER = (
-    "weight_decay",
-    "clipnorm",
-    "clipvalue",
-    "global_clipnorm",
-    "use_ema",
-    "ema_momentum",
-    "gradient_accumulation_steps",
-)
+EVERY_OPTIMIZER: Mapping[str, type] = {
+    **dict.fromkeys(("weight_decay", "clipnorm", "clipvalue", "global_clipnorm"), float),
+    "use_ema": bool,
+    "ema_momentum": float,
+    "ema_overwrite_frequency": int,
+    "gradient_accumulation_steps": int,
+    "loss_scale_factor": float,
+}
+_DECAYING = ("adamw", "muon")  # which decay weights even where no one says so
 
 
 @dataclasses.dataclass
@@ -51,9 +75,12 @@ class OptimizerConfig:
     """A Keras optimizer's name and arguments, by Keras' names; what the optimizer does not take must stay as it is.
 
     Attributes:
-        name: One of `OPTIMIZERS`, or your own optimizer class as `package.module:Class`, which gets the learning rate
-            and every argument that differs from its default here.
+        name: A class of `keras.optimizers` in small letters (`OPTIMIZERS`), or your own optimizer class as
+            `package.module:Class`. It gets the learning rate and every argument that differs from its default here.
         weight_decay: 0 means none; likewise `clipnorm`, `clipvalue` and `global_clipnorm`, of which one may be set.
+        weight_decay_exclude: Weights that do not decay: what their names contain, comma separated, as `bias,gamma,beta`.
+        options: Arguments, by name, which the optimizer gets whatever its default is: those that are no fields here, and
+            those whose default differs between optimizers, such as `options.rho` of `adadelta`. They count more than fields.
         use_ema: Keep and, after training, use an exponential moving average of the weights.
         gradient_accumulation_steps: Steps whose mean gradient makes one update; 0 means each step's own does.
     """
@@ -74,14 +101,27 @@ class OptimizerConfig:
     use_ema: bool = False
     ema_momentum: float = 0.99
     gradient_accumulation_steps: int = 0
+    weight_decay_exclude: str = ""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def non_default_arguments(self) -> dict[str, Any]:
-        """Returns the arguments that differ from their defaults: those to give to the optimizer."""
-        return {
-            field.name: value
-            for field in dataclasses.fields(self)
-            if field.name != "name" and (value := getattr(self, field.name)) != field.default
-        }
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments to give to the optimizer: fields that differ from their defaults, and `options`."""
+        return {**self._changed(), **self.options}
+
+    def _changed(self) -> dict[str, Any]:
+        own = ("name", "options", "weight_decay_exclude")
+        fields = [field for field in dataclasses.fields(self) if field.name not in own]
+        return {field.name: value for field in fields if (value := getattr(self, field.name)) != field.default}
+
+    def excluded_from_weight_decay(self) -> list[str]:
+        """Returns what the names of weights contain that do not decay."""
+        return [name for text in self.weight_decay_exclude.split(",") if (name := text.strip())]
+
+    def option_fields(self) -> dict[str, dataclasses.Field[Any]]:
+        """Returns a field for each argument that `options` may hold; none where only one's own optimizer knows."""
+        takes = {**OPTIMIZERS[self.name], **EVERY_OPTIMIZER} if self.name in OPTIMIZERS else {}
+        made = dataclasses.make_dataclass("Options", takes.items())
+        return {field.name: field for field in dataclasses.fields(made)}
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the optimizer's name and arguments."""
@@ -93,20 +133,35 @@ class OptimizerConfig:
                 f"Expected one of {', '.join(sorted(OPTIMIZERS))}, or your own as 'package.module:Class'."
             )
             return
-        if self.gradient_accumulation_steps < 0 or self.gradient_accumulation_steps == 1:
-            yield (
-                "optimizer.gradient_accumulation_steps must be 0 (off) or 2 or more. "
-                f"Received: {self.gradient_accumulation_steps}."
-            )
+        takes = self.option_fields()
+        arguments = self.arguments()
+        for name in arguments:
+            if name not in takes:
+                known = f"It takes: {', '.join(takes)}."
+                hint = did_you_mean(name, takes) if name in self.options else "."
+                yield f"optimizer {self.name!r} takes no {name!r}{hint} {known}"
+        wrong = [
+            fault
+            for name in self.options
+            if name in takes
+            for fault in option_faults(takes[name], self.options[name], f"optimizer.options.{name}")
+        ]
+        yield from wrong
+        if wrong:
+            return
+        steps = arguments.get("gradient_accumulation_steps", 0)
+        if steps < 0 or steps == 1:
+            yield f"optimizer.gradient_accumulation_steps must be 0 (off) or 2 or more. Received: {steps}."
         for name, (least, below, most) in _RANGES.items():
-            value = getattr(self, name)
+            value = arguments.get(name, 0)
             if not (least <= value < below or value == most):
                 limit = f"{least:g} to {most:g}" if most is not None else f"{least:g} or more, and less than {below:g}"
                 yield f"optimizer.{name} must be {limit}. Received: {value}."
-        takes = OPTIMIZERS[self.name]
-        for name in self.non_default_arguments():
-            if name not in takes and name not in _EVERY_OPTIMIZER:
-                yield f"optimizer {self.name!r} takes no {name!r}. It takes: {', '.join((*takes, *_EVERY_OPTIMIZER))}."
-        clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(self, name)]
+        clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if arguments.get(name)]
         if len(clips) > 1:
             yield f"Only one of optimizer.clipnorm, clipvalue and global_clipnorm may be set. Received: {', '.join(clips)}."
+        if self.excluded_from_weight_decay() and not arguments.get("weight_decay", self.name in _DECAYING):
+            yield (
+                f"optimizer.weight_decay_exclude is {self.weight_decay_exclude!r}, but no weight decays: set "
+                "optimizer.weight_decay, or leave weight_decay_exclude empty."
+            )

@@ -6,9 +6,9 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from tfdist.errors import format_value, unknown_name_message
+from tfdist.config.strategy_traits import STRATEGIES, StrategyTraits, find_traits
+from tfdist.errors import ConfigError, format_value, unknown_name_message
 
-STRATEGIES = ("one_device", "mirrored", "multi_worker_mirrored", "parameter_server", "central_storage", "tpu")
 PLACEMENTS = ("round_robin", "by_bytes")
 IMPLEMENTATIONS = ("auto", "ring", "nccl")
 
@@ -24,7 +24,7 @@ class StrategyConfig:
     """Which `tf.distribute` strategy, on which devices.
 
     Attributes:
-        name: One of `STRATEGIES`.
+        name: One of `STRATEGIES`, or your own factory as `"package.module:function"` (see docs/extending.md).
         devices: Device names, as `"GPU:0,GPU:1"` or a list of them, or a number of virtual CPUs of this process.
             Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
         implementation: How collectives of `multi_worker_mirrored` travel: `"auto"`, `"ring"` or `"nccl"`.
@@ -55,6 +55,11 @@ class StrategyConfig:
         self.devices = "" if self.devices is None else str(self.devices)
 
     @property
+    def traits(self) -> StrategyTraits:
+        """The strategy's traits. Raises ConfigError as `find_traits`."""
+        return find_traits(self.name)
+
+    @property
     def virtual_cpus(self) -> int:
         """The number of virtual CPUs asked for, or 0."""
         # Cut, because Python refuses to convert thousands of digits.
@@ -69,8 +74,13 @@ class StrategyConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the strategy and its options."""
-        if self.name not in STRATEGIES:
+        if self.name not in STRATEGIES and ":" not in self.name:
             yield unknown_name_message("strategy", self.name, STRATEGIES)
+            return
+        try:
+            devices = self.traits.devices
+        except ConfigError as e:
+            yield from e.faults
             return
         if self.implementation not in IMPLEMENTATIONS:
             yield unknown_name_message("strategy.implementation", self.implementation, IMPLEMENTATIONS)
@@ -83,16 +93,16 @@ class StrategyConfig:
             yield f"{fields} must be 0 (off) or more. Received: {received}."
         if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
             yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {self.devices}."
-        elif self.devices and not self.virtual_cpus and self.name != "tpu":
+        elif self.devices and not self.virtual_cpus and devices != "own":
             names = [name.upper() for name in self.device_names]
             if strange := [name for name in names if not _DEVICE.fullmatch(name)]:
                 yield f"strategy.devices must be names such as GPU:0, or a number of virtual CPUs. Received: {format_value(strange[0])}."
             elif len(set(names)) < len(names):
                 yield f"strategy.devices names a device twice. Received: {format_value(self.devices)}."
-        if self.name in ("multi_worker_mirrored", "parameter_server") and self.devices:
+        if devices == "none" and self.devices:
             yield (
                 f"strategy.devices does not apply to {self.name}, which uses all GPUs it sees, or the CPU; "
                 f"choose GPUs with CUDA_VISIBLE_DEVICES. Received: {self.devices!r}."
             )
-        if self.name == "one_device" and len(self.device_names) > 1:
-            yield f"strategy one_device takes one device. Received: {self.devices!r}; use strategy.name=mirrored for several."
+        if devices == "one" and len(self.device_names) > 1:
+            yield f"strategy {self.name} takes one device. Received: {self.devices!r}; use strategy.name=mirrored for several."

@@ -6,6 +6,7 @@ fields (`--config.optimizer.momentum=0.9`); `tfdist.config.validation` judges th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import typing
@@ -15,7 +16,10 @@ from tfdist.config import registry
 from tfdist.config.backup import BackupConfig
 from tfdist.config.cluster import ClusterConfig
 from tfdist.config.compression import CompressionConfig
+from tfdist.config.export import ExportConfig
+from tfdist.config.monitoring import MonitoringConfig
 from tfdist.config.optimizer import OptimizerConfig
+from tfdist.config.schedule import ScheduleConfig
 from tfdist.config.strategy import StrategyConfig
 from tfdist.errors import ConfigError, told
 
@@ -35,19 +39,27 @@ class TrainConfig:
         per_replica_batch_size: Examples per step for each replica.
         epochs: Passes over the training data.
         steps_per_epoch: Steps that count as an epoch; 0 means as many as the task's data has.
+        validation_freq: Epochs from one validation to the next.
+        callbacks: Callbacks of Keras or your own, such as `"EarlyStopping(monitor=val_loss, patience=3); package.module:function"`.
+        initial_weights: A `.weights.h5` or `.keras` file of this model, with whose weights the training begins; empty means none.
         seed: Fixes initial weights, order of the data and dropout masks.
         compression: How gradients are compressed.
         deterministic: Use only TensorFlow operations that give the same bits each time; slower on GPUs.
         optimizer: The optimizer and its arguments.
         learning_rate: Step size.
+        learning_rate_scaling: By what of the number of replicas it is multiplied: `"none"`, `"linear"` or `"sqrt"`.
+        schedule: How it changes.
         precision: `"float32"`, `"mixed_bfloat16"` or `"mixed_float16"`, which compute in 16 bits and keep weights in 32.
+        nan_policy: What becomes of a step whose loss or gradient is not finite: `"ignore"`, `"stop"` or `"skip"`.
         jit_compile: Compile each replica's computation with XLA.
         steps_per_execution: Steps to run for each call of Python; callbacks see every so many steps.
         start_timeout: How long a task waits for the others, in seconds.
         grace_seconds: How long a task has to end after a signal before it is killed, and to save before that.
         check_weights: Whether workers compare all their weights after each epoch; else only before and after the training.
         backup: When and where to back the training up.
+        export: Which models to export for TensorFlow Serving.
         max_restarts: Restarts that failures of tasks may cost, where this command starts them.
+        monitoring: What is written for TensorBoard.
     """
 
     task: str = "digits"
@@ -58,19 +70,27 @@ class TrainConfig:
     per_replica_batch_size: int = 0
     epochs: int = 1
     steps_per_epoch: int = 0
+    validation_freq: int = 1
+    callbacks: str = ""
+    initial_weights: str = ""
     seed: int = 0
     deterministic: bool = False
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     compression: CompressionConfig = dataclasses.field(default_factory=CompressionConfig)
     learning_rate: float = 1e-3
+    learning_rate_scaling: str = "none"
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     precision: str = "float32"
+    nan_policy: str = "ignore"
     jit_compile: bool = False
     steps_per_execution: int = 1
     start_timeout: float = 300.0
     grace_seconds: float = 25.0
     check_weights: bool = True
     backup: BackupConfig = dataclasses.field(default_factory=BackupConfig)
+    export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
     max_restarts: int = 0
+    monitoring: MonitoringConfig = dataclasses.field(default_factory=MonitoringConfig)
 
     def __post_init__(self) -> None:
         # So that the task's options exist as fields that flags can set.
@@ -86,17 +106,42 @@ class TrainConfig:
         """
         options = getattr(registry.resolve("task", task, registry.TASKS), "Options", None)
         self.task = task
-        if not isinstance(options, type) or isinstance(self.task_options, options):
-            return
-        self.task_options = None  # another task's
-        try:
-            self.task_options = options()
-        except Exception as e:
-            raise ConfigError(
-                f"{options.__qualname__}() of task {task!r} raises {told(e)}; give all its fields defaults."
-            ) from e
-        if dataclasses.is_dataclass(self.task_options):
-            resolve_types(self.task_options)
+        if isinstance(options, type) and not isinstance(self.task_options, options):
+            self.task_options = None  # another task's
+            self.task_options = default_options(task, options)
+
+
+def default_options(task: str, options: type) -> Any:
+    """Returns the options that a task has by default.
+
+    Args:
+        task: The task's name.
+        options: Its `Options`.
+
+    Raises:
+        ConfigError: They cannot be made.
+    """
+    try:
+        made = options()
+    except Exception as e:
+        raise ConfigError(
+            f"{options.__qualname__}() of task {task!r} raises {told(e)}; give all its fields defaults."
+        ) from e
+    if dataclasses.is_dataclass(made):
+        resolve_types(made)
+    return made
+
+
+def make_floats(config: Any) -> None:
+    """Makes whole numbers floats in fields that are declared so, also in groups of fields."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if hints[field.name] is float and isinstance(value, int) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # the validation says so
+                setattr(config, field.name, float(value))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            make_floats(value)
 
 
 def resolve_types(config: Any) -> None:
@@ -117,7 +162,7 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 _SAME = (
     *("task", "task_options", "global_batch_size", "per_replica_batch_size", "steps_per_epoch", "steps_per_execution"),
     *("seed", "deterministic", "precision", "jit_compile"),
-    *("strategy", "optimizer", "compression", "learning_rate"),
+    *("strategy", "optimizer", "compression", "learning_rate", "learning_rate_scaling", "schedule"),
 )
 
 

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import typing
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from tfdist.config import registry
+from tfdist.config import callbacks, nan_policy, registry
 from tfdist.config.batch_size import divisibility_fault
-from tfdist.config.strategy import MAX_VIRTUAL_CPUS, STRATEGIES, StrategyConfig
-from tfdist.config.train import PRECISIONS, TrainConfig
+from tfdist.config.schedule import SCALINGS
+from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
+from tfdist.config.strategy_traits import StrategyTraits
+from tfdist.config.train import PRECISIONS, TrainConfig, default_options
 from tfdist.errors import ConfigError, did_you_mean, format_value, unknown_name_message
 
+_BASE_OF_TASKS = "tfdist.tasks.base"  # whose methods stand for none
 
-def check(config: TrainConfig, workers: int | None = None) -> None:
+
+def check(config: TrainConfig, workers: int | None = None, known: Collection[str] = ()) -> None:
     """Raises a `ConfigError` with every fault of the configuration that shows before TensorFlow is loaded.
 
     Args:
         config: The configuration.
         workers: Training tasks of the cluster that the environment describes; 0 means that it is faulty, None that it
             describes none, so that `cluster.workers` holds.
+        known: Faults found before, which come first.
     """
-    if faults := list(_faults(config, workers)):
+    if faults := [*known, *_faults(config, workers)]:
         raise ConfigError(faults)
 
 
-def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[str]:
+def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     wrong = dict(_type_faults(config, "config"))
     yield from wrong.values()
 
@@ -35,20 +41,44 @@ def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[st
         """Whether these fields are of their declared types, so that their values can be judged."""
         return not any(f"{path}.".startswith(f"config.{field}.") for path in wrong for field in fields)
 
+    traits = None
     if typed("strategy"):
         yield from config.strategy.faults()
+        with contextlib.suppress(ConfigError):  # of an unknown strategy, which has been said
+            traits = config.strategy.traits
     if typed("optimizer"):
         yield from config.optimizer.faults()
+    if typed("schedule"):
+        yield from config.schedule.faults()
+    if typed("learning_rate_scaling"):
+        if config.learning_rate_scaling not in SCALINGS:
+            yield unknown_name_message("learning_rate_scaling", config.learning_rate_scaling, SCALINGS)
+        elif config.learning_rate_scaling != "none" and traits and traits.asynchronous:
+            yield (
+                f"learning_rate_scaling {config.learning_rate_scaling!r} is not possible under {config.strategy.name}, whose "
+                "steps are one worker's; use none."
+            )
     if typed("compression"):
         yield from config.compression.faults()
-        if typed("strategy") and config.compression.name != "none":
-            yield from _compression_faults(config)
+        if traits and not traits.compresses and config.compression.name != "none":
+            yield (
+                f"compression {config.compression.name!r} is not possible under {config.strategy.name} (yet); use strategy "
+                "multi_worker_mirrored or mirrored, or compression.name=none."
+            )
     if typed("backup"):
         yield from config.backup.faults()
+    if typed("export"):
+        yield from config.export.faults()
+        if typed("task", "epochs", "validation_freq"):
+            yield from _export_faults(config)
+    if typed("monitoring"):
+        yield from config.monitoring.faults()
     if typed("task", "task_options"):
         yield from _task_faults(config)
     if typed("cluster", "strategy"):
-        yield from _workers_faults(config, environment_workers is not None)
+        yield from _workers_faults(config, traits, workers is not None)
+    if typed("cluster", "backup", "task"):
+        yield from _evaluator_faults(config)
     if typed("global_batch_size", "per_replica_batch_size"):
         sizes = (config.global_batch_size, config.per_replica_batch_size)
         if min(sizes) != 0 or max(sizes) == 0:
@@ -56,20 +86,28 @@ def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[st
                 "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
                 f"Received: {sizes[0]} and {sizes[1]}."
             )
-        elif typed("cluster", "strategy"):
-            workers = config.cluster.workers if environment_workers is None else environment_workers
-            if (replicas := _known_replicas(config.strategy, workers)) and (
+        elif typed("cluster") and traits:
+            tasks = config.cluster.workers if workers is None else workers
+            if (replicas := _known_replicas(config.strategy, traits, tasks)) and (
                 fault := divisibility_fault(sizes[0], replicas)
             ):
                 yield fault
     if typed("precision") and config.precision not in PRECISIONS:
         yield unknown_name_message("precision", config.precision, PRECISIONS)
-    if typed("jit_compile", "precision", "optimizer", "strategy") and config.strategy.name == "central_storage":
-        yield from _central_storage_faults(config)
-    if typed("jit_compile", "precision", "optimizer", "strategy") and config.strategy.name == "parameter_server":
-        yield from _parameter_server_faults(config)
+    if (
+        typed("initial_weights")
+        and config.initial_weights
+        and not config.initial_weights.endswith((".weights.h5", ".keras"))
+    ):
+        yield f"initial_weights must be a file .weights.h5 or .keras. Received: {format_value(config.initial_weights)}."
+    if typed("callbacks"):
+        yield from callbacks.faults(config.callbacks)
+    if typed("nan_policy", "strategy"):
+        yield from nan_policy.faults(config.nan_policy, config.strategy.name, traits)
+    if typed("jit_compile", "precision", "optimizer") and traits:
+        yield from _refused_faults(config, traits)
     least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
-    least_values |= {"max_restarts": 0, "start_timeout": 1}
+    least_values |= {"max_restarts": 0, "start_timeout": 1, "validation_freq": 1}
     for name, least in least_values.items():
         if typed(name) and not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
             yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."
@@ -77,53 +115,78 @@ def _faults(config: TrainConfig, environment_workers: int | None) -> Iterator[st
         yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
 
 
-def _workers_faults(config: TrainConfig, in_cluster: bool) -> Iterator[str]:
+def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_cluster: bool) -> Iterator[str]:
     workers = config.cluster.workers
     if workers < 1:
         yield f"cluster.workers must be 1 or more. Received: {workers}."
     if config.cluster.ps < 0:
         yield f"cluster.ps must be 0 or more. Received: {config.cluster.ps}."
-    if config.strategy.name == "parameter_server":
+    if traits is None:
+        return
+    if traits.asynchronous:
         if config.cluster.ps == 0 and not in_cluster:
-            yield "strategy 'parameter_server' needs a parameter server: use --config.cluster.ps=1 or more. Received: 0."
-    elif config.cluster.ps > 0 and config.strategy.name in STRATEGIES:
+            yield f"strategy {config.strategy.name!r} needs a parameter server: use --config.cluster.ps=1 or more. Received: 0."
+    elif config.cluster.ps > 0:
         yield (
             f"strategy {config.strategy.name!r} has no parameter servers, but cluster.ps is {config.cluster.ps}; use "
             "--config.strategy.name=parameter_server, or leave cluster.ps at 0."
         )
-    elif workers > 1 and config.strategy.name in STRATEGIES and config.strategy.name != "multi_worker_mirrored":
+    elif workers > 1 and not traits.several_processes:
         yield (
             f"strategy {config.strategy.name!r} trains in one process, but cluster.workers is {workers}; "
             "use --config.strategy.name=multi_worker_mirrored, or leave cluster.workers at 1."
         )
 
 
-def _central_storage_faults(config: TrainConfig) -> Iterator[str]:
-    remedy = "is not possible under central_storage, whose replicas share their variables; use strategy mirrored."
-    if config.jit_compile:
-        yield f"jit_compile {remedy}"
-    if config.precision == "mixed_float16":
-        yield f"precision mixed_float16 {remedy}"
-    if config.optimizer.use_ema:
-        yield f"optimizer.use_ema {remedy}"
-
-
-def _compression_faults(config: TrainConfig) -> Iterator[str]:
-    if config.strategy.name in ("parameter_server", "central_storage", "tpu"):
+def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
+    number = config.cluster.evaluator
+    if number not in (0, 1):
+        yield f"cluster.evaluator must be 0 or 1. Received: {number}."
+    if number < 1:
+        return
+    if config.backup.save_freq == "never":
         yield (
-            f"compression {config.compression.name!r} is not possible under {config.strategy.name} (yet); use strategy "
-            "multi_worker_mirrored or mirrored, or compression.name=none."
+            "cluster.evaluator evaluates backups, but backup.save_freq is 'never'; use --config.backup.save_freq=epoch or a "
+            "number of steps, or leave cluster.evaluator at 0."
+        )
+    if not _has_eval_data(config):
+        yield (
+            f"cluster.evaluator needs validation data, but task {config.task!r} has no method eval_data; add one, or leave "
+            "cluster.evaluator at 0."
         )
 
 
-def _parameter_server_faults(config: TrainConfig) -> Iterator[str]:
-    remedy = "is not possible under parameter_server, whose workers do not wait for each other; use"
-    if config.jit_compile:
-        yield "jit_compile is not possible under parameter_server, whose variables are on other machines; leave it out."
-    if config.precision == "mixed_float16":
-        yield f"precision mixed_float16 {remedy} mixed_bfloat16."
-    if config.optimizer.gradient_accumulation_steps:
-        yield f"optimizer.gradient_accumulation_steps {remedy} a larger batch."
+def _export_faults(config: TrainConfig) -> Iterator[str]:
+    monitored = f"export.best is {format_value(config.export.best)}"
+    if not config.export.best.startswith("val_"):
+        return
+    if not _has_eval_data(config):
+        yield f"{monitored}, but task {config.task!r} has no method eval_data; add one, or use a metric of the training, such as loss."
+    if config.validation_freq > config.epochs:
+        yield f"{monitored}, but no epoch is validated: validation_freq is {config.validation_freq} and epochs {config.epochs}."
+
+
+def _has_eval_data(config: TrainConfig) -> bool:
+    with contextlib.suppress(ConfigError):  # of an unknown task, which has been said
+        method = getattr(registry.resolve("task", config.task, registry.TASKS), "eval_data", None)
+        return method is not None and method.__module__ != _BASE_OF_TASKS
+    return True
+
+
+def _refused_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str]:
+    optimizer = config.optimizer.arguments()
+    asked = {
+        "jit_compile": ("jit_compile", config.jit_compile),
+        "mixed_float16": ("precision mixed_float16", config.precision == "mixed_float16"),
+        "use_ema": ("optimizer.use_ema", optimizer.get("use_ema")),
+        "gradient_accumulation_steps": (
+            "optimizer.gradient_accumulation_steps",
+            optimizer.get("gradient_accumulation_steps"),
+        ),
+    }
+    for option, (field, is_set) in asked.items():
+        if is_set and option in traits.refuses:
+            yield f"{field} is not possible under {config.strategy.name}, {traits.refuses[option]}."
 
 
 def _task_faults(config: TrainConfig) -> Iterator[str]:
@@ -137,18 +200,17 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
     if not isinstance(expected, type) or lacking:
         yield f"task {config.task!r} is no tfdist.Task: it has no {lacking[0] if lacking else 'Options'!r}."
         return
-    if config.task_options is None:
-        try:
-            config.choose_task(config.task)
-        except ConfigError as e:
-            yield from e.faults
-            return
-    if not isinstance(config.task_options, expected):
+    try:
+        options = default_options(config.task, expected) if config.task_options is None else config.task_options
+    except ConfigError as e:
+        yield from e.faults
+        return
+    if not isinstance(options, expected):
         yield (
             f"task {config.task!r} takes task_options of {_full_name(expected)}. "
-            f"Received: {_full_name(type(config.task_options))}; set task and task_options together, in the config file."
+            f"Received: {_full_name(type(options))}; set task and task_options together, in the config file."
         )
-    elif callable(faults := getattr(config.task_options, "faults", None)):
+    elif callable(faults := getattr(options, "faults", None)):
         yield from faults()
 
 
@@ -156,14 +218,14 @@ def _full_name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _known_replicas(strategy: StrategyConfig, workers: int) -> int:
+def _known_replicas(strategy: StrategyConfig, traits: StrategyTraits, workers: int) -> int:
     """Returns the number of replicas where it can be told without TensorFlow, else 0."""
-    if strategy.name in ("one_device", "parameter_server"):  # of which each step is one worker's
+    if traits.several_processes:
+        # Every worker has at least one replica, more where it has GPUs: only what no number of GPUs can cure is a fault.
+        return max(workers, 0)
+    if traits.asynchronous or traits.devices == "one":  # a step is one worker's, or one device's
         return 1
-    if strategy.name in ("mirrored", "central_storage"):
-        return len(strategy.device_names) if strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0
-    # Every worker has at least one replica, more where it has GPUs: only what no number of GPUs can cure is a fault.
-    return max(workers, 0) if strategy.name == "multi_worker_mirrored" else 0
+    return len(strategy.device_names) if traits.devices == "each" and strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0
 
 
 def unknown_field(path: str, name: str, known: Collection[str]) -> str:
@@ -185,8 +247,8 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
         where = f"{path}.{field.name}"
         number = isinstance(value, int) and not isinstance(value, bool)
         if expected is float and number and abs(value) <= sys.float_info.max:
-            setattr(config, field.name, float(value))
-        elif (
+            continue
+        if (
             isinstance(expected, type)
             and expected is not Any  # a class since Python 3.11
             and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))

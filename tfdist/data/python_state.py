@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist.compat.keras_loops import PyDatasetAdapter
 from tfdist.data import python_generators
 from tfdist.data.python_generators import PROCESS_GENERATORS, find_generators
-from tfdist.runtime.log import log
+from tfdist.runtime.log import logger
 
 _ARRAY = "array of "
 _REMEDY = "give it state_dict() and load_state_dict(state), as a callback has"
@@ -149,7 +149,7 @@ class PythonDataState:
             self.run_hook(self._data.on_epoch_end)
         self.record_order()
         if order is not None and order != self.order:
-            log(
+            logger.warning(
                 f"resume is not exact: the PyDataset {type(self._data).__name__} comes in another order than before; seed the "
                 f"generator that its on_epoch_end draws from, or {_REMEDY}."
             )

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import keras
 
 from tfdist.config import TrainConfig, registry
 from tfdist.errors import ConfigError, format_value
+from tfdist.gradients import schedules
 
 
-def build_optimizer(config: TrainConfig) -> keras.optimizers.Optimizer:
+def build_optimizer(
+    config: TrainConfig, replicas: int = 1, steps_per_epoch: int | None = None
+) -> keras.optimizers.Optimizer:
     """Returns the Keras optimizer that `config` asks for.
 
     Args:
-        config: The configuration: `optimizer`, `learning_rate` and `precision` count.
+        config: The configuration: `optimizer`, `learning_rate`, `learning_rate_scaling`, `schedule`, `epochs` and `precision` count.
+        replicas: Replicas that train in step.
+        steps_per_epoch: Steps of an epoch; None where they are not known.
 
     Raises:
-        ConfigError: The function that `optimizer.name` names does not return an optimizer.
+        ConfigError: The schedule needs the number of steps, which is not known; or the function that `optimizer.name` names does not return an optimizer.
     """
     name = config.optimizer.name
-    arguments = {"learning_rate": config.learning_rate, **config.optimizer.non_default_arguments()}
+    arguments = config.optimizer.arguments()
+    rate = (
+        config.learning_rate
+        * {"none": 1, "linear": replicas, "sqrt": math.sqrt(replicas)}[config.learning_rate_scaling]
+    )
+    accumulation = arguments.get("gradient_accumulation_steps") or 1
+    arguments["learning_rate"] = schedules.build_schedule(
+        config.schedule, rate, steps_per_epoch, config.epochs, accumulation
+    )
     if ":" in name:
         optimizer = registry.resolve("optimizer", name, {})(**arguments)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -26,7 +42,10 @@ def build_optimizer(config: TrainConfig) -> keras.optimizers.Optimizer:
                 f"optimizer {name!r} must return a keras.optimizers.Optimizer. Received: {format_value(optimizer)}."
             )
     else:
-        optimizer = keras.optimizers.get({"class_name": name, "config": arguments})
+        # Not keras.optimizers.get, which does not know "lamb".
+        optimizer = {key.lower(): each for key, each in vars(keras.optimizers).items()}[name](**arguments)
+    if names := config.optimizer.excluded_from_weight_decay():
+        optimizer.exclude_from_weight_decay(var_names=[re.escape(name) for name in names])
     if config.precision == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # `compile` would wrap the optimizer, too, but the file that `save` writes would not say so.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)

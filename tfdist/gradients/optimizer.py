@@ -8,8 +8,7 @@ replica decides the same, on the gradient that one process would have.
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -17,18 +16,18 @@ import tensorflow as tf
 
 from tfdist import compression as compression_lib
 from tfdist.collectives.factory import check_strategy
-from tfdist.compat import keras_internals, tf_internals
-from tfdist.compat.unsupported import DISTRIBUTED, UNBUILT
+from tfdist.compat import keras_internals, optimizer_search, tf_internals
+from tfdist.compat.unsupported import UNBUILT
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig
+from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
+from tfdist.gradients.compression_state import BuildCompressionState, warn_if_adaptive
+from tfdist.gradients.non_finite import FiniteUpdates
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
-from tfdist.gradients.replica_context import replica
 from tfdist.gradients.update import AccumulatingUpdate
-
-_COMPRESSOR = "_tfdist_compressor"
-_STATE = "_tfdist_compression"
+from tfdist.replicas import step_context
 
 
 def distribute_optimizer(
@@ -58,28 +57,27 @@ def distribute_optimizer(
     """
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     leaf = optimizer.inner_optimizer if scaled else optimizer
-    compressor, before = compression_lib.create(compression), getattr(leaf, _COMPRESSOR, None)
-    if getattr(leaf, DISTRIBUTED, False) or getattr(optimizer, DISTRIBUTED, False):
+    known = _update_of(leaf)
+    compressor, before = compression_lib.create(compression), known and known.compressor
+    if _reduces_first(leaf) or _reduces_first(optimizer):
         if compressor not in (None, before):
             raise ConfigError(
                 f"compression {compressor.description} comes too late: this {type(leaf).__name__} already has "
                 f"{before.description if before else 'none'}; compile the model with a new optimizer."
             )
         compressor = before  # as when Keras has put a LossScaleOptimizer around it
-    if getattr(optimizer, DISTRIBUTED, False):
+    if _reduces_first(optimizer):
         return optimizer
-    for name in ("apply", "build", "scale_loss", DISTRIBUTED):
+    for name in ("apply", "build", "scale_loss"):
         vars(leaf).pop(name, None)  # it was used without its LossScaleOptimizer before, or with another one
     keras_internals.restore_optimizer_methods(leaf)
-    setattr(optimizer, DISTRIBUTED, True)
-    setattr(leaf, _COMPRESSOR, compressor)
     update = AccumulatingUpdate(leaf, scaled, clip_after_reduce)
     if compressor is not None:
         if tf.distribute.has_strategy():
             check_strategy(tf.distribute.get_strategy())
-        _warn_if_adaptive(leaf, compressor)
+        warn_if_adaptive(leaf, compressor)
         update.compressor = compressor
-        leaf.build = _BuildCompressionState(leaf, compressor, update)
+        leaf.build = BuildCompressionState(leaf, compressor, update)
     keras_internals.replace_reduction(leaf, list)
     if scaled:
         leaf.apply = _ApplyReduced(leaf)
@@ -91,23 +89,36 @@ def distribute_optimizer(
 
 def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
     """Returns what sums an optimizer's gradients through a compressor, once it is built; None without one."""
-    return getattr(getattr(optimizer, "inner_optimizer", optimizer), _STATE, None)
+    update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
+    return None if update is None else update.reduction
+
+
+def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Makes a distributed optimizer leave out updates whose gradients are not finite; a `LossScaleOptimizer` does so itself."""
+    update = _update_of(optimizer)
+    if update is not None and not update.scaled and update.finite is None:
+        update.finite = FiniteUpdates(strategy)
+
+
+def skipped_updates(model: keras.Model) -> list[tf.Variable]:
+    """Returns the numbers of updates that this process has left out for `skip_non_finite`, of each optimizer that does."""
+    updates = map(_update_of, optimizer_search.optimizers(model))
+    return [update.finite.skipped for update in updates if update is not None and update.finite]
+
+
+def _update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | None:
+    """Returns what an optimizer updates by, if `distribute_optimizer` has given it that."""
+    update = keras_internals.update_method(optimizer)
+    return update if isinstance(update, AccumulatingUpdate) else None
+
+
+def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
+    return isinstance(optimizer.apply, _ReduceThenApply)
 
 
 def _replicas() -> int:
     """Returns the number of replicas, which the strategy itself hides within a step (`as_one_replica`)."""
     return tf_internals.num_replicas(tf.distribute.get_strategy())
-
-
-def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
-    kinds = [keras.optimizers.Adam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta]
-    kinds += [keras.optimizers.Adamax, keras.optimizers.Nadam, keras.optimizers.Lamb]
-    if not compressor.supports_adaptive_optimizers and isinstance(optimizer, tuple(kinds)):
-        warnings.warn(
-            f"{type(optimizer).__name__} divides by what gradients have been, which {compressor.description} makes rare and "
-            "large: it may train worse, or not at all. Use compression 'powersgd' or 'int8' with it, or SGD with momentum.",
-            stacklevel=3,
-        )
 
 
 class _WeightedLoss:
@@ -119,11 +130,18 @@ class _WeightedLoss:
 
     def __call__(self, loss: Any) -> Any:
         loss = self._scale_loss(loss)
-        if getattr(replica, "scales", None) is not self._optimizer or replica.share is None:
+        step = step_context.current()
+        if step is None or not step.weighs_loss or step.optimizer is not self._optimizer:
             return loss
-        if loss.shape.rank:  # the gradient of a vector is that of its sum
+        if (weight := step.gradient_weight) is None:
             return loss
-        return loss * gradient_lists.factor(replica.share, loss.dtype)
+        if not loss.shape.rank:
+            return loss * gradient_lists.factor(weight, loss.dtype)
+        if not tf.is_tensor(weight):
+            return loss
+        # The gradient of a vector is that of its sum. A replica without examples must not send one through the moments of a
+        # synchronized BatchNormalization.
+        return tf.math.multiply_no_nan(loss, tf.cast(weight > 0, loss.dtype))
 
 
 class _ApplyReduced:
@@ -134,7 +152,8 @@ class _ApplyReduced:
         self._apply = optimizer.apply
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if getattr(replica, "in_step", False) and not getattr(replica, "applying", False):
+        step = step_context.current()
+        if step is not None and not step.is_applying:
             raise ConfigError(
                 f"The training step applies {type(self._optimizer).__name__}, which a LossScaleOptimizer wraps, so that "
                 "its gradients are neither reduced nor unscaled: apply the LossScaleOptimizer (model.optimizer)."
@@ -151,20 +170,19 @@ class _ReduceThenApply:
         self._update = update
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if (share := getattr(replica, "share", None)) is not None:
-            grads = (
-                gradient_lists.zero_if_no_examples(grads, share)
-                if replica.scales is self._optimizer
-                else gradient_lists.scale_no_nan(grads, share)
-            )
-        if (captured := getattr(replica, "captured", None)) is not None:
-            captured.append((grads, trainable_variables))
-            return
-        replica.applying = True
+        step = step_context.current()
+        if step is None:
+            return self._reduce(grads, trainable_variables)
+        if (weight := step.gradient_weight) is not None:
+            weighed = step.weighs_loss and step.optimizer is self._optimizer
+            grads = (gradient_lists.zero_if_no_examples if weighed else gradient_lists.scale_no_nan)(grads, weight)
+        if step.deferred is not None:
+            return step.deferred.append((grads, trainable_variables))
+        step.is_applying = True
         try:
             self._reduce(grads, trainable_variables)
         finally:
-            replica.applying = False
+            step.is_applying = False
 
     def _reduce(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
         self._check_built()
@@ -173,18 +191,30 @@ class _ReduceThenApply:
             grads = self._update.clip_local(grads, self._scale())
         context = tf.distribute.get_replica_context()
         if context and self._update.reduction and not self._update.accumulates:
-            variables = self._update.variables if trainable_variables is None else trainable_variables
-            grads = gradient_lists.with_static_shapes(grads, variables)
-            present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
-            if present:
-                mine, variables = zip(*present, strict=True)
-                context.merge_call(functools.partial(self._compressed, variables=variables), args=(list(mine),))
+            if self._merge(context, self._compressed, grads, trainable_variables):
                 return
-        if not self._update.accumulates:
+        elif not self._update.accumulates:
             grads = self._summed(context, grads, trainable_variables)
-        elif self._update.scaled:
+        elif self._update.scaled or self._update.finite:
             grads = gradient_lists.propagate_non_finite(grads)
-        self._apply(grads, trainable_variables)
+        if not (context and self._update.finite and self._merge(context, self._if_finite, grads, trainable_variables)):
+            self._apply(grads, trainable_variables)
+
+    def _merge(
+        self,
+        context: tf.distribute.ReplicaContext,
+        function: Callable[..., None],
+        grads: Sequence[Any],
+        variables: Sequence[Any] | None,
+    ) -> bool:
+        """Calls a function with the gradients of all replicas and their variables; returns whether there are any."""
+        variables = self._update.variables if variables is None else variables
+        grads = gradient_lists.with_static_shapes(grads, variables)
+        present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
+        if present:
+            mine, variables = zip(*present, strict=True)
+            context.merge_call(functools.partial(function, variables=variables), args=(list(mine),))
+        return bool(present)
 
     def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
         self._keras_apply(gradient_lists.with_divisible_rows(grads), trainable_variables)
@@ -192,11 +222,13 @@ class _ReduceThenApply:
     def _check_built(self) -> None:
         if self._optimizer.built:
             return
-        known = not getattr(replica, "in_step", False) or self._optimizer is replica.compiled
+        step = step_context.current()
+        known = step is None or self._optimizer is step.optimizer
         if not known and _replicas() > 1:  # a backup would not hold its variables
             raise ConfigError(UNBUILT.format(type(self._optimizer).__name__))
-        if self._update.compressor or (self._update.scaled and not tf.executing_eagerly()):
-            kind = "that compresses" if self._update.compressor else "with a loss scale"
+        if self._update.compressor or ((self._update.scaled or self._update.finite) and not tf.executing_eagerly()):
+            kind = "with a loss scale" if self._update.scaled else "with a nan_policy"
+            kind = "that compresses" if self._update.compressor else kind
             raise ConfigError(f"An optimizer {kind} must be built first: optimizer.build(model.trainable_variables).")
 
     def _scale(self) -> Any:
@@ -214,7 +246,7 @@ class _ReduceThenApply:
         """Returns the gradients, None where there is none, summed over all replicas."""
         if not (context and uses_bucketed_all_reduce(context.strategy)):
             rows = [place for place, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-            if not (context and rows and isinstance(context.strategy, tf.distribute.MirroredStrategy)):
+            if not (context and rows and traits_of(context.strategy).mirrors_in_process):
                 return gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, grads)
             dense = [None if place in rows else grad for place, grad in enumerate(grads)]
             reduced = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, dense)
@@ -236,34 +268,23 @@ class _ReduceThenApply:
         """Sums through the compressor, and skips the step where a gradient is not finite."""
         scale = self._optimizer.dynamic_scale if self._update.scaled else None  # errors are fed back without it
         grads, finite = self._update.reduce(grads, variables, scale)
+        self._if_finite(strategy, grads, variables, finite)
+
+    def _if_finite(
+        self,
+        strategy: tf.distribute.Strategy,
+        grads: Sequence[Any],
+        variables: Sequence[Any],
+        finite: tf.Tensor | None = None,
+    ) -> None:
+        """Updates, unless a reduced gradient is not finite."""
 
         def each() -> None:
             strategy.extended.call_for_each_replica(self._apply, args=(grads, variables))
 
-        if self._update.scaled:  # it sees to that itself
+        if self._update.finite:
+            self._update.finite.make(strategy, each, grads, finite)
+        elif self._update.scaled:  # it sees to that itself
             each()
         else:
             tf.cond(finite, each, lambda: None)
-
-
-class _BuildCompressionState:
-    """`build` of the optimizer: makes the compressor's state, too."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer, compression: Compressor, update: AccumulatingUpdate):
-        self._optimizer = optimizer
-        self._build = optimizer.build
-        self._compression = compression
-        self._update = update
-        if optimizer.built:
-            self._make(update.variables)
-
-    def __call__(self, variables: Sequence[Any]) -> None:
-        self._build(variables)
-        self._make(variables)
-
-    def _make(self, variables: Sequence[Any]) -> None:
-        strategy = variables and getattr(variables[0].value, "distribute_strategy", None)
-        if not strategy or strategy.num_replicas_in_sync == 1:
-            return  # it has nobody to send to
-        self._update.reduction = reduction = Reduction(self._compression, variables)
-        setattr(self._optimizer, _STATE, reduction)  # where a backup looks

@@ -20,6 +20,7 @@ from tfdist.collectives.factory import communicator_for
 from tfdist.collectives.requests import RankContext
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.compression.base import NONE, BucketedReduction, Compressor, RowCodec, StateSpec
+from tfdist.config.strategy_traits import traits_of
 from tfdist.gradients import gradient_lists
 
 _NOTES, _OTHERS = -1, -2  # lanes beside those of buckets
@@ -177,7 +178,7 @@ class Reduction(tf.Module):
 
 def uses_bucketed_all_reduce(strategy: tf.distribute.Strategy) -> bool:
     """Whether `bucketed_all_reduce` is for this strategy; TensorFlow itself sums the gradients of others."""
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    if not traits_of(strategy).several_processes:
         return False
     # Eagerly one device's collective would wait for the next one's, which TensorFlow calls from a thread each.
     waits = tf.executing_eagerly() and len(strategy.extended.worker_devices) > 1

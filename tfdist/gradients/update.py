@@ -16,6 +16,7 @@ from tfdist.compat import keras_internals
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
 from tfdist.gradients import broadcast_update, gradient_lists
+from tfdist.gradients.non_finite import FiniteUpdates
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, uses_bucketed_all_reduce
 
 
@@ -45,6 +46,7 @@ class AccumulatingUpdate:
         self.scaled = scaled
         self.compressor: Compressor | None = None
         self.reduction: Reduction | None = None  # once it is built
+        self.finite: FiniteUpdates | None = None  # if others are left out
         self._clip: Callable[[Any], Any] | None = None
         # What overrides `apply` must see what one process would: each step's gradient, reduced.
         self._each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply

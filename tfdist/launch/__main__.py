@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from tfdist.errors import ConfigError
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
+from tfdist.runtime.log import logger, print_always
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `python -m tfdist.launch`; returns the exit code: of `Launcher.run`, or 2 for a faulty command line."""
     from absl import flags
 
+    print_always()
     values = flags.FlagValues()
     flags.DEFINE_integer("workers", 1, "Number of training tasks.", lower_bound=1, flag_values=values)
     flags.DEFINE_integer(
@@ -62,11 +64,22 @@ def main(argv: Sequence[str]) -> int:
             max_restarts=values.max_restarts,
         )
         return launcher.run()
+    except flags.IllegalFlagValueError as e:
+        print(
+            str(e).replace("invalid literal for int() with base 10:", "expected a whole number. Received:"),
+            file=sys.stderr,
+        )
+        return 2
     except (ConfigError, flags.Error) as e:
-        print(e, file=sys.stderr)
+        hint = (
+            ""
+            if "--" in arguments
+            else ". Write the command behind --: python -m tfdist.launch --workers=2 -- COMMAND."
+        )
+        print(f"{e}{hint if isinstance(e, flags.UnrecognizedFlagError) else ''}", file=sys.stderr)
         return 2
     except OSError as e:
-        print(f"tfdist: cannot start the tasks: {e}", file=sys.stderr)
+        logger.error(f"cannot start the tasks: {e}")
         return 2
 
 

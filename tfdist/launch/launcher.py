@@ -13,12 +13,16 @@ from types import FrameType
 from typing import IO
 
 from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.launch.evaluator_process import EvaluatorProcess
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import LauncherOutput
-from tfdist.launch.process import Failure, TaskProcess, last_error_line, signal_name
+from tfdist.launch.process import Failure, TaskProcess, last_error_line, put_away_logs, signal_name, task_environ
 from tfdist.launch.restart_policy import RestartPolicy
 from tfdist.runtime import exit_status, progress
 
+_ALONE = (
+    "no task has made a tfdist.Trainer or strategy: unless the command connects the tasks itself, each has run alone"
+)
 _AFTER_INTERRUPT = 2.0  # seconds that the others have, once one has ended of Ctrl-C
 
 
@@ -39,6 +43,7 @@ class Launcher:
         output: Where tasks' lines go. None means this process's standard output.
         max_restarts: How many restarts failures may cost; 0 means that the first failure ends the job.
         prefixes: For a task, words before its command, which run the command in their place, such as `nsenter`.
+        evaluator: Whether to run the command as the task `evaluator:0`, too: beside the cluster, and without its GPUs.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -56,6 +61,7 @@ class Launcher:
         output: IO[bytes] | None = None,
         max_restarts: int = 0,
         prefixes: Mapping[TaskSpec, Sequence[str]] | None = None,
+        evaluator: bool = False,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
@@ -66,6 +72,7 @@ class Launcher:
         self._output = LauncherOutput(output)
         self._tasks: list[TaskProcess] = []
         self._running: list[TaskProcess] = []
+        self._has_evaluator = evaluator
         self._later: list[tuple[float, TaskSpec]] = []  # when to start a worker again
         self._signals: list[int] = []
         self._kill_at = float("inf")
@@ -86,32 +93,38 @@ class Launcher:
             when the chief does: servers never end by themselves.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._put_away_logs()
+        put_away_logs(self._log_dir)
         # What is ignored stays so, as under nohup.
         heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
         caught = {n: signal.signal(n, self._on_signal) for n in heeded}
         try:
-            with Guardian() as self._guardian, tempfile.TemporaryDirectory(prefix="tfdist-") as self._progress:
+            with (
+                Guardian() as self._guardian,
+                tempfile.TemporaryDirectory(prefix="tfdist-") as self._progress,
+                EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
+            ):
+                self._evaluator.is_over = not self._has_evaluator
+                servers = [spec for spec in self._cluster.tasks() if self._is_server(spec)]
+                self._output.start_table(self._cluster.tasks() + self._evaluator.waiting, servers, self._progress)
                 self._run_once()
                 while self._restart and not self._signals:
                     self._wait()
                     self._run_once()
+                if not self._preempted and self.failure is None:
+                    self._evaluator.finish(lambda: bool(self._signals), self._refresh)
+                alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
         finally:
             for number, handler in caught.items():
                 signal.signal(number, handler)
+            self._output.count_warnings()
+            self._output.stop_table()
         if self._preempted:
             return exit_status.PREEMPTED
         if self._signals:
             return 128 + self._signals[0]
-        if self.failure is None:
-            return 0
-        return self.failure.exit_code if self.failure.exit_code > 0 else 128 - self.failure.exit_code
-
-    def _put_away_logs(self) -> None:
-        before = self._log_dir / "before"
-        for log in self._log_dir.glob("*.log"):
-            before.mkdir(exist_ok=True)
-            log.replace(before / log.name)
+        if alone and not self.failure:
+            self._output.say(_ALONE)
+        return self.failure.status if self.failure else 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -133,18 +146,17 @@ class Launcher:
                 task.close()
             self._tasks = []
 
+    def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
+        command = [*self._prefixes.get(spec, ()), *self._command]
+        told = task_environ(self._environ, self._cluster, spec, self._progress)
+        task = TaskProcess(spec, command, told, self._log_dir / f"{spec.name}.log", append)
+        self._guardian.watch(task.process.pid)
+        return task
+
     def _start(self, spec: TaskSpec) -> None:
-        environ = {**self._environ, "TF_CONFIG": self._cluster.to_tf_config(spec), "PYTHONUNBUFFERED": "1"}
-        environ[progress.FOLDER] = self._progress
-        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's C++ log: errors only
-        log_path = self._log_dir / f"{spec.name}.log"
-        task = TaskProcess(
-            spec, [*self._prefixes.get(spec, ()), *self._command], environ, log_path, append=self.restarts.total > 0
-        )
-        self._tasks.append(task)
+        self._tasks.append(task := self._create(spec, append=self.restarts.total > 0))
         self._running.append(task)
         self._selector.register(task.pipe, selectors.EVENT_READ, task)
-        self._guardian.watch(task.process.pid)
 
     def _watch(self) -> None:
         handled = 0
@@ -154,7 +166,9 @@ class Launcher:
                 self._start(spec)
             for key, _ in self._selector.select(timeout=0.05):
                 self._forward_output(key.data)
-            for task in self._running:
+            self._refresh()
+            # After Ctrl-C tracebacks say nothing new, and a task may take seconds to end, as the others do not answer.
+            for task in self._running if signal.SIGINT not in self._signals else ():
                 self._output.release_expired(task)
             # Of several at once, the one that was killed or complained first is the cause.
             for task in sorted(filter(self._is_over, self._running), key=TaskProcess.failures_by_cause):
@@ -186,7 +200,15 @@ class Launcher:
         """Waits before a restart; a signal ends the wait."""
         until = time.monotonic() + self.restarts.delay
         while time.monotonic() < until and not self._signals:
+            self._refresh()
             time.sleep(0.05)
+
+    def _refresh(self) -> None:
+        if not self._signals:
+            self._evaluator.look()
+        later = self._cluster.tasks() if self._restart else [spec for _, spec in self._later]
+        running = [*(task.spec for task in self._running), *self._evaluator.running]
+        self._output.refresh(running, [*later, *self._evaluator.waiting], self._kill_at < float("inf"))
 
     def _forward_output(self, task: TaskProcess) -> None:
         self._output.forward(task)
@@ -202,12 +224,12 @@ class Launcher:
         code = task.process.returncode
         if self._kill_at < float("inf"):
             # The traceback of a task that fails because another one failed first stays in its log.
-            told = bool(self._signals) and not self.failure and not self._is_server(task)
+            told = bool(self._signals) and not self.failure and not self._is_server(task.spec)
             self._preempted |= told and code == exit_status.PREEMPTED
             if self._signals and self._signals[0] == signal.SIGINT:  # nothing to save, and others may wait for this one
                 self._kill_at = min(self._kill_at, time.monotonic() + _AFTER_INTERRUPT)
             return
-        if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task)):
+        if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
             self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))
             return
         self._output.release(task)
@@ -252,7 +274,11 @@ class Launcher:
         self.failure = failure
         self._output.release(task)
         why = f"; {why}" if self.restarts.limit else ""
-        self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}")
+        remedy = ""
+        if failure.exit_code < 0:
+            again = f"Run the command again to go on from step {self._saved}" if self._saved else "No backup was made"
+            remedy = f". {again}; max_restarts starts the tasks again by itself, from the last backup"
+        self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}{remedy}")
         self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # it has nothing to save
 
     def _steps(self, task: TaskProcess) -> tuple[int | None, int]:
@@ -262,9 +288,9 @@ class Launcher:
         mine = known[task.spec] or max(found, default=None)
         return mine and mine.done, max((steps.saved for steps in found), default=self._saved)
 
-    def _is_server(self, task: TaskProcess) -> bool:
+    def _is_server(self, task: TaskSpec) -> bool:
         """Whether a task serves a chief, which saves for all."""
-        return bool(self._cluster.jobs.get("ps")) and task.spec != self._cluster.chief
+        return bool(self._cluster.jobs.get("ps")) and task != self._cluster.chief
 
     def _end(self, number: int, grace: float) -> None:
         """Asks the tasks still running to end; kills them after the grace."""

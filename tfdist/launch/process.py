@@ -12,21 +12,22 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from tfdist.cluster import TaskSpec
+import psutil
+
+from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.launch import line_kinds
+from tfdist.runtime import progress
 
 _TAIL_LINES = 20
 _LONGEST_LINE = 1 << 16
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
-_COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
-# TensorFlow's C++ log below errors, and its errors about GPUs that are not there: in the task's log, not on the screen.
-# absl's lines of Python code look alike, but for the file's name.
-_CHATTER = re.compile(
-    rb"[IW]\d{4} [\d:.]+ +\d+ (?!\S+\.py:)|\d{4}-\d\d-\d\d [\d:.]+: [IW] |E\d{4} .*cuInit"
-    rb"|WARNING: All log messages before absl|To enable the following instructions: |/job:\w+/replica:\d+/task:\d+$"
+# First lines of messages that have their cause further down, and lines that are not it.
+_HEADING = re.compile(rb":$|Exception encountered when calling ")
+_DETAIL = re.compile(
+    rb"\s|Arguments received by |Detected at node |<stack traces unavailable>|Node: |\d+ root error|.*:$"
 )
-_COLOURS = re.compile(rb"\x1b\[[\d;]*m|\x08+")
-# Keras' progress bar, which is a line of its own for each step where there is no terminal.
-_BAR = re.compile(rb"\x1b\[1m\s*(\d+)/(\d+|Unknown)\x1b\[0m ")
+_REASON_LENGTH = 200
+_COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Failure:
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
         return f"exit code {self.exit_code}" + (f": {self.reason}" if self.reason else "")
+
+    @property
+    def status(self) -> int:
+        """The exit code that a shell would show."""
+        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
 
     def __str__(self) -> str:
         if self.exit_code < 0:
@@ -82,6 +88,7 @@ class TaskProcess:
         self.pipe = self.process.stdout
         os.set_blocking(self.pipe.fileno(), False)
         self.partial = b""
+        self._chatters = False  # the line before was TensorFlow's own
         self.held: list[bytes] = []
         self.held_since = 0.0
         self.tail: list[bytes] = []
@@ -105,7 +112,11 @@ class TaskProcess:
             *lines, self.partial = (self.partial + chunk).split(b"\n")
             if len(self.partial) > _LONGEST_LINE:
                 lines, self.partial = [*lines, self.partial], b""
-        shown = [line for line in map(_shown, lines) if line.strip() and not _CHATTER.match(line)]
+        shown = []
+        for line in filter(bytes.strip, map(line_kinds.to_plain, lines)):
+            self._chatters = line_kinds.is_chatter(line, self._chatters)
+            if not self._chatters:
+                shown.append(line)
         self.tail = (self.tail + shown)[-_TAIL_LINES:]
         return shown
 
@@ -143,17 +154,48 @@ class TaskProcess:
             self.log.close()
 
 
+def task_environ(environ: Mapping[str, str], cluster: ClusterSpec, task: TaskSpec, folder: str) -> dict[str, str]:
+    """Returns the environment of a task.
+
+    Args:
+        environ: What it inherits.
+        cluster: The cluster.
+        task: The task.
+        folder: Where it tells its progress.
+    """
+    told = {"TF_CPP_MIN_LOG_LEVEL": "2", **environ}  # TensorFlow's C++ log: errors only
+    told |= {"TF_CONFIG": cluster.to_tf_config(task), "PYTHONUNBUFFERED": "1", progress.FOLDER: folder}
+    told[progress.LAUNCHED] = str(psutil.Process().create_time())
+    # An evaluator is beside the cluster, which takes all memory of the GPUs.
+    return told if task.type != "evaluator" else {**told, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def put_away_logs(folder: pathlib.Path) -> None:
+    """Moves what an earlier run has left in a folder of logs."""
+    for log in folder.glob("*.log"):
+        (folder / "before").mkdir(exist_ok=True)
+        log.replace(folder / "before" / log.name)
+
+
 def last_error_line(lines: Sequence[bytes]) -> str:
-    """Returns the line that names the exception (TensorFlow's go on after it), or the last complaint, or nothing."""
-    named = [line for line in lines if _EXCEPTION.match(line)] or [line for line in lines if _COMPLAINT.match(line)]
-    return (named or [b""])[-1].decode(errors="replace").strip()
+    """Returns what the last exception says, in one line, or the last complaint, or nothing.
+
+    Of a message of several lines that is the first one; or the next that says something, where the first only says that others follow.
+    """
+    found = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+    if not found:
+        return _shortened(next((line for line in reversed(lines) if _COMPLAINT.match(line)), b""))
+    first, *others = lines[found[-1] :]
+    if not _HEADING.search(first.strip()):
+        return _shortened(first)
+    told = next((line for line in others if not _DETAIL.match(line)), b"")
+    kind = first.partition(b": ")[0]
+    return _shortened(kind + b": " + told.strip() if told else first)
 
 
-def _shown(line: bytes) -> bytes:
-    """Returns what a terminal would show of a line in the end: nothing of a progress bar that goes on."""
-    line = next((part for part in reversed(line.split(b"\r")) if part.strip()), b"")
-    bar = _BAR.match(line)
-    return b"" if bar and bar[1] != bar[2] else _COLOURS.sub(b"", line)
+def _shortened(line: bytes) -> str:
+    text = line.decode(errors="replace").strip().rstrip(".:;, ")
+    return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 3] + "..."
 
 
 def signal_name(number: int) -> str:

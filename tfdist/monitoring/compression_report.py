@@ -11,7 +11,7 @@ from tfdist.compression.base import NONE, Compressor
 from tfdist.gradients.optimizer import get_reduction
 
 NO_GAIN_WARNING = (
-    "tfdist: compression did not make steps faster here: the sum of the gradients takes {compressed:.1f} ms with it, and "
+    "compression did not make steps faster here: the sum of the gradients takes {compressed:.1f} ms with it, and "
     "{plain:.1f} ms without"
 )
 
@@ -40,12 +40,12 @@ def faults(model: keras.Model) -> Iterator[str]:
         )
         if updates <= compressor.start_step > 0:
             yield (
-                f"tfdist: nothing was compressed: {compressor.description} begins after {compressor.start_step} updates, and this "
+                f"nothing was compressed: {compressor.description} begins after {compressor.start_step} updates, and this "
                 f"training has made {updates}; lower start_powerSGD_iter or warmup_steps"
             )
         if left_out and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which means to
             yield (
-                f"tfdist: {left_out} updates were left out, because a gradient was not finite, or too large for "
+                f"{left_out} updates were left out, because a gradient was not finite, or too large for "
                 f"{compressor.description}; fp16 ends at 65504"
             )
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import pathlib
-import platform
 import time
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec
 from tfdist.compression.base import Compressor
 from tfdist.config import TrainConfig
-from tfdist.monitoring import compression_report
+from tfdist.monitoring import compression_report, texts
 from tfdist.monitoring.network import WireBytes
 from tfdist.monitoring.throughput import Throughput
 from tfdist.runtime import progress
-from tfdist.version import __version__
 
 
 def summarize(
@@ -31,6 +28,7 @@ def summarize(
     wire_bytes: dict[str, Any],
     server_report: dict[str, Any],
     started: float,
+    goodput: dict[str, Any],
 ) -> dict[str, Any]:
     """Returns the summary of a training.
 
@@ -43,6 +41,7 @@ def summarize(
         wire_bytes: The bytes per step, from `wire_bytes_per_step`.
         server_report: What is reported of parameter servers.
         started: The `time.perf_counter()` of the start.
+        goodput: Where the wall time of the whole run went, from `Goodput.report`.
     """
     return {
         "task": config.task,
@@ -61,13 +60,8 @@ def summarize(
         "restarts": progress.restarts(),
         **server_report,
         "wall_seconds": round(time.perf_counter() - started, 2),
-        "versions": {
-            "tfdist": __version__,
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
+        "goodput": goodput,
+        "versions": texts.versions(),
     }
 
 

@@ -22,10 +22,10 @@ def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, s
         >>> for name, value in rows(json.loads((workdir / "summary.json").read_text()), workdir):
         ...     print(f"{name}: {value}")
     """
-    asynchronous = summary["strategy"] == "parameter_server"  # a step is one worker's
+    asynchronous = "retried_steps" in summary  # of parameter servers: a step is one worker's
     compression = summary["compression"]["name"]
     sent, step = summary["wire_bytes_per_step"], summary["step_ms"]
-    before = sent.get("before_compression", {})
+    before, goodput = sent.get("before_compression", {}), summary["goodput"]
     found = [
         ("task", summary["task"]),
         ("strategy", summary["strategy"]),
@@ -41,8 +41,10 @@ def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, s
         ("bytes per step before compression predicted", before.get("predicted")),
         ("bytes per step before compression measured", before.get("measured")),
         ("retried steps", summary.get("retried_steps")),
+        ("skipped updates", summary.get("skipped_updates")),
         ("restarts", summary["restarts"]),
-        ("wall time s", summary["wall_seconds"]),
+        ("wall time s", goodput["wall_seconds"]),
+        *((f"of it {part.replace('_', ' ')} s", seconds or None) for part, seconds in goodput["seconds"].items()),
         ("workdir", workdir),
     ]
     return [(name, str(value)) for name, value in found if value is not None]

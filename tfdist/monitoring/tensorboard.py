@@ -1,38 +1,270 @@
-"""TensorBoard scalars."""
+"""TensorBoard's scalars of a training, which go on after a resume as if it had not been interrupted."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.config.monitoring import step_range
+from tfdist.errors import ConfigError, format_value
+from tfdist.monitoring import hparams as hparams_lib
+from tfdist.monitoring import layout, texts
+from tfdist.monitoring.compression_meter import CompressionMeter
+from tfdist.monitoring.event_files import BY_ITERATIONS, Run
+from tfdist.monitoring.execution_meter import ExecutionMeter
+from tfdist.monitoring.fault_meter import FaultMeter
+from tfdist.monitoring.goodput_meter import GoodputMeter
+from tfdist.monitoring.gradient_norm import GradientNorm
+from tfdist.monitoring.histograms import weight_histograms
+from tfdist.monitoring.meter import Meter
+from tfdist.monitoring.profile import StepProfiler
+from tfdist.monitoring.skip_meter import SkipMeter
+from tfdist.monitoring.system_meter import SystemMeter
 from tfdist.monitoring.throughput import Throughput
+from tfdist.monitoring.wire_meter import WireMeter
+from tfdist.runtime.log import logger
+
+_Result = TypeVar("_Result")
 
 
-class Scalars(keras.callbacks.Callback):
-    """Writes each epoch's metrics and throughput for TensorBoard.
+class TensorBoard(keras.callbacks.Callback):
+    """Writes a training's scalars for TensorBoard; give it to `fit` on every worker.
+
+    The chief writes two runs under the tags of `keras.callbacks.TensorBoard`. `train` has `epoch_*` and
+    `epoch_learning_rate` by epoch, and by step `batch_*`, `batch_learning_rate`, `perf/examples_per_second` and
+    `perf/step_ms` (the median since the last one; the first execution of each process, which compiles, is left out).
+    `validation` has `epoch_*`, and `evaluation_*_vs_iterations` by the optimizer's iterations. Each other worker writes
+    `perf/*` to a run named after its task, such as `worker-1`. Every task also writes by step what it can measure of `comm/*`,
+    `ps/*`, `faults/*` and `system/*`; the table in docs/configuration.md has each tag's meaning, and when it is absent.
+
+    Beside the curves, `train` has texts (cluster, strategy, versions), and a first page for the tab "Custom Scalars". With
+    `hparams`, a run of that name has them for the tab "HParams", and `final/*`, the last epoch's logs.
+
+    A training that is resumed from a `BackupAndRestore` goes on in the same curves: what was written after the backup is
+    removed. One that begins with epoch 0 sets the curves aside that an earlier one left in `log_dir`: TensorBoard no longer
+    shows them. A folder that cannot be written to costs one warning and the curves, not the training.
 
     Args:
-        log_dir: The run's folder; one writer only may write to it.
-        throughput: Whose `examples_per_second` to write.
+        log_dir: The folder, a path for `tf.io.gfile`; of this training alone, and the same on all workers.
+        update_freq: A number of steps: after each so many the values by step are written; "batch" means 1, and "epoch" that none are.
+        global_batch_size: Examples per step over all replicas. None means what `fit` of a model of the Trainer knows
+            of its data; where it is unknown, `perf/examples_per_second` is not written.
+        hparams: What was chosen for this training, names to values; a group of them is a dict within it.
+        profile_steps: The steps to profile on each worker, first and last as "20:25", or one; those of the whole training, which
+            go on after a resume. The profile is in `plugins/profile` of the worker's run.
+        gradient_norm: Whether to write `train/gradient_norm` by step. Each step then computes it.
+        histogram_freq: A number of epochs: after each so many the chief writes histograms of the weights. 0 means never.
+
+    Attributes:
+        log_dir: The folder.
+        global_batch_size: Examples per step, or None.
+        fit_batch_size: What `fit` knows of it.
     """
 
-    only_observes = True  # so that the chief alone may have it
+    only_observes = True  # so that ranks need not agree after each step
 
-    def __init__(self, log_dir: str | os.PathLike[str], throughput: Throughput):
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "logs",
+        update_freq: int | str = 10,
+        global_batch_size: int | None = None,
+        hparams: Mapping[str, Any] | None = None,
+        profile_steps: str = "",
+        gradient_norm: bool = False,
+        histogram_freq: int = 0,
+    ):
         super().__init__()
-        self._writer = tf.summary.create_file_writer(os.fspath(log_dir))
-        self._throughput = throughput
+        self.log_dir = os.fspath(log_dir)
+        self.global_batch_size = global_batch_size
+        self.fit_batch_size: int | None = None
+        self._hparams = hparams
+        self._profiler = StepProfiler(step_range("profile_steps of TensorBoard", profile_steps))
+        every = {"batch": 1, "epoch": 0}.get(str(update_freq), update_freq)
+        if not isinstance(every, int) or every < 0 or update_freq == 0:
+            raise ConfigError(
+                "update_freq of TensorBoard must be a number of steps from 1, 'batch' or 'epoch'. "
+                f"Received: {format_value(update_freq)}."
+            )
+        if isinstance(histogram_freq, bool) or not isinstance(histogram_freq, int) or histogram_freq < 0:
+            raise ConfigError(
+                "histogram_freq of TensorBoard must be a number of epochs from 1, or 0 for none. "
+                f"Received: {format_value(histogram_freq)}."
+            )
+        self._every = every  # 0 means never
+        self._histogram_freq = histogram_freq
+        self._meters: list[Meter] = [SystemMeter(), FaultMeter(), GoodputMeter()]
+        self._meters += [
+            WireMeter(),
+            CompressionMeter(),
+            ExecutionMeter(),
+            SkipMeter(),
+            *[GradientNorm()] * gradient_norm,
+        ]
+        self._throughput = Throughput(0)
+        self._runs: dict[str, Run] = {}
+        self._mine = ""  # of these runs, the one for what each task measures itself
+        self._is_chief = True
+        self._goes_on = False  # the runs are this training's
+        self._works = True
+        self._sizes: dict[str, dict[str, int]] = {}  # to which files are to be cut
+
+    def set_model(self, model: keras.Model) -> None:
+        """Finds out which task this process is."""
+        super().set_model(model)
+        self._strategy = getattr(model, "distribute_strategy", None) or tf.distribute.get_strategy()
+        resolver = getattr(self._strategy, "cluster_resolver", None)
+        names = ["train", "validation", "hparams"]
+        if resolver and not self._strategy.extended.should_save_summary:
+            self._is_chief, names = False, [f"{resolver.task_type}-{resolver.task_id}"]
+        self._mine = names[0]
+        self._runs = {name: self._runs.get(name) or Run(os.path.join(self.log_dir, name)) for name in names}
+        for meter in self._meters:
+            meter.begin(model, self._is_chief)
+
+    def _try(self, action: Callable[..., _Result], *arguments: Any) -> _Result | None:
+        """Does something with files; after a first failure, nothing any more."""
+        if not self._works:
+            return None
+        try:
+            return action(*arguments)
+        except (tf.errors.OpError, OSError) as e:
+            self._works = False
+            logger.warning(
+                f"TensorBoard: nothing more is written to {self.log_dir!r}, while the training goes on "
+                f"({getattr(e, 'message', None) or e}). Give it a log_dir with free space that this process may write to."
+            )
+            return None
+
+    def _write(self, run: str, values: dict[str, Any], step: int) -> None:
+        self._cut()
+        self._try(self._runs[run].write, {tag: float(value) for tag, value in values.items() if is_number(value)}, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a backup keeps: the steps done, and how far the files were written."""
+        sizes = self._try(lambda: {name: run.sizes() for name, run in self._runs.items()})
+        return {"throughput": self._throughput.state_dict(), "sizes": sizes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` returned; what was written since is removed before anything is written."""
+        self._throughput.load_state_dict(state["throughput"])
+        self._goes_on = True
+        # Not yet: if this training was at its end, a later one of the program has written, and may go on from its own backup.
+        self._sizes = state["sizes"] or {}
+
+    def _cut(self) -> None:
+        sizes, self._sizes = self._sizes, {}
+        for name in sizes.keys() & self._runs.keys():
+            self._try(self._runs[name].cut, sizes[name])
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._cut()
+        if not self._goes_on:
+            self._begin(epoch)
+        self._throughput.on_epoch_begin(epoch)
+        for meter in self._meters:
+            meter.on_epoch_begin()
+
+    def _begin(self, epoch: int) -> None:
+        """Begins a training that was not resumed."""
+        self._goes_on = True
+        if epoch == 0:
+            self._throughput.steps = 0
+            for run in self._runs.values():
+                self._try(run.set_aside)
+        elif not self._throughput.steps:  # of another process, say
+            self._throughput.steps = self._iterations() or 0
+        if self._is_chief and not self._try(self._runs["train"].sizes):
+            self._describe()
+
+    def _describe(self) -> None:
+        """Writes what stands beside the curves, once: a backup holds the size of the files with it."""
+        for summary in (texts.summary(self._strategy), layout.summary(by_step=self._every > 0)):
+            self._try(self._runs["train"].write_summary, summary)
+        if self._hparams is not None:
+            self._try(self._runs["hparams"].write_summary, hparams_lib.session_start(self._hparams))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._profiler.is_off:
+            return
+        folder, steps = os.path.join(self.log_dir, self._mine), getattr(self.model, "steps_per_execution", 1)
+        self._try(self._profiler.before_execution, folder, self._throughput.steps, steps)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        before = self._throughput.steps
+        self._throughput.set_params(self.params)
+        self._throughput.on_train_batch_end(batch)
+        step = self._throughput.steps
+        self._try(self._profiler.after_execution, step)
+        for meter in self._meters:
+            meter.on_step(step)
+        if not self._works or not self._every or step // self._every == before // self._every:
+            return
+        values = self._measured()
+        if self._is_chief:
+            values |= {f"batch_{name}": value for name, value in {**(logs or {}), **self._learning_rate()}.items()}
+        self._write(self._mine, values, step)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        values = {**(logs or {}), "examples_per_second": self._throughput.examples_per_second}
-        with self._writer.as_default():
-            for name, value in values.items():
-                if value is not None and np.ndim(value) == 0:
-                    tf.summary.scalar(name, float(value), step=epoch)
+        if not self._every:
+            self._write(self._mine, self._measured(), self._throughput.steps)
+        if self._is_chief and logs:
+            validation = {name[4:]: value for name, value in logs.items() if name.startswith("val_")}
+            training = {name: value for name, value in logs.items() if not name.startswith("val_")}
+            for run, values in (("train", training | self._learning_rate()), ("validation", validation)):
+                self._write(run, {f"epoch_{name}": value for name, value in values.items()}, epoch)
+        if self._is_chief and self._histogram_freq and epoch % self._histogram_freq == 0:
+            self._try(self._runs["train"].write, weight_histograms(self.model), epoch)
+        self._flush()
 
-    def on_train_end(self, logs: Any = None) -> None:
-        self._writer.close()
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._is_chief and (iterations := self._iterations()) is not None:
+            values = {BY_ITERATIONS.format(name=name): value for name, value in (logs or {}).items()}
+            self._write("validation", values, iterations)
+        self._flush()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._goes_on = False
+        self._try(self._profiler.stop)
+        if logs and self._is_chief and self._hparams is not None:
+            self._write("hparams", {f"final/{name}": value for name, value in logs.items()}, self._throughput.steps)
+            self._try(self._runs["hparams"].write_summary, hparams_lib.session_end())
+        for run in self._runs.values():
+            self._try(run.close)
+
+    def _flush(self) -> None:
+        for run in self._runs.values():
+            self._try(run.flush)
+
+    def _measured(self) -> dict[str, Any]:
+        """Returns what was measured since the last call."""
+        measured = self._throughput
+        measured.global_batch_size = self.global_batch_size or self.fit_batch_size or 0
+        values = {
+            "perf/examples_per_second": measured.examples_per_second or None,
+            "perf/step_ms": 1000 * statistics.median(measured.step_seconds) if measured.step_seconds else None,
+        }
+        measured.step_seconds.clear()
+        for meter in self._meters:
+            values |= meter.read()
+        return values
+
+    def _learning_rate(self) -> dict[str, Any]:
+        optimizer = getattr(self.model, "optimizer", None)
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # that of a LossScaleOptimizer
+        rate = getattr(optimizer, "learning_rate", None)
+        return {} if rate is None else {"learning_rate": keras.ops.convert_to_numpy(rate)}
+
+    def _iterations(self) -> int | None:
+        iterations = getattr(getattr(self.model, "optimizer", None), "iterations", None)
+        return None if iterations is None else int(keras.ops.convert_to_numpy(iterations))
+
+
+def is_number(value: Any) -> bool:
+    array = np.asarray(value)
+    return array.ndim == 0 and array.dtype.kind not in "OSU"  # objects, such as None, and texts

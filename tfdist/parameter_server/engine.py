@@ -12,58 +12,50 @@ that was computed from values which may have changed since, too.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_internals, optimizer_search, unsupported
+from tfdist.compat import keras_internals, optimizer_search
+from tfdist.engine import Engine
 from tfdist.errors import ConfigError
+from tfdist.parameter_server import termination
 from tfdist.parameter_server.draining import DrainFirst, drain_steps
+from tfdist.parameter_server.execution import Execution
 from tfdist.parameter_server.predictor import Predictions, Predictor
-from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
+from tfdist.parameter_server.scheduler import Scheduler
 from tfdist.parameter_server.server_update import update_on_servers
-from tfdist.parameter_server.strategy import ParameterServerStrategy
-from tfdist.parameter_server.traced_step import TracedStep
-from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator, WorkerDataset
-from tfdist.parameter_server.worker_step import WorkerStep, without_optionals
+from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_server
+from tfdist.parameter_server.worker_dataset import Pipelines, WorkerDataset
 from tfdist.step import model_building
 
-# Steps of which a batch hook's logs do not know although they have ended, as they are read together: for each worker, and
-# at least.
-_UNREAD, _UNREAD_LEAST = 4, 10
-ROWS = MAX_IN_FLIGHT + MAX_REORDERED + _UNREAD_LEAST
 # Methods of a model that look at what steps have counted.
 _DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weights")
 _WORKER_DATA = "worker_data"  # an attribute of a dataset that stands for them
 
 
-class Coordinator:
+class ParameterServerEngine(Engine):
     """Trains, evaluates and predicts on a cluster's workers.
 
     Args:
         strategy: The strategy.
-
-    Attributes:
-        retried_steps: Training steps that ran again because their worker was lost. The lost worker's update may have
-            been applied in whole, in part, or not at all.
+        compressor: None, as workers send gradients to the servers as they are.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy):
+    def __init__(self, strategy: ParameterServerStrategy, compressor: None = None):
         self._strategy = strategy
         self.scheduler = Scheduler(strategy)
-        self.retried_steps = 0
+        self.num_replicas = self.scheduler.workers
+        self._preemption = termination.PreemptionListener()
 
     def attach(self, model: keras.Model) -> None:
         """Makes Keras build `model`'s training and test functions here. In place."""
         if not keras_internals.has_replaced_make_function(model):
-            keras_internals.replace_make_function(model, functools.partial(Execution, model, self))
+            keras_internals.replace_make_function(model, functools.partial(Execution, model, self, self.scheduler))
             for method in _DRAIN_FIRST_METHODS:
                 setattr(model, method, DrainFirst(model, method))
             model.train_function = model.test_function = None
@@ -72,7 +64,7 @@ class Coordinator:
             update_on_servers(optimizer)
 
     @contextlib.contextmanager
-    def run_on_workers(self, model: keras.Model) -> Iterator[None]:
+    def running(self, model: keras.Model) -> Iterator[None]:
         """Lets Keras' `fit` and `evaluate` run on the workers; explains what is lost.
 
         Raises:
@@ -92,12 +84,28 @@ class Coordinator:
                         function.end()
 
     def drain(self, model: keras.Model) -> None:
-        """Waits until all steps that are scheduled are counted."""
+        """As of `Engine`."""
         drain_steps(model)
 
+    def explaining_errors(self) -> contextlib.AbstractContextManager[None]:
+        """As of `Engine`."""
+        return self.scheduler.explain_errors()
+
+    def peer_preempted(self) -> bool:
+        """Whether a parameter server has been told to go."""
+        return self._preemption()
+
+    def on_exit(self) -> None:
+        """Tells the other tasks with which exit code this process ends."""
+        termination.publish_exit_code(self._strategy.cluster)
+
+    def report(self, model: keras.Model) -> dict[str, Any]:
+        """Returns `retried_steps`, and `bytes_per_server`: the size of the model's and its optimizers' variables on each."""
+        return {"retried_steps": self.scheduler.retried_steps, "bytes_per_server": bytes_per_server(model)}
+
     @contextlib.contextmanager
-    def predict_on_workers(self, model: keras.Model, steps: int | None) -> Iterator[None]:
-        """As `run_on_workers`, for `predict`."""
+    def predicting(self, model: keras.Model, steps: int | None) -> Iterator[None]:
+        """As `running`, for `predict`."""
         if not model.built:
             raise ConfigError(
                 f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
@@ -122,9 +130,9 @@ class Coordinator:
         finally:
             self._strategy.distributor = before
 
-    def placeholder_dataset(self, function: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
-        """Returns a dataset to give to Keras in place of those that `function` makes on the workers."""
-        data = WorkerDataset(function, self.scheduler.workers)
+    def distribute(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
+        """Returns a dataset to give to Keras in place of those that `make` makes on the workers."""
+        data = WorkerDataset(make, self.scheduler.workers)
         batches = data.total()
         dataset = tf.data.Dataset.range(batches) if batches is not None else tf.data.Dataset.from_tensors(0).repeat()
         if batches is None and not data.is_endless():
@@ -135,152 +143,3 @@ class Coordinator:
     def _distribute(self, dataset: tf.data.Dataset) -> Any:
         data = getattr(dataset, _WORKER_DATA, None)
         return Pipelines(data) if data else dataset
-
-
-class Execution:
-    """What Keras calls for each execution of one or several steps: schedules them, and returns the logs so far.
-
-    Args:
-        model: The model.
-        coordinator: Schedules its steps.
-        step: Its `train_step` or `test_step`.
-
-    Attributes:
-        left: How many steps there are left in the epoch or evaluation, where that is known.
-    """
-
-    def __init__(self, model: keras.Model, coordinator: Coordinator, step: Callable[[Any], Any]):
-        unsupported.check_model(model)  # it may have been compiled anew
-        coordinator.attach(model)
-        self.remaining_steps: int | None = None
-        self._model = model
-        self._coordinator = coordinator
-        self._step = step
-        self._trains = step == model.train_step
-        self._steps = int(model.steps_per_execution)
-        self._unread_limit = max(_UNREAD * coordinator.scheduler.workers, _UNREAD_LEAST)
-        self._worker_step: WorkerStep | None = None
-        self._logs: dict[str, Any] = {}
-        self._reset()
-
-    def _reset(self) -> None:
-        # An evaluation gives the same sums whichever worker is the fastest.
-        self._flight = InFlight(self._coordinator.scheduler, self._end_step, ordered=not self._trains)
-        self._scheduled: dict[int, tuple[TracedStep, int, Callable[[int], int]]] = {}  # by ticket, with its row
-        self._free = collections.deque(range(ROWS * self._coordinator.scheduler.workers))
-        self._unread: list[int] = []
-        self._begun: int | None = None  # steps since all was drained
-
-    def __call__(self, iterator: Any) -> dict[str, Any]:
-        """Schedules the steps of an execution.
-
-        Raises:
-            ClusterError: A parameter server is lost, or all workers are.
-            ConfigError: The data do not fit; see `WorkerDataset` and `PipelinesIterator`.
-        """
-        left, self.remaining_steps = self.remaining_steps, None
-        for number in range(self._steps if left is None else min(self._steps, left)):
-            try:
-                self._schedule(iterator, left)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if number == 0:
-                    raise
-                break
-        last = left is not None and left <= self._steps
-        if last or not isinstance(iterator, (tf.data.Iterator, PipelinesIterator)):
-            self.drain()  # the last ones of the epoch, or a single one, of train_on_batch
-        elif not self._logs:
-            self._flight.wait_for_first()
-            self._read()
-        return self._logs
-
-    def drain(self) -> None:
-        """Waits until all steps that are scheduled are counted."""
-        while self._flight.count or self._unread:
-            self._flight.drain()
-            self._read()
-        self._begun = None
-
-    def end(self) -> None:
-        """Ends a pass. After an error, steps that are on their way still count if they end within some seconds."""
-        self._flight.wait_after_error()
-        with contextlib.suppress(tf.errors.OpError):  # the servers may be what is lost
-            self._read()
-        if self._trains:
-            self._coordinator.retried_steps += self._flight.retries
-        self._reset()
-
-    def _schedule(self, iterator: Any, left: int | None) -> None:
-        if self._worker_step is None:  # by now metrics have variables
-            self._worker_step = WorkerStep(self._model, self._step, ROWS * self._coordinator.scheduler.workers)
-        step = self._worker_step
-        if self._begun is None:
-            step.begin()
-            self._begun, self._logs = 0, {}
-        if isinstance(iterator, PipelinesIterator) and not self._trains:
-            self._begun = None
-            self._count_pipelines(step, iterator, left)
-            return
-        spec = getattr(iterator, "element_spec", None)
-        if isinstance(iterator, PipelinesIterator):
-            iterator.check(left)
-            run = iterator.next
-        else:
-            data = without_optionals(next(iterator))
-            run = functools.partial(_run_on, data)
-            spec = data if spec is None else spec
-        traced = step.trace(spec)
-        if not self._free:
-            self.drain()
-            step.begin()
-            self._begun = 0
-        attempt_id, row = step.new_attempt_id(), self._free.popleft()
-        given = step.step_inputs(attempt_id, row, self._begun)
-
-        def function(worker: int) -> int:
-            run(lambda batch: step.call(traced, batch, given), worker)
-            return attempt_id
-
-        self._begun += 1
-        self._scheduled[attempt_id] = traced, row, function
-        self._flight.add(function)
-
-    def _count_pipelines(self, step: WorkerStep, iterator: PipelinesIterator, left: int | None) -> None:
-        traced = step.trace(iterator.element_spec, returns=True)
-        if iterator.results is None:
-            results = iterator.run_all(step, traced, self._coordinator.scheduler, left)
-            iterator.results = collections.deque(results)
-        if not iterator.results:
-            raise StopIteration
-        self._count(step, traced, iterator.results.popleft())
-
-    def _end_step(self, attempt_id: int) -> None:
-        self._unread.append(attempt_id)
-        if len(self._unread) >= self._unread_limit:
-            self._read()
-
-    def _read(self) -> None:
-        """Counts the steps that have ended."""
-        unread, self._unread = self._unread, []
-        for traced, group in itertools.groupby(unread, key=lambda attempt_id: self._scheduled[attempt_id][0]):
-            attempt_ids = list(group)
-            found = traced.ledger.read(attempt_ids, [self._scheduled[attempt_id][1] for attempt_id in attempt_ids])  # type: ignore[union-attr]
-            self._count(self._worker_step, traced, [numbers for numbers in found if numbers is not None])
-            for attempt_id, numbers in zip(attempt_ids, found, strict=True):
-                if numbers is None:
-                    self._flight.retries += 1
-                    self._flight.add(self._scheduled[attempt_id][2])
-                else:
-                    self._free.append(self._scheduled.pop(attempt_id)[1])
-
-    def _count(self, step: Any, traced: TracedStep, rows: Sequence[np.ndarray]) -> None:
-        if not rows:
-            return
-        logs = step.commit(traced, np.stack(rows))
-        own = step.custom_logs(traced, rows[-1])
-        self._logs.clear()
-        self._logs.update({name: own[name] if name in own else logs[name] for name in traced.names})
-
-
-def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
-    return run(data)

@@ -20,6 +20,7 @@ from tfdist.cluster import TaskSpec, missing_tasks, preflight, reachability
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
 from tfdist.parameter_server.strategy import ParameterServerStrategy
+from tfdist.runtime.log import logger
 
 # Functions that may be on their way, for each worker: enough that it never waits for the chief.
 MAX_IN_FLIGHT = 3
@@ -42,12 +43,15 @@ class Scheduler:
 
     Attributes:
         workers: The number of workers.
+        retried_steps: Training steps that ran again because their worker was lost. The lost worker's update may have
+            been applied in whole, in part, or not at all.
     """
 
     def __init__(self, strategy: ParameterServerStrategy):
         self._cluster = tf_cluster.coordinator_cluster(strategy)
         self._spec = strategy.cluster
         self.workers = len(self._spec.jobs["worker"])
+        self.retried_steps = 0
         self._lock = threading.Lock()
         self._lost: set[int] = set()
         self._since: dict[int, float] = {}  # when each worker has begun what it does
@@ -128,7 +132,7 @@ class Scheduler:
         if max(busy.values(), default=0) > _LONG and time.monotonic() > self._said + _LONG:
             self._said = time.monotonic()
             steps = ", ".join(f"worker:{w} has been at a step for {seconds:.0f} s" for w, seconds in busy.items())
-            print(f"tfdist: waiting: {steps}", flush=True)
+            logger.warning(f"waiting: {steps}")
         if busy or not absent:
             return
         # With one worker away TensorFlow does not take another one back either.
@@ -138,7 +142,7 @@ class Scheduler:
             )
         if time.monotonic() > self._said + _REPORT_EVERY:
             self._said = time.monotonic()
-            print(f"tfdist: waiting for {missing_tasks.format_tasks(self._spec, absent)}", flush=True)
+            logger.warning(f"waiting for {missing_tasks.format_tasks(self._spec, absent)}")
 
     def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:
         names = ", ".join(map(str, servers))
@@ -152,13 +156,13 @@ class Scheduler:
             known = worker in self._lost
             self._lost.add(worker)
         if not known:
-            print(f"tfdist: worker:{worker} is lost; the others go on, and do its step again", flush=True)
+            logger.warning(f"worker:{worker} is lost; the others go on, and do its step again")
 
     def _mark_recovered(self, worker: int) -> None:
         if worker in self._lost:
             with self._lock:
                 self._lost.discard(worker)
-            print(f"tfdist: worker:{worker} is back", flush=True)
+            logger.info(f"worker:{worker} is back")
 
 
 def _is_cluster_error(error: Exception) -> bool:

@@ -13,6 +13,7 @@ from tfdist.cluster import ClusterSpec, TaskSpec, preflight, reachability
 from tfdist.errors import ClusterError
 from tfdist.parameter_server import termination
 from tfdist.runtime import exit_status
+from tfdist.runtime.log import logger
 from tfdist.runtime.preemption import GRACE_SECONDS, Preemption
 
 _POLL_SECONDS, _POLL_SECONDS_IF_PREEMPTED = 1.0, 0.2  # seconds
@@ -53,7 +54,7 @@ def serve(
         ) from e
     heard = Preemption(grace_seconds)
     heard.listen()
-    print(f"tfdist: {task} serves at {cluster.address(task)}", flush=True)
+    logger.info(f"{task} serves at {cluster.address(task)}")
     preflight.wait_until_reachable(cluster, [cluster.chief], start_timeout)
     preflight.wait_until_reachable(
         cluster, [cluster.chief], start_timeout, serving=True
@@ -70,8 +71,8 @@ def serve(
     code = termination.read_exit_code(cluster, task)
     if code is None:
         code = exit_status.PREEMPTED if heard.requested else 1
-        print(f"tfdist: {task} ends with exit code {code}, as the chief has gone without a word", flush=True)
+        logger.warning(f"{task} ends with exit code {code}, as the chief has gone without a word")
     else:
-        print(f"tfdist: {task} ends with exit code {code}, as the chief has", flush=True)
+        logger.info(f"{task} ends with exit code {code}, as the chief has")
     del server
     os._exit(code)  # TensorFlow's server cannot be stopped

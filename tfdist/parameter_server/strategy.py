@@ -14,15 +14,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, proxies
-from tfdist.compat import call_stack, keras_internals, optimizer_search
+from tfdist.cluster import ClusterSpec, greeting, preflight, proxies
+from tfdist.cluster.spec import ClusterTask
+from tfdist.compat import keras_internals, optimizer_search
 from tfdist.config import StrategyConfig
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.parameter_server import server, termination
 from tfdist.strategies import base
+from tfdist.strategies.model_methods import USE_TRAINER
 
 CHIEF_DEVICE = "/job:chief/replica:0/task:0/device:CPU:0"
-USE_TRAINER = "parameter_server trains models of a Trainer alone: make the model in the scope of tfdist.Trainer('parameter_server')."
 
 
 class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerStrategy):
@@ -40,8 +41,6 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         bytes_per_server: Bytes of the variables on each server.
         distributor: What turns Keras' dataset into what its loops iterate over; None outside of the Trainer.
     """
-
-    _shared_variables = True
 
     def __init__(self, cluster: ClusterSpec, placement: str = "round_robin"):
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -76,21 +75,15 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         self.bytes_per_server[server_index(variable)] += (variable.shape.num_elements() or 0) * variable.dtype.size
         return variable
 
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Runs `fn` as TensorFlow's own `run`, which is for functions that a coordinator schedules."""
-        if call_stack.called_from_step() or call_stack.called_from_predict_step():
-            raise ConfigError(USE_TRAINER)
-        return super().run(fn, args, kwargs, options)
-
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """Returns what Keras' loops iterate over; the chief reads `dataset` itself."""
         if self.distributor is None:
-            raise ConfigError(USE_TRAINER)
+            raise ConfigError(USE_TRAINER.format(self.kind))
         return self.distributor(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
         """Refused: the Trainer takes the function itself."""
-        raise ConfigError(USE_TRAINER)
+        raise ConfigError(USE_TRAINER.format(self.kind))
 
 
 def lives_on_chief(name: Any, synchronization: Any, aggregation: Any) -> bool:
@@ -124,7 +117,7 @@ def _anchor(device: str) -> tf.Variable:
 
 
 def parameter_server(
-    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float, grace_seconds: float
+    config: StrategyConfig, cluster: ClusterTask | None, start_timeout: float, grace_seconds: float
 ) -> tf.distribute.Strategy:
     """Connects the chief with workers and servers, and returns the strategy on the chief.
 

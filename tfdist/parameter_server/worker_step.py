@@ -29,8 +29,8 @@ from tfdist.errors import ConfigError
 from tfdist.parameter_server.results_table import ResultsTable
 from tfdist.parameter_server.traced_step import TracedStep
 from tfdist.replicas import batch_splitting, random_seeds
+from tfdist.replicas.step_context import StepContext
 from tfdist.step import graph_copies, losses
-from tfdist.step.replica_share import ReplicaShare
 
 # Added to a seed once per step; odd, so that steps do not meet for 2**64 of them.
 _SEED_STRIDE = 0x5851F42D4C957F2D
@@ -172,7 +172,7 @@ class WorkerStep:
         with generator.installed(), _Scope([*counted, *mapped], collect_losses=True) as scope:
             examples = batch_splitting.examples(data)
             examples = None if examples is None else tf.convert_to_tensor(examples)
-            alone = ReplicaShare(examples, lambda: None, is_alone=True)
+            alone = StepContext(examples, lambda: None, is_alone=True)
             with losses.scale_losses_for_replica(self._model, alone):  # outputs' logs are means over examples
                 result = self._step(data)
             results = {} if self._predicts else self._model.get_metrics_result()

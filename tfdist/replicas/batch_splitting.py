@@ -7,10 +7,8 @@ more; where there are fewer examples than replicas, it has one that does not cou
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -44,24 +42,6 @@ def examples(batch: Any) -> tf.Tensor | int | None:
         return None
     known = first.shape[0] is not None and not tf.executing_eagerly()  # which knows each replica's own alone
     return int(first.shape[0]) if known else tf.shape(first)[0]
-
-
-_replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
-
-
-@contextlib.contextmanager
-def replica_example_count(count: tf.Tensor | None) -> Iterator[None]:
-    """Within it, so many examples of this replica count: a scalar, or None if that is not known."""
-    _replica.count = count
-    try:
-        yield
-    finally:
-        _replica.count = None
-
-
-def current_example_count() -> tf.Tensor | None:
-    """Returns how many examples of this replica count, within `replica_example_count`."""
-    return getattr(_replica, "count", None)
 
 
 def is_splittable(spec: Any) -> bool:
@@ -150,21 +130,24 @@ def count_examples(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Te
     return strategy.reduce(tf.distribute.ReduceOp.SUM, dealt.counts, axis=None)[0]
 
 
-def predict_counted_examples(fn: Callable[[Any], Any], strategy: tf.distribute.Strategy) -> Callable[[Any], Any]:
-    """Returns what a replica runs for `predict`: the examples that count; its part where all are given one batch.
+def is_over(batch: Any, strategy: tf.distribute.Strategy) -> bool:
+    """Whether no replica has an example of a batch, as the data of all workers have ended. A collective, as `count_examples`.
 
     Args:
-        fn: The model's `predict_step`.
-        strategy: The strategy.
+        batch: What a distributed iterator has given.
+        strategy: Its strategy.
     """
+    return isinstance(batch, SplitBatch) and int(count_examples(batch, strategy)[0]) == 0
 
-    def replica(data: Any) -> Any:
-        if not isinstance(data, SplitBatch):
-            data = _part(data, _part_number(strategy), num_replicas(strategy))
-        outputs = fn(data.batch)
-        return outputs if data.counts is None else _rows(outputs, 0, data.counts[0, 0])
 
-    return replica
+def part_of_batch(batch: Any, strategy: tf.distribute.Strategy) -> SplitBatch:
+    """Returns this replica's part of a batch that all replicas are given. In a replica."""
+    return _part(batch, _part_number(strategy), num_replicas(strategy))
+
+
+def counted_rows(outputs: Any, dealt: SplitBatch) -> Any:
+    """Returns those of a replica's outputs that are of examples that count."""
+    return outputs if dealt.counts is None else _rows(outputs, 0, dealt.counts[0, 0])
 
 
 def place_in_batch(strategy: tf.distribute.Strategy, size: Any) -> tuple[tf.Tensor, Any]:

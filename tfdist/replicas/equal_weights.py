@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.tf_internals import EagerTensor
 from tfdist.errors import ConfigError, format_value
-from tfdist.replicas import batch_splitting
 
 _ASSIGNED = "_tfdist_assigned_on_replica"  # an attribute of guarded variables
 _READS = ("ReadVariableOp", "VarHandleOp")
@@ -57,13 +55,6 @@ def guard(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> bool:
                     if name.startswith(("assign", "scatter_")):
                         setattr(variable, name, _guarded(strategy, weight, getattr(variable, name)))
     return integers
-
-
-def guard_step(
-    strategy: tf.distribute.Strategy, model: keras.Model, step: Callable[[Any], Any]
-) -> Callable[[Any], Any]:
-    """Returns a model's step as replicas of Keras' own loop are to run it: with the model's weights guarded."""
-    return (lambda data: step(batch_splitting.relax_size(data))) if guard(strategy, model.weights) else step
 
 
 def _guarded(strategy: tf.distribute.Strategy, weight: Any, own: Callable[..., Any]) -> Callable[..., Any]:

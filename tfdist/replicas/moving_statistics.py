@@ -105,7 +105,7 @@ class MovingStatistics:
         Python's garbage collector frees a model on one worker earlier than on another, but all must average the same.
         """
         alive = [ref() is not None for ref in self._refs.values()]
-        if isinstance(self._strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        if self._strategy.traits.several_processes:
             alive = self._alive_on_all_workers(alive)
         self._refs = {number: ref for (number, ref), lives in zip(self._refs.items(), alive, strict=True) if lives}
 

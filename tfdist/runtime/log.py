@@ -1,8 +1,51 @@
-"""Lines for the user. No TensorFlow here."""
+"""Lines for the user, by Python's logging: the logger "tfdist", and what prints its records. No TensorFlow here.
+
+Levels: info for progress, warning for what hints at a fault, error for what ends the process.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 
-def log(sentence: str) -> None:
-    """Prints a line for the user."""
-    print(f"tfdist: {sentence}", flush=True)
+logger = logging.getLogger("tfdist")
+# For `extra`: what is no error, and yet printed to stderr; what is printed without "tfdist: " before it.
+TO_STDERR = {"to_stderr": True}
+BARE = {"bare": True}
+
+_is_command = False
+
+
+def print_always() -> None:
+    """Has lines printed whatever handlers the root logger has; for commands."""
+    global _is_command
+    _is_command, logger.propagate = True, False
+
+
+def _print(record: logging.LogRecord) -> bool:
+    """Prints a line unless the user's handlers take it, errors to stderr; returns whether handlers are to have it.
+
+    A filter, as a handler could not keep the line from the root logger's handlers.
+    """
+    root = logging.root.handlers if logger.propagate else []
+    taken = bool(logger.handlers) or not all(_is_default(handler, record) for handler in root)
+    if _is_command or not taken:
+        to_stderr = record.levelno >= logging.ERROR or hasattr(record, "to_stderr")
+        start = "" if hasattr(record, "bare") else "tfdist: "
+        print(f"{start}{record.getMessage()}", file=sys.stderr if to_stderr else sys.stdout, flush=True)
+    return taken
+
+
+def _is_default(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Whether a handler of the root logger is that of `basicConfig()` without arguments, which absl, and so Keras, calls itself."""
+    return (
+        type(handler) is logging.StreamHandler
+        and handler.stream in (sys.stderr, sys.__stderr__)
+        and logging.root.level == logging.WARNING
+        and handler.format(record) == logging.Formatter(logging.BASIC_FORMAT).format(record)
+    )
+
+
+logger.addFilter(_print)
+if logger.level == logging.NOTSET:  # root's is WARNING unless set, under which no progress would be seen
+    logger.setLevel(logging.INFO)

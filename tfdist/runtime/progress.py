@@ -1,7 +1,7 @@
 """What tasks tell the supervisor that started them, and it tells them. No TensorFlow here.
 
-They share a folder, named by an environment variable: in it each task keeps its step and that of the last backup, and the
-supervisor the number of restarts.
+They share a folder, named by an environment variable: in it each task keeps its step, its epoch and the step of the last backup,
+and that it has made a strategy, and the supervisor the number of restarts and of steps that were lost.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ import struct
 from typing import NamedTuple
 
 FOLDER = "TFDIST_PROGRESS"
-_FORM = struct.Struct("<qq")
+LAUNCHED = "TFDIST_LAUNCHED"  # when the supervisor itself was started, in seconds since the epoch
+_FORM = struct.Struct("<5q")
 _RESTARTS = "restarts"
+_STRATEGY = "strategy"
+_LOST = "lost_steps"  # how far tasks were before the restart, until the steps to repeat are counted; and how many were so far
+_OF_ALL = (_RESTARTS, _STRATEGY, _LOST)
+_EVALUATOR = "evaluator-"  # how the names of tasks begin that train nothing
 
 
 class Steps(NamedTuple):
@@ -22,10 +27,16 @@ class Steps(NamedTuple):
     Attributes:
         done: Training steps done.
         saved: The step of the last backup, from which a restart goes on; 0 without any.
+        epoch: The epoch, from 1; 0 if it is not told.
+        epochs: The last epoch; 0 if it is not told.
+        total: The step at which the training will end; 0 if it is not known.
     """
 
     done: int
     saved: int
+    epoch: int = 0
+    epochs: int = 0
+    total: int = 0
 
 
 class Progress:
@@ -42,12 +53,31 @@ class Progress:
             self._file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT)
         self._steps = Steps(0, 0)
 
-    def write(self, done: int | None = None, saved: int | None = None) -> None:
-        """Tells what has changed; cheap enough for every step."""
+    def write(self, done: int | None = None, saved: int | None = None, **changed: int) -> None:
+        """Tells what has changed, by the names of `Steps`; cheap enough for every step."""
         before = self._steps
-        self._steps = Steps(before.done if done is None else done, before.saved if saved is None else saved)
+        changed["done"] = before.done if done is None else done
+        changed["saved"] = before.saved if saved is None else saved
+        self._steps = before._replace(**changed)
         if self._file is not None and self._steps != before:
             os.pwrite(self._file, _FORM.pack(*self._steps), 0)
+
+    def touch(self) -> None:
+        """Tells that the task works on."""
+        if self._file is not None:
+            os.utime(self._file)
+
+
+def mark_strategy() -> None:
+    """Tells that this task has made a strategy; without a supervisor, nothing."""
+    folder = os.environ.get(FOLDER)
+    if folder and os.path.isdir(folder):
+        pathlib.Path(folder, _STRATEGY).touch()
+
+
+def uses_tfdist(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether any task has made a strategy, or trained."""
+    return any(path.name not in (_RESTARTS, _LOST) for path in pathlib.Path(folder).iterdir())
 
 
 def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
@@ -58,16 +88,66 @@ def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
         return None
 
 
+def touched(folder: str | os.PathLike[str], name: str) -> float:
+    """Returns when a task has last told anything, by `time.time()`; 0 if it never has."""
+    try:
+        return os.path.getmtime(os.path.join(folder, name))
+    except OSError:
+        return 0.0
+
+
 def clear(folder: str | os.PathLike[str], restarts: int) -> None:
-    """Forgets how far tasks were, and tells those to come of how many restarts they are."""
+    """Forgets how far each task was, and tells those to come of how many restarts they are, and how far all were."""
+    reached, lost = _lost_steps(folder)
+    reached = max([reached, *(steps.done for steps in _read_all(folder))])
     for path in pathlib.Path(folder).iterdir():
-        path.unlink()
+        if not path.name.startswith(_EVALUATOR):  # it runs on
+            path.unlink()
     write_restarts(folder, restarts)
+    pathlib.Path(folder, _LOST).write_text(f"{reached} {lost}")
 
 
 def write_restarts(folder: str | os.PathLike[str], restarts: int) -> None:
     """Tells the tasks of how many restarts they are."""
     pathlib.Path(folder, _RESTARTS).write_text(str(restarts))
+
+
+def is_supervised() -> bool:
+    """Returns whether a supervisor has started this process."""
+    return FOLDER in os.environ
+
+
+def settle_lost_steps() -> int | None:
+    """Returns how many steps all restarts so far have made the run repeat; None without a supervisor or a backup.
+
+    For one task, as it has ended its first step and not told so yet: then `Progress` still has the step from which it goes on.
+    """
+    folder = os.environ.get(FOLDER, "")
+    begun = min((steps.done for steps in _read_all(folder)), default=None) if os.path.isdir(folder) else None
+    if begun is None:
+        return None
+    reached, lost = _lost_steps(folder)
+    lost += max(reached - begun, 0)
+    pathlib.Path(folder, _LOST).write_text(f"0 {lost}")
+    return lost
+
+
+def _read_all(folder: str | os.PathLike[str]) -> list[Steps]:
+    """Returns how far each task is; one that has not said so is at its begin."""
+    names = [
+        path.name
+        for path in pathlib.Path(folder).iterdir()
+        if path.name not in _OF_ALL and not path.name.startswith(_EVALUATOR)
+    ]
+    return [read(folder, name) or Steps(0, 0) for name in names]
+
+
+def _lost_steps(folder: str | os.PathLike[str]) -> tuple[int, int]:
+    try:
+        reached, lost = map(int, pathlib.Path(folder, _LOST).read_text().split())
+    except (OSError, ValueError):
+        return 0, 0
+    return reached, lost
 
 
 def restarts() -> int:
@@ -76,3 +156,8 @@ def restarts() -> int:
         return int(pathlib.Path(os.environ[FOLDER], _RESTARTS).read_text())
     except (KeyError, OSError, ValueError):
         return 0
+
+
+def launched() -> float:
+    """Returns when the supervisor was started, by `time.time()`; 0 without a supervisor."""
+    return float(os.environ.get(LAUNCHED) or 0)

@@ -8,6 +8,7 @@ each number of the logs by itself.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,27 +22,42 @@ from tfdist.errors import ConfigError
 from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting, equal_weights
-from tfdist.step import empty_replicas, model_building, synchronized_norm
+from tfdist.runtime.running_means import RunningMeans
+from tfdist.step import empty_replicas, model_building, skipped_steps, synchronized_norm
+from tfdist.step.input_wait import timed
+from tfdist.step.prediction import Prediction
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
 from tfdist.step.whole_batch import ROWS_ARE_NOT_EXAMPLES
 
 _NOTES = "float32"  # the type of numbers with which notes travel
 
 
-def attach(model: keras.Model, compression: Compressor | None = None) -> None:
+def attach(model: keras.Model, compression: Compressor | None = None, nan_policy: str = "ignore") -> None:
     """Makes Keras build `model`'s training and test functions here, and its optimizer reduce first. In place."""
     if not keras_internals.has_replaced_make_function(model):
         model.train_function = model.test_function = None
-    keras_internals.replace_make_function(model, functools.partial(Execution, model, compression))
+    keras_internals.replace_make_function(model, functools.partial(Execution, model, compression, nan_policy))
     if not keras_loops.has_replaced_logs(model):
         keras_loops.replace_logs(model, functools.partial(_results_or_logs, model))
+    if type(model).make_predict_function is keras.Model.make_predict_function:
+        model.make_predict_function = functools.partial(_make_predict_function, model)
     synchronized_norm.synchronize_moments(model)
     model_building.adopt(model)
     for optimizer in optimizer_search.optimizers(model):
-        if model.distribute_strategy.num_replicas_in_sync > 1:
-            optimizer_lib.distribute_optimizer(optimizer, compression, clip_after_reduce=True)
+        several = model.distribute_strategy.num_replicas_in_sync > 1
+        if several or nan_policy != "ignore":
+            optimizer_lib.distribute_optimizer(optimizer, compression if several else None, clip_after_reduce=True)
+            if nan_policy != "ignore":
+                optimizer_lib.skip_non_finite(optimizer, model.distribute_strategy)
         else:
             deduplicate_rows_before_update(optimizer)
+
+
+def _make_predict_function(model: keras.Model, force: bool = False) -> Any:
+    """As Keras' own, which `predict` calls, and which makes the function once for each `compile`."""
+    if model.predict_function is None or force:
+        model.predict_function = Prediction(model)
+    return model.predict_function
 
 
 def _results_or_logs(model: keras.Model, logs: Any) -> Any:
@@ -59,6 +75,7 @@ class Execution:
     Args:
         model: The model.
         compression: What sums its gradients, or None.
+        nan_policy: As of `Trainer`.
         step: Its `train_step` or `test_step`.
 
     Attributes:
@@ -67,23 +84,27 @@ class Execution:
         heard: What the workers have noted.
         logs: What the last call has returned.
         step_name: The name of `step`.
+        measured: The time that a step has waited for its batch.
+        input_seconds: What all of them have waited.
     """
 
-    def __init__(self, model: keras.Model, compression: Compressor | None, step: Callable[[Any], Any]):
+    def __init__(self, model: keras.Model, compression: Compressor | None, nan_policy: str, step: Callable[[Any], Any]):
         unsupported.check_model(model)  # it may have been compiled anew, and fitted without the Trainer
-        attach(model, compression)
+        attach(model, compression, nan_policy)
         self.remaining_steps: int | None = None
         self.agreed_flags: tf.Tensor | None = None
         self.logs: Mapping[str, Any] | None = None
         self.step_name = getattr(step, "__name__", "step")
+        self.measured, self.input_seconds = RunningMeans(), 0.0
+        self._stops = nan_policy == "stop"  # which must see the loss
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
         self._end = iter(tf.data.Dataset.range(0))  # raises OutOfRangeError, also within a tf.function
-        self._one, self._some = self._run_one, self._run_some
+        self._batch, self._some = self._run_batch, self._run_some
         self._single = self._run_single
         if not model.run_eagerly:
-            self._one = tf.function(self._run_one, reduce_retracing=True, autograph=False)
+            self._batch = tf.function(self._run_batch, reduce_retracing=True, autograph=False)
             self._single = tf.function(self._run_single, reduce_retracing=True, autograph=False)
             self._some = tf.function(self._run_some, reduce_retracing=True, autograph=False)
 
@@ -91,9 +112,10 @@ class Execution:
         """Returns the logs of the last step, averaged over the replicas.
 
         Raises:
-            ConfigError: XLA cannot compile the model, a replica has no example for its BatchNormalization, or the first step has
-                made the replicas' weights differ.
+            ConfigError: XLA cannot compile the model, a replica has no example for its BatchNormalization, a label is out of range
+                (a GPU makes NaN of it), or the first step has made the replicas' weights differ.
         """
+        self._strategy.executions += 1
         try:
             first, self.logs = self.logs is None, self._execute(iterator)
             if first:
@@ -103,6 +125,12 @@ class Execution:
             for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES):
                 if known in e.message:
                     raise ConfigError(known) from e
+            if label := re.search(
+                r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)", e.message
+            ):
+                raise ConfigError(
+                    f"A batch has the label {label[1]}, and the model {label[2]} classes: labels go from 0 to {int(label[2]) - 1}."
+                ) from e
             if "unsupported operations" not in e.message:
                 raise
             operation = re.search(r"on XLA\w*: (.*?)[ {(]", e.message)
@@ -118,15 +146,20 @@ class Execution:
     def _execute(self, iterator: Any) -> Mapping[str, Any]:
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             for _, data in zip(range(self._steps), iterator, strict=False):  # of train_on_batch
-                logs, self.agreed_flags = self._reduced(self._one(data))
-        elif self._steps == 1:
-            logs, self.agreed_flags = self._single(iterator)
+                logs, self.agreed_flags = self._batch(data)
+            return logs
+        if self._steps == 1:
+            logs, self.agreed_flags, waited = self._single(iterator)
         else:
             steps, self.remaining_steps = (
                 self._steps if self.remaining_steps is None else min(self._steps, self.remaining_steps),
                 None,
             )
-            logs, self.agreed_flags = self._some(iterator, tf.constant(steps))
+            logs, self.agreed_flags, waited = self._some(iterator, tf.constant(steps))
+        seconds, done = (float(each) for each in waited)
+        if not math.isnan(seconds):
+            self.input_seconds += seconds
+            self.measured.add("perf/input_wait_ms", 1000 * seconds / done)
         return logs
 
     def _run_one(self, data: Any, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
@@ -137,31 +170,34 @@ class Execution:
             empty_replicas.average_statistics(self._replica.model, totals)
         if self._replica.counts and tf.executing_eagerly() and self.logs is None:
             self._replica.check_counts(data)
-        with self._strategy.only_known_optimizers():
+        with self._strategy.only_known_optimizers(), skipped_steps.undo_skipped_step(self._replica, self._stops):
             packed, moves = self._strategy.run(self._replica, args=(data, totals))
-        if totals is not None:
-            empty_replicas.move_empty_replicas_statistics(self._replica.model, data, totals, moves)
+            if totals is not None:
+                empty_replicas.move_empty_replicas_statistics(self._replica.model, data, totals, moves)
         local = self._strategy.experimental_local_results
         return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
 
-    def _run_next(self, iterator: Any) -> dict[str, tf.Tensor]:
-        """As `_run_one`; raises OutOfRangeError at the end of the data."""
-        data = iterator.get_next()
+    def _run_next(self, data: Any) -> dict[str, tf.Tensor]:
+        """As `_run_one`; raises OutOfRangeError if no replica has an example."""
         if not isinstance(data, batch_splitting.SplitBatch):
             return self._run_one(data)
         totals = batch_splitting.count_examples(data, self._strategy)
         with tf.control_dependencies([tf.cond(totals[0] > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
             return self._run_one(data, tf.identity(totals))
 
-    def _run_single(self, iterator: Any) -> tuple[Mapping[str, Any], tf.Tensor | None]:
-        return self._reduced(self._run_next(iterator))
+    def _run_batch(self, data: Any) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+        return self._reduced(self._run_one(data))
 
-    def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None]:
-        def body(done: tf.Tensor, _: Any, logs: Any) -> Any:
+    def _run_single(self, iterator: Any) -> tuple[Mapping[str, Any], tf.Tensor | None, Any]:
+        data, waited = timed(iterator.get_next)
+        return *self._reduced(self._run_next(data)), (waited, 1)
+
+    def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None, Any]:
+        def body(done: tf.Tensor, _: Any, logs: Any, waited: tf.Tensor) -> Any:
             self._replica.number = done
-            data = iterator.get_next_as_optional()
+            data, seconds = timed(iterator.get_next_as_optional)
             more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
-            return done + 1, more, logs
+            return done + tf.cast(more, tf.int32), more, logs, waited + seconds
 
         def run(data: Any, logs: Any) -> Any:
             if not isinstance(data, batch_splitting.SplitBatch):
@@ -169,19 +205,20 @@ class Execution:
             totals = batch_splitting.count_examples(data, self._strategy)
             return totals[0] > 0, tf.cond(totals[0] > 0, lambda: self._run_one(data, totals), lambda: logs)
 
-        *_, logs = tf.while_loop(
-            lambda done, more, _: tf.logical_and(more, done < steps),
+        data, waited = timed(iterator.get_next)
+        done, _, logs, waited = tf.while_loop(
+            lambda done, more, *_: tf.logical_and(more, done < steps),
             body,
-            (1, True, self._run_next(iterator)),
+            (1, True, self._run_next(data), waited),
             parallel_iterations=1,
         )
         self._replica.number = 0
-        return self._reduced(logs)
+        return *self._reduced(logs), (waited, done)
 
     def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         """Returns the logs, averaged over the workers, and what they have noted."""
         heard = None
-        if isinstance(self._strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        if self._strategy.traits.several_processes:
             if (notes := self._strategy.notes) is not None:
                 packed = {**packed, _NOTES: tf.concat([packed.get(_NOTES, []), notes], 0)}
             each = self._strategy.run(lambda: packed)

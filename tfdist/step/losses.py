@@ -14,9 +14,11 @@ import tensorflow as tf
 from tfdist.compat import call_stack, keras_internals, keras_losses
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
+from tfdist.replicas import step_context
+from tfdist.replicas.step_context import StepContext
 from tfdist.step import whole_batch
 from tfdist.step.graph_copies import depends_on, trace_apart
-from tfdist.step.replica_share import ReplicaShare, current_share, divide_by_share, is_total, share_is
+from tfdist.step.totals import divide_by_share, is_total
 
 _MEANS = ("sum_over_batch_size", "mean")
 _NONE = ("none", None)
@@ -35,7 +37,7 @@ _MEAN_ADDED = (
 
 
 @contextlib.contextmanager
-def scale_losses_for_replica(model: keras.Model, share: ReplicaShare) -> Iterator[None]:
+def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[None]:
     """Makes `model`'s losses right for a step on one replica. Replicas' losses are averaged by their shares.
 
     - A loss of one number, a function's or Dice, is computed of the whole batch on each replica (`whole_batch`).
@@ -49,12 +51,12 @@ def scale_losses_for_replica(model: keras.Model, share: ReplicaShare) -> Iterato
 
     Args:
         model: Compiled.
-        share: What the replica has of the batch.
+        step: The context of the replica's step.
 
     Raises:
         ConfigError: Within it, if XLA would have to compile a collective.
     """
-    if not share.is_alone:
+    if not step.is_alone:
         keras_losses.keep_added_losses_apart(model)
     if not isinstance(keras_losses.replaced_added_loss(model), _AddedLoss):
         keras_losses.replace_added_loss(model, _AddedLoss(model))
@@ -69,7 +71,7 @@ def scale_losses_for_replica(model: keras.Model, share: ReplicaShare) -> Iterato
     for metric in model.metrics:
         if type(metric).update_state is keras.metrics.Mean.update_state and "update_state" not in vars(metric):
             metric.update_state = _Mean(metric)
-    with share_is(share):
+    with step_context.running(step):
         yield
 
 
@@ -104,29 +106,29 @@ class _CompiledLoss:
         return getattr(self.loss, name)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        share = current_share()
-        if share is None or share.is_alone:
+        step = step_context.current()
+        if step is None or step.is_alone:
             return self.loss(y_true, y_pred, sample_weight)
         self._kind = self._kind or self._find_kind(y_true, y_pred)
         if self._kind == "whole":
-            return self._of_whole_batch(share, y_true, y_pred, sample_weight)
+            return self._of_whole_batch(step, y_true, y_pred, sample_weight)
         if self._kind == "total":
             return self.loss(y_true, y_pred, sample_weight)
         value, mask = keras_losses.loss_and_mask(self.loss, y_true, y_pred, sample_weight)
         if value.shape.rank:
             return value
-        part = share.part()
+        part = step.part()
         if self.loss.reduction == "sum":
             return divide_by_share(value, part)
         if (divisor := self._divisor(mask, sample_weight, value.dtype)) is None:
             return value
-        if share.compiled:
+        if step.is_compiled:
             raise ConfigError(
                 f"jit_compile=True: the loss {self.loss.name} is a mean over what a mask or weights leave, which replicas must "
                 "count together, and XLA compiles no collectives; compile the model with jit_compile=False."
             )
-        if share.examples is not None:
-            divisor = tf.where(share.examples > 0, divisor, 0)
+        if step.examples is not None:
+            divisor = tf.where(step.examples > 0, divisor, 0)
         context = tf.distribute.get_replica_context()
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, divisor)
         context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
@@ -157,24 +159,24 @@ class _CompiledLoss:
         rows = tf.nest.map_structure(lambda each: keras.ops.convert_to_tensor(each, self.loss.dtype), rows)
         return self.loss.call(*rows)
 
-    def _of_whole_batch(self, share: ReplicaShare, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+    def _of_whole_batch(self, step: StepContext, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
         strategy = tf.distribute.get_strategy()
         limit = getattr(strategy, "gather_loss_bytes", 0)
         given = [each for each in (y_true, y_pred, sample_weight) if each is not None]
-        if (why := whole_batch.obstacle(share, self.loss, given, limit)) is not None:
+        if (why := whole_batch.obstacle(step, self.loss, given, limit)) is not None:
             if not self._warned:
                 warnings.warn(_MEAN_TRAINED.format(self.loss.name, why), stacklevel=2)
             self._warned = True
             return self.loss(y_true, y_pred, sample_weight)
-        rows = whole_batch.gathered(share, self.loss, y_true, y_pred, sample_weight)
-        with share_is(None):
+        rows = whole_batch.gathered(step, self.loss, y_true, y_pred, sample_weight)
+        with step_context.running(None):
             value = self.loss(*rows)
         if value.shape.rank:
             raise ConfigError(
                 f"The loss {self.loss.name} depends on all examples of a batch, and has a value for each (reduction="
                 f"{self.loss.reduction!r}), which replicas cannot divide among them; give it reduction='sum' or 'mean'."
             )
-        return whole_batch.divide_gradient(value, share.part())
+        return whole_batch.divide_gradient(value, step.part())
 
     def _divisor(self, mask: Any, sample_weight: Any, dtype: Any) -> tf.Tensor | None:
         """Returns by what Keras divides this replica's sum, if that is not as many for each example."""
@@ -197,22 +199,22 @@ class _AddedLoss:
         self._warned: set[str] = set()
 
     def __call__(self, loss: Any) -> Any:
-        total, share = self._add(loss), current_share()
-        if share is None or share.is_alone:
+        total, step = self._add(loss), step_context.current()
+        if step is None or step.is_alone:
             return total
         if loss.shape.rank:
-            return divide_by_share(total, share.part())
+            return divide_by_share(total, step.part())
         if not is_total(loss):
-            self._warn(loss, share)
+            self._warn(loss, step)
         return total
 
-    def _warn(self, loss: Any, share: ReplicaShare) -> None:
+    def _warn(self, loss: Any, step: StepContext) -> None:
         """Says once of a layer that its number is taken for a mean, if it depends on the data."""
         for layer in keras_internals.layers(self._model):
             # Keras divides what an activity regularizer returns by the number of examples.
             if layer.activity_regularizer is not None or layer.name in self._warned:
                 continue
-            if any(each is loss for each in keras_losses.added_losses(layer)) and depends_on(share.data, loss):
+            if any(each is loss for each in keras_losses.added_losses(layer)) and depends_on(step.data, loss):
                 self._warned.add(layer.name)
                 warnings.warn(_MEAN_ADDED.format(layer.name), stacklevel=2)
 
@@ -225,13 +227,13 @@ class _WeightedLossTracker:
         self._of_own_step = _Mean(tracker)
 
     def __call__(self, value: Any, sample_weight: Any = None) -> Any:
-        share = current_share()
+        step = step_context.current()
         if not call_stack.called_from_keras_step():
             return self._of_own_step(value, sample_weight)
-        if share is None or share.examples is None or value.shape.rank:
+        if step is None or step.examples is None or value.shape.rank:
             return self._update(value, sample_weight=sample_weight)
-        value = tf.math.multiply_no_nan(value, tf.cast(share.examples > 0, value.dtype))
-        return self._update(value, sample_weight=share.examples)
+        value = tf.math.multiply_no_nan(value, tf.cast(step.examples > 0, value.dtype))
+        return self._update(value, sample_weight=step.examples)
 
 
 class _Mean:
@@ -241,8 +243,8 @@ class _Mean:
         self._update = metric.update_state
 
     def __call__(self, values: Any, sample_weight: Any = None) -> Any:
-        share = current_share()
+        step = step_context.current()
         rank = values.shape.rank if tf.is_tensor(values) else np.ndim(values)
-        if share is not None and sample_weight is None and rank == 0:
-            sample_weight = share.part()
+        if step is not None and sample_weight is None and rank == 0:
+            sample_weight = step.part()
         return self._update(values, sample_weight=sample_weight)

@@ -15,8 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import call_stack, keras_internals, keras_loops, optimizer_search, tf_internals
+from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
 
+# Of a model's methods, the step that each runs.
 _STEPS = {
     "fit": "train_step",
     "train_on_batch": "train_step",
@@ -46,7 +47,7 @@ class _Builder:
             data_batch: A batch, where there is no loop.
         """
         batch = data_batch if iterator is None else _form(iterator)
-        name = _step_of_caller()
+        name = _STEPS.get(self._model.distribute_strategy.method)
         with self._model.distribute_strategy.scope():
             if name is None or getattr(type(self._model), name) is getattr(keras.Model, name):
                 self._by_call(batch)
@@ -57,6 +58,7 @@ class _Builder:
                     try:
                         self._by_call(batch)
                     except Exception:
+                        unsupported.check_traced(e)
                         raise e from None
                 self._left[name] = _unbuilt(self._model)
 
@@ -88,12 +90,6 @@ def _of_replica(form: Any, parts: int) -> Any:
 def _is_known(spec: Any) -> bool:
     shape = getattr(spec, "shape", None)
     return shape is None or (shape.rank is not None and None not in shape[1:])
-
-
-def _step_of_caller() -> str | None:
-    """Returns which step Keras is about to run: that of the nearest of its methods that run one."""
-    method = call_stack.nearest_caller(_STEPS)
-    return None if method is None else _STEPS[method]
 
 
 def _unbuilt(model: keras.Model) -> set[int]:

@@ -12,11 +12,10 @@ import tensorflow as tf
 
 from tfdist.compat import keras_internals
 from tfdist.errors import ConfigError
-from tfdist.gradients import replica_context
 from tfdist.replicas import batch_splitting, equal_weights
+from tfdist.replicas.step_context import StepContext
 from tfdist.step import empty_replicas, losses, model_building
 from tfdist.step.computed_logs import ComputedLogs
-from tfdist.step.replica_share import ReplicaShare
 
 BATCH_NORM_WITHOUT_EXAMPLES = (
     "A training batch does not give each replica an example, and BatchNormalization makes NaN of none; choose another batch "
@@ -85,12 +84,9 @@ class ReplicaStep:
         data, counts = dealt
         mine = counts[0, 0]
         examples, everything = tf.cast(mine, tf.float64), tf.cast(totals[0], tf.float64)
-        if self.trains and isinstance(
-            self.model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy
-        ):
-            data = self._check_batch_norm_has_examples(
-                data, self._replicas - totals[1]
-            )  # its statistics are one for all replicas
+        if self.trains and self._replicas > 1 and self.model.distribute_strategy.traits.shared_variables:
+            # Statistics are one for all replicas.
+            data = self._check_batch_norm_has_examples(data, self._replicas - totals[1])
         after = empty_replicas.snapshot_statistics(self.model, mine, totals)
         place = None
         if counts.shape[1] == 3:  # its part of a batch that all replicas were given, not a batch of its own
@@ -134,7 +130,7 @@ class ReplicaStep:
             data: A batch.
             examples: How many of it count, a scalar.
             part: Returns this replica's part in the mean over the batch of all.
-            place: As of `ReplicaShare`.
+            place: As of `StepContext`.
         """
         context = tf.distribute.get_replica_context()
         strategy = context.strategy
@@ -159,7 +155,8 @@ class ReplicaStep:
 
     def _local(self, data: Any, examples: tf.Tensor | None, share: Any) -> Any:
         """What is compiled: the step up to its gradients, as no collective can be."""
-        with self._within(data, share, examples, lambda: share, None), replica_context.deferred_apply() as captured:
+        with self._within(data, share, examples, lambda: share, None) as context:
+            captured = context.deferred = []
             logs = self._step(data)
         self._variables = [variables for _, variables in captured]
         return logs, [grads for grads, _ in captured]
@@ -172,15 +169,22 @@ class ReplicaStep:
         examples: tf.Tensor | None,
         part: Callable[[], Any],
         place: Callable[[], tuple[tf.Tensor, Any]] | None,
-    ) -> Iterator[None]:
-        rows, alone = batch_splitting.examples(data), self._replicas == 1
-        known = ReplicaShare(examples, part, rows, place, self.number, data, self._compiles, alone)
-        with (
-            replica_context.gradient_weight(share, self.model.optimizer, self._by_loss),
-            losses.scale_losses_for_replica(self.model, known),
-            batch_splitting.replica_example_count(examples),
-        ):
-            yield
+    ) -> Iterator[StepContext]:
+        context = StepContext(
+            examples,
+            part,
+            rows=batch_splitting.examples(data),
+            place=place,
+            number=self.number,
+            data=data,
+            is_compiled=self._compiles,
+            is_alone=self._replicas == 1,
+            optimizer=self.model.optimizer,
+            gradient_weight=share,
+            weighs_loss=self._by_loss,
+        )
+        with losses.scale_losses_for_replica(self.model, context):
+            yield context
 
     def _check_batch_norm_has_examples(self, data: Any, num_empty_replicas: tf.Tensor) -> Any:
         """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""

@@ -10,8 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import keras_internals
-from tfdist.gradients import replica_context
-from tfdist.replicas import batch_splitting
+from tfdist.replicas import step_context
 
 
 def synchronize_moments(model: keras.Model) -> None:
@@ -30,10 +29,11 @@ def synchronize_moments(model: keras.Model) -> None:
 
 
 def _moments(moments: Callable[..., Any], inputs: tf.Tensor, mask: Any) -> Any:
-    examples, share = batch_splitting.current_example_count(), replica_context.current_gradient_weight()
-    if examples is None or mask is not None:  # Keras synchronizes nothing under a mask
+    step = step_context.current()
+    if step is None or step.examples is None or mask is not None:  # Keras synchronizes nothing under a mask
         return moments(inputs, mask)
-    inputs = inputs[: tf.where(examples > 0, tf.shape(inputs)[0], 0)]
+    inputs = inputs[: tf.where(step.examples > 0, tf.shape(inputs)[0], 0)]
+    share = None if step.weighs_loss else step.gradient_weight
     if not isinstance(share, tf.Tensor):  # it is everybody's
         return moments(inputs, mask)
     inputs = _scale_gradient(tf.math.divide_no_nan(tf.ones_like(share), share), inputs)

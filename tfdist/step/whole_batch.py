@@ -17,8 +17,10 @@ from tfdist.collectives.factory import communicator_for
 from tfdist.collectives.in_process import InProcessCommunicator
 from tfdist.compat import keras_losses
 from tfdist.compat.tf_internals import num_replicas, regroup
+from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
-from tfdist.step.replica_share import ReplicaShare, divide_by_share
+from tfdist.replicas.step_context import StepContext
+from tfdist.step.totals import divide_by_share
 
 # Found in the message of the error with which a step ends.
 ROWS_ARE_NOT_EXAMPLES = (
@@ -28,29 +30,29 @@ ROWS_ARE_NOT_EXAMPLES = (
 )
 
 
-def obstacle(share: ReplicaShare, loss: keras.losses.Loss, arguments: Sequence[Any], limit: int) -> str | None:
+def obstacle(step: StepContext, loss: keras.losses.Loss, arguments: Sequence[Any], limit: int) -> str | None:
     """Returns why a loss cannot be given the whole batch; None if it can.
 
     Args:
-        share: This replica's.
+        step: The context of this replica's step.
         loss: The loss.
         arguments: Its `y_true`, `y_pred` and `sample_weight`.
         limit: The most bytes of one example that may be sent.
     """
     strategy = tf.distribute.get_strategy()
-    if isinstance(strategy, tf.distribute.TPUStrategy):
-        return "strategy tpu gathers nothing amid a step"
+    if not traits_of(strategy).gathers:
+        return f"strategy {strategy.kind} gathers nothing amid a step"
     if tf.executing_eagerly() and num_replicas(strategy) > (local := len(strategy.extended.worker_devices)) > 1:
         return f"with run_eagerly=True {local} devices of a worker would wait for each other; use run_eagerly=False"
-    if share.compiled:
+    if step.is_compiled:
         return "XLA, which jit_compile=True asks for, compiles no collectives; compile the model with jit_compile=False"
     given = [each for each in tf.nest.flatten(arguments, expand_composites=False) if each is not None]
-    if share.rows is None or any(not isinstance(each, tf.Tensor) or not each.shape.rank for each in given):
+    if step.rows is None or any(not isinstance(each, tf.Tensor) or not each.shape.rank for each in given):
         return "what it compares are no dense tensors with a row for each example"
     if any(each.dtype == tf.string for each in given):
         return "replicas do not gather strings"
     shapes = [each.shape[1:] for each in given]
-    if share.place is None and not all(shape.is_fully_defined() for shape in shapes):
+    if step.place is None and not all(shape.is_fully_defined() for shape in shapes):
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     size = tf.as_dtype(loss.dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
     if size > limit:
@@ -58,11 +60,11 @@ def obstacle(share: ReplicaShare, loss: keras.losses.Loss, arguments: Sequence[A
     return None
 
 
-def gathered(share: ReplicaShare, loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
+def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
     """Returns `y_true`, `y_pred` and `sample_weight` of the whole batch, in its order. A collective.
 
     Args:
-        share: This replica's.
+        step: The context of this replica's step.
         loss: The loss that they are for: they get its type, as it would convert them itself.
         y_true: This replica's labels.
         y_pred: Its predictions, perhaps with a mask of Keras'; those of the result have it, too.
@@ -72,10 +74,10 @@ def gathered(share: ReplicaShare, loss: keras.losses.Loss, y_true: Any, y_pred: 
     own = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
     own = tf.nest.map_structure(lambda v: None if v is None else keras.ops.convert_to_tensor(v, loss.dtype), own)
     sent = [each for each in tf.nest.flatten(own) if each is not None]
-    with tf.control_dependencies([_check_rows(each, share.rows) for each in sent]):
-        flat = [tf.reshape(each, [share.rows, -1]) for each in sent]
-    mine = tf.cast(share.examples, tf.int32)
-    all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:mine], share)
+    with tf.control_dependencies([_check_rows(each, step.rows) for each in sent]):
+        flat = [tf.reshape(each, [step.rows, -1]) for each in sent]
+    mine = tf.cast(step.examples, tf.int32)
+    all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:mine], step)
     columns = tf.split(all_rows, [tf.shape(each)[1] for each in flat], axis=1, num=len(flat))
     whole = iter(
         tf.ensure_shape(tf.reshape(column, tf.concat([[-1], tf.shape(each)[1:]], 0)), [None, *each.shape[1:]])
@@ -104,32 +106,31 @@ def divide_gradient(value: tf.Tensor, part: Any) -> tf.Tensor:
     return identity(value)
 
 
-def _all_gather(rows: tf.Tensor, share: ReplicaShare) -> tuple[tf.Tensor, tf.Tensor]:
+def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the rows of all replicas in their order, and how many come before this one's.
 
     Args:
         rows: Of this replica, `[examples, numbers]`.
-        share: This replica's.
+        step: The context of this replica's step.
     """
     context, mine = tf.distribute.get_replica_context(), tf.shape(rows)[0]
-    step, replicas = tf.cast(share.step, tf.int64), num_replicas(context.strategy)
+    number, replicas = tf.cast(step.number, tf.int64), num_replicas(context.strategy)
 
     def gather(strategy: tf.distribute.Strategy, values: Any, step: Any) -> Any:
-        several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        group = communicator_for(strategy) if several else InProcessCommunicator(replicas)
+        group = communicator_for(strategy) if strategy.traits.several_processes else InProcessCommunicator(replicas)
         local = strategy.experimental_local_results
         return regroup(tuple(group.gather(list(local(values)), local(step)[0])))
 
-    if share.place is None:
-        counts = context.merge_call(gather, args=(mine[tf.newaxis], step))
+    if step.place is None:
+        counts = context.merge_call(gather, args=(mine[tf.newaxis], number))
         before, most = tf.reduce_sum(counts[: context.replica_id_in_sync_group]), tf.reduce_max(counts)
     else:
-        before, size = (tf.cast(each, tf.int32) for each in share.place())
+        before, size = (tf.cast(each, tf.int32) for each in step.place())
         most = (size + replicas - 1) // replicas
     wire = tf.float64 if rows.dtype == tf.float64 else tf.float32  # which every collective takes
     places = tf.cast(before + tf.range(mine), wire)[:, tf.newaxis]
     sent = tf.pad(tf.concat([places, tf.cast(rows, wire)], 1), [[0, most - mine], [0, 0]], constant_values=-1)
-    every = context.merge_call(gather, args=(sent, step))
+    every = context.merge_call(gather, args=(sent, number))
     context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
     every = tf.boolean_mask(every, every[:, 0] >= 0)
     return tf.cast(tf.gather(every[:, 1:], tf.argsort(every[:, 0])), rows.dtype), before

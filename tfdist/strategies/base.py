@@ -15,9 +15,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.cluster.spec import ClusterTask
+from tfdist.collectives.communicator import Communicator
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
-from tfdist.config import StrategyConfig
-from tfdist.replicas import batch_splitting, equal_weights, random_seeds
+from tfdist.config import StrategyConfig, StrategyTraits
+from tfdist.engine import Engine
+from tfdist.replicas import random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
 
@@ -35,20 +38,40 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     - Batches are dealt out evenly and in their order (see `DataDistribution`).
     """
 
-    # Whether the statistics are one variable (central storage) rather than one for each replica.
-    _shared_variables = False
+    # `create_strategy` sets what this strategy has.
+    traits = StrategyTraits()
+    kind = ""
+    cluster_task: ClusterTask | None = None  # where its replicas are in several processes
+    engine: Engine | None = None
+    trainer: Any = None  # the one in whose scope models are made
+    communicator: Communicator | None = None  # of its replicas, once it is asked for
     gather_loss_bytes = StrategyConfig.gather_loss_bytes
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)
         self._view = threading.local()  # each replica runs in a thread of its own
         self._steps = 0  # of the Trainer's that are being run or traced
+        self.executions = 0  # of models' functions; the same on every task whenever they are between two
         super().__init__(*args, **kwargs)
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over all workers; 1 within `as_one_replica`."""
         return 1 if getattr(self._view, "one", False) else super().num_replicas_in_sync
+
+    @property
+    def method(self) -> str:
+        """The name of the innermost method of a model that is running in this thread, such as `"fit"`; else empty."""
+        return getattr(self._view, "method", "")
+
+    @contextlib.contextmanager
+    def running_method(self, name: str) -> Iterator[None]:
+        """Within it, `method` is this name."""
+        before, self._view.method = self.method, name
+        try:
+            yield
+        finally:
+            self._view.method = before
 
     @contextlib.contextmanager
     def as_one_replica(self) -> Iterator[None]:
@@ -111,7 +134,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         if not _is_statistic(kwargs):
             return next_creator(**kwargs)
         kwargs["aggregation"] = tf.VariableAggregation.MEAN
-        if self._shared_variables:
+        if self.traits.shared_variables:  # one statistic, rather than one for each replica
             return next_creator(**kwargs)
         # Written by each replica for itself, averaged when read outside of one: no traffic in the step.
         variable = next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
@@ -163,15 +186,10 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         return tf.autograph.experimental.do_not_convert(replica)
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Runs `fn` on each replica, as TensorFlow's own `run`; a model's own step only if Keras can run it."""
-        if self.num_replicas_in_sync > 1 and call_stack.called_from_step():
-            unsupported.check_without_trainer(fn)
+        """Runs `fn` on each replica, as TensorFlow's own `run`."""
         self.statistics.mark_possibly_changed()
         several = super().num_replicas_in_sync > 1
         with random_seeds.replica_seed(self._replicas[0] if several else 0) as move:
-            if several and call_stack.called_from_predict_step():
-                fn = equal_weights.guard_step(self, call_stack.caller_local("self"), fn)
-                fn = batch_splitting.predict_counted_examples(fn, self)
             if several and not isinstance(fn, tf.types.experimental.PolymorphicFunction):
                 fn = self._drawing(fn, move)
             return super().run(fn, args, kwargs, options)

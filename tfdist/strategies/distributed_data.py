@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import call_stack, keras_internals, keras_loops, unsupported
+from tfdist.compat import call_stack, keras_loops, unsupported
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.data import resume
 from tfdist.data.python_memory import copy_python_data
 from tfdist.replicas import batch_splitting
 from tfdist.replicas.moving_statistics import MovingStatistics
-from tfdist.step import execution
 
 
 class DataDistribution(tf.distribute.Strategy):
     """What a strategy here does with data.
 
     - Whole batches are dealt out in their order, never whole files (which permutes `predict`'s results).
-    - For Keras they are dealt out evenly, so that no replica is without an example: as `batch_splitting.SplitBatch`. Its model, if it is
-      not the Trainer's, gets the Trainer's step, which can use that.
+    - For Keras they are dealt out evenly, so that no replica is without an example: as `batch_splitting.SplitBatch`.
     - Each pass begins with equal statistics on all replicas.
     """
 
@@ -36,7 +32,7 @@ class DataDistribution(tf.distribute.Strategy):
         TensorFlow's AUTO sharding deals out whole files where it can, which permutes the results of `predict`
         and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept.
         """
-        loop = call_stack.caller_local("self")
+        loop = call_stack.caller_self()
         unsupported.check_data(self, loop)
         policy = tf.data.experimental.AutoShardPolicy
         if dataset.options().experimental_distribute.auto_shard_policy == policy.AUTO:
@@ -44,12 +40,8 @@ class DataDistribution(tf.distribute.Strategy):
             sharding_options.experimental_distribute.auto_shard_policy = policy.DATA
             dataset = dataset.with_options(sharding_options)
         distribute, elements = super().experimental_distribute_dataset, 1
-        if keras_loops.is_loop(loop):  # of a model's fit, evaluate or predict
-            model = call_stack.caller_local("self", depth=2)
-            if isinstance(model, keras.Model) and not keras_internals.has_replaced_make_function(model):
-                execution.attach(model)
-            if self._splits_batches(dataset):
-                distribute, elements = self._split, len(self.extended.worker_devices)
+        if keras_loops.is_loop(loop) and self._splits_batches(dataset):  # of a model's fit, evaluate or predict
+            distribute, elements = self._split, len(self.extended.worker_devices)
 
         def starting_at(number: int, steps: int, ready: Callable[[], None]) -> Any:
             resume.replay(dataset, number - 1)
@@ -173,10 +165,7 @@ class DataDistribution(tf.distribute.Strategy):
             if tf.executing_eagerly():
                 self.statistics.synchronize()
                 self.statistics.mark_possibly_changed()
-            iterator = kind.__iter__(distributed)
-            call_stack.swap_class(iterator, _keras_iterator_class(iterator.__class__))
-            iterator.strategy = self
-            return iterator
+            return kind.__iter__(distributed)
 
         def cardinality(distributed: Any) -> Any:
             elements = kind.cardinality.fget(distributed) if steps is None else steps * elements_per_step
@@ -186,21 +175,3 @@ class DataDistribution(tf.distribute.Strategy):
             members = {"__iter__": begin, "cardinality": property(cardinality)}
             call_stack.swap_class(dataset, type(kind.__name__, (kind,), members))
         return dataset
-
-
-@functools.cache
-def _keras_iterator_class(kind: Any) -> type:
-    """Returns a subclass of a distributed iterator whose `next` gives Keras what it can use; a `tf.function` uses `kind`'s."""
-
-    def following(iterator: Any) -> Any:
-        element, predicts = kind.__next__(iterator), call_stack.called_from_predict_data()
-        dealt = isinstance(element, batch_splitting.SplitBatch)
-        if not predicts:
-            return element
-        if not dealt:
-            return batch_splitting.SplitBatch(element, None)
-        if not batch_splitting.count_examples(element, iterator.strategy)[0]:
-            raise StopIteration
-        return element
-
-    return type(kind.__name__, (kind,), {"__next__": following})

@@ -9,13 +9,30 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, preflight
 from tfdist.cluster.resolvers import discovery
+from tfdist.cluster.spec import ClusterTask
 from tfdist.compat import versions
 from tfdist.config import StrategyConfig, registry
+from tfdist.engine import Engine
 from tfdist.errors import ConfigError, unknown_name_message
-from tfdist.runtime import allocator
+from tfdist.runtime import allocator, progress
 from tfdist.runtime.preemption import GRACE_SECONDS
 from tfdist.strategies import model_methods
+from tfdist.strategies.base import KerasStrategy
 from tfdist.strategies.single_process import make_virtual_cpus
+
+
+def make_engine(strategy: Any, compressor: Any = None) -> Engine:
+    """Returns what trains under a strategy.
+
+    Args:
+        strategy: The strategy.
+        compressor: What sums gradients with fewer bytes, or None.
+
+    Raises:
+        ConfigError: The strategy's traits name an engine that is not there.
+    """
+    made: Engine = registry.resolve("engine", strategy.traits.engine, {})(strategy, compressor)
+    return made
 
 
 def create_strategy(
@@ -32,7 +49,7 @@ def create_strategy(
 
     Args:
         strategy: `"one_device"`, `"mirrored"`, `"multi_worker_mirrored"`, `"parameter_server"`, `"central_storage"` or
-            `"tpu"`, or a `StrategyConfig`.
+            `"tpu"`, your own factory as `"package.module:function"`, or a `StrategyConfig`.
         cluster: For `multi_worker_mirrored` and `parameter_server`: the cluster and this process's task in it. None
             means what the environment says (see `cluster.resolvers`), and if it says nothing, for the former, a cluster of this
             process alone; so does False, whatever the environment says.
@@ -61,26 +78,25 @@ def create_strategy(
         strategy = StrategyConfig(strategy, **options)
     if faults := list(strategy.faults()):
         raise ConfigError(faults)
+    traits = strategy.traits
+    progress.mark_strategy()
     versions.check_versions()
-    model_methods.install()
     allocator.configure_malloc()
     if strategy.virtual_cpus:
         make_virtual_cpus(strategy.virtual_cpus)
-    if cluster is None and strategy.name in ("multi_worker_mirrored", "parameter_server"):
+    if cluster is None and (traits.several_processes or traits.asynchronous):
         cluster = discovery.find_cluster(timeout=start_timeout)
-    make = registry.resolve("strategy", strategy.name, _FACTORIES)
-    made: tf.distribute.Strategy = make(strategy, cluster or None, start_timeout, grace_seconds)
-    made.kind = strategy.name
+    make = registry.resolve("strategy", traits.factory or strategy.name, {})
+    found = ClusterTask(*cluster) if cluster else None
+    made: tf.distribute.Strategy = make(strategy, found, start_timeout, grace_seconds)
+    if not isinstance(made, KerasStrategy):
+        raise ConfigError(
+            f"strategy {strategy.name!r} must return a strategy whose class has KerasStrategy of tfdist.strategies.base among "
+            f"its bases. Received: {type(made).__name__}."
+        )
+    made.kind, made.traits = strategy.name, traits
+    if not traits.asynchronous:
+        made.engine = make_engine(made)
     made.gather_loss_bytes = strategy.gather_loss_bytes
+    model_methods.install(made)
     return made
-
-
-# Strategy name to the function that makes it, which is imported when it is asked for.
-_FACTORIES = {
-    "one_device": "tfdist.strategies.single_process:one_device",
-    "mirrored": "tfdist.strategies.single_process:mirrored",
-    "multi_worker_mirrored": "tfdist.strategies.multi_worker:multi_worker_mirrored",
-    "parameter_server": "tfdist.parameter_server.strategy:parameter_server",
-    "central_storage": "tfdist.strategies.single_process:central_storage",
-    "tpu": "tfdist.strategies.tpu:tpu",
-}

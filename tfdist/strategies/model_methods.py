@@ -7,16 +7,19 @@ others to Keras. It is the one thing that tfdist changes outside of its own obje
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import threading
-import uuid
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
+
+from tfdist.compat import keras_internals
+from tfdist.errors import ConfigError
+from tfdist.runtime.log import logger
+from tfdist.strategies import saving
+from tfdist.strategies.base import KerasStrategy
 
 Method = Callable[..., Any]
 
@@ -30,17 +33,28 @@ class Trains(Protocol):
         """Does what `method`, Keras' method of that name, does for `model`, as the trainer's own does."""
 
 
+USE_TRAINER = "{0} trains models of a Trainer alone: make the model in the scope of tfdist.Trainer({0!r})."
 _TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_SAVING = ("save", "save_weights")
+_SAVING = {"save": saving.model_save, "save_weights": saving.model_save, "export": saving.model_export}
+_alone: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # of which it was said that they train alone
+_newest: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference to the strategy created last)
 
 
-def install() -> None:
-    """Gives `keras.Model` these methods; once is enough."""
-    for names, made in ((_TRAINING, _trained), (_SAVING, _saved)):
-        for name in names:
-            method = getattr(keras.Model, name)
-            if not hasattr(method, "keras_own"):
-                setattr(keras.Model, name, made(name, method))
+def install(strategy: KerasStrategy) -> None:
+    """Gives `keras.Model` these methods, of which the first call is enough.
+
+    Args:
+        strategy: In whose scope models are to be built from now on.
+    """
+    global _newest
+    _newest = weakref.ref(strategy)
+    makers = {name: functools.partial(_trained, name) for name in _TRAINING} | _SAVING
+    for name, make in makers.items():
+        method = getattr(keras.Model, name)
+        if not hasattr(method, "keras_own"):
+            setattr(keras.Model, name, _keeping(make(method), method))
+    if strategy.traits.several_processes or strategy.traits.asynchronous:
+        saving.checkpoints_by_one(strategy)
 
 
 def keras_own(name: str) -> Method:
@@ -52,63 +66,43 @@ def keras_own(name: str) -> Method:
 def _trained(name: str, keras_own: Method) -> Method:
     @functools.wraps(keras_own)
     def method(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        trainer: Trains | None = getattr(model.distribute_strategy, "trainer", None)
-        if trainer is None or trainer.is_at_work:
+        strategy = model.distribute_strategy
+        if not isinstance(strategy, KerasStrategy):
+            if name in ("fit", "train_on_batch"):
+                _say_alone(model)
             return keras_own(model, *args, **kwargs)
-        return trainer.call(name, keras_own, model, args, kwargs)
+        trainer: Trains | None = strategy.trainer
+        with strategy.running_method(name):
+            if trainer is not None and not trainer.is_at_work:
+                return trainer.call(name, keras_own, model, args, kwargs)
+            if strategy.engine is None:
+                raise ConfigError(USE_TRAINER.format(strategy.kind))
+            if not keras_internals.has_replaced_make_function(model):
+                strategy.engine.attach(model)
+            return keras_own(model, *args, **kwargs)
 
-    return _keeping(method, keras_own)
+    return method
 
 
-def _saved(name: str, keras_own: Method) -> Method:
-    @functools.wraps(keras_own)
-    def method(model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        save = functools.partial(outside_of_scopes, keras_own, model)
-        if not hasattr(model.distribute_strategy, "statistics") or not isinstance(filepath, (str, os.PathLike)):
-            return save(filepath, *args, **kwargs)
-        path = os.fspath(filepath)
-        overwrite = kwargs.get("overwrite", args[0] if args else True)
-        one_file = path.endswith((".keras", ".h5")) and not (len(args) > 1 or kwargs.keys() - {"overwrite"})
-        if not one_file or (not overwrite and tf.io.gfile.exists(path)):
-            return save(filepath, *args, **kwargs)
-        suffix = next(each for each in (".weights.h5", ".h5", ".keras") if path.endswith(each))
-        partial = f"{path.removesuffix(suffix)}.{uuid.uuid4().hex[:8]}.partial{suffix}"
-        try:
-            save(partial)
-            tf.io.gfile.rename(partial, path, overwrite=True)
-        finally:
-            with contextlib.suppress(tf.errors.OpError):
-                tf.io.gfile.remove(partial)
-        return None
+def _say_alone(model: keras.Model) -> None:
+    """Says, once for each model, that this process trains it alone, where a scope seems to have been forgotten.
 
-    return _keeping(method, keras_own)
+    It is no error: a model that helps may be trained alone on purpose, such as by a callback, of which nothing is said.
+    """
+    strategy = _newest()
+    trainer: Trains | None = getattr(strategy, "trainer", None)
+    if trainer is None or trainer.is_at_work or model in _alone or tf.distribute.has_strategy():
+        return
+    if model.distribute_strategy is not tf.distribute.get_strategy():
+        return  # another strategy's
+    if strategy.num_replicas_in_sync > 1 or strategy.traits.asynchronous:
+        _alone.add(model)
+        logger.warning(
+            f"model {model.name!r} was not built in the scope of this process's Trainer: this process trains it alone. Build (or "
+            "load) and compile it in `with trainer.scope():`."
+        )
 
 
 def _keeping(method: Method, keras_own: Method) -> Method:
     method.keras_own = keras_own  # type: ignore[attr-defined]
     return method
-
-
-def outside_of_scopes(function: Method, *args: Any, **kwargs: Any) -> Any:
-    """Returns what `function` returns, called where no strategy's scope is open.
-
-    To save a model Keras creates a second optimizer. In the scope of several workers its variables would be sent to the
-    others, of whom none may be saving.
-    """
-    if not tf.distribute.has_strategy():
-        return function(*args, **kwargs)
-    found: list[Any] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            found.append(function(*args, **kwargs))
-        except BaseException as e:
-            errors.append(e)
-
-    thread = threading.Thread(target=call, name="outside_of_scopes")  # a scope is its thread's
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]

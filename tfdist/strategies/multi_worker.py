@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.cluster import ClusterSpec, preflight
 from tfdist.cluster.resolvers import discovery
+from tfdist.cluster.spec import ClusterTask
 from tfdist.collectives import hardware
 from tfdist.compat import tf_cluster, tf_internals
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
 from tfdist.runtime import exit_status
+from tfdist.runtime.log import logger
 from tfdist.strategies import startup
 from tfdist.strategies.base import KerasStrategy, _OwnKeys
 
@@ -31,10 +33,12 @@ class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWo
 
     Attributes:
         bucket_bytes: How large the buckets are in which gradients are summed; 0 means one sum of all.
+        unlike_processors: Each worker's number of threads, if their processors differ; else empty.
         notes: Numbers by which this worker tells the others something at the next step, `[n]` float32, or None.
     """
 
     bucket_bytes = 0
+    unlike_processors: tuple[int, ...] = ()
     notes: tf.Variable | None = None
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None):
@@ -77,7 +81,7 @@ _HEARTBEAT_MS = 120_000
 
 
 def multi_worker_mirrored(
-    config: StrategyConfig, cluster: tuple[ClusterSpec, TaskSpec] | None, start_timeout: float, *_: Any
+    config: StrategyConfig, cluster: ClusterTask | None, start_timeout: float, *_: Any
 ) -> tf.distribute.Strategy:
     """Connects the workers of a cluster, and returns a strategy with a copy of the variables on each device of each worker.
 
@@ -96,13 +100,16 @@ def multi_worker_mirrored(
         ConfigError: The cluster has parameter servers, this task is an evaluator, or TensorFlow was already in use.
     """
     if cluster is None and (hint := discovery.misconfiguration_hint()):
-        print(f"tfdist: training on this host alone, though {hint}.", flush=True)
+        logger.warning(f"training on this host alone, though {hint}.")
     resolver = None
     watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if cluster is not None:
         spec, task = cluster
         if spec.jobs.get("ps"):
-            raise ConfigError("multi_worker_mirrored has no parameter servers: take job 'ps' out of the cluster.")
+            raise ConfigError(
+                "multi_worker_mirrored has no parameter servers: take job 'ps' out of the cluster, or give the Trainer "
+                'the strategy "parameter_server".'
+            )
         if task.type == "evaluator":
             raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -128,9 +135,9 @@ def multi_worker_mirrored(
         if "program startup" not in str(e):
             raise
         raise startup.already_started_error("multi_worker_mirrored cannot be created") from e
-    strategy.bucket_bytes = config.bucket_bytes
+    strategy.cluster_task, strategy.bucket_bytes = cluster, config.bucket_bytes
     _broadcast_seed(strategy)
-    hardware.exchange_processor_names(strategy, strategy.num_workers)
+    strategy.unlike_processors = hardware.unlike_processors(strategy, strategy.num_workers)
     if resolver:
         atexit.unregister(_exit_barrier)  # for a strategy before this one
         atexit.register(_exit_barrier)

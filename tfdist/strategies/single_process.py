@@ -18,8 +18,6 @@ from tfdist.strategies.base import KerasStrategy, _OwnKeys
 class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
     """Trains on one device."""
 
-    _shared_variables = True
-
 
 class MirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MirroredStrategy):
     """Trains on several devices of one machine, each with a copy of the variables."""
@@ -27,8 +25,6 @@ class MirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MirroredStrategy):
 
 class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):
     """Trains on several devices of one machine, with one copy of the variables."""
-
-    _shared_variables = True
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         # Keras' metrics and seed generators add to themselves by `assign(self + value)`. TensorFlow would sum that

@@ -29,17 +29,20 @@ class Options:
     Attributes:
         filters: Channels of the first convolution; the second has twice as many.
         dropout: Share of the features dropped before the last layer, 0 to below 1.
+        label_smoothing: How much of a label is spread over all classes, 0 to below 1.
     """
 
     filters: int = 32
     dropout: float = 0.3
+    label_smoothing: float = 0.0
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the options."""
         if self.filters < 1:
             yield f"task_options.filters must be 1 or more. Received: {self.filters}."
-        if not 0 <= self.dropout < 1:
-            yield f"task_options.dropout must be 0 or more and below 1. Received: {self.dropout}."
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                yield f"task_options.{name} must be 0 or more and below 1. Received: {value}."
 
 
 class Digits(Task):
@@ -64,7 +67,10 @@ class Digits(Task):
     def compile_arguments(self) -> dict[str, Any]:
         import keras
 
-        return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        if smoothing := self.options.label_smoothing:
+            loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing)
+        return {"loss": loss, "metrics": ["accuracy"]}
 
     def steps_per_epoch(self, global_batch_size: int) -> int:
         return TRAIN_EXAMPLES // global_batch_size
@@ -72,12 +78,18 @@ class Digits(Task):
     def train_data(self, context: tf.distribute.InputContext, global_batch_size: int, seed: int) -> tf.data.Dataset:
         from tfdist import data
 
-        return data.epochs(load()[0], context, global_batch_size, seed)
+        return data.epochs(self._examples(0), context, global_batch_size, seed)
 
     def eval_data(self, global_batch_size: int) -> tf.data.Dataset:
         import tensorflow as tf
 
-        return tf.data.Dataset.from_tensor_slices(load()[1]).batch(global_batch_size)
+        return tf.data.Dataset.from_tensor_slices(self._examples(1)).batch(global_batch_size)
+
+    def _examples(self, split: int) -> tuple[np.ndarray, np.ndarray]:
+        import numpy as np
+
+        images, labels = load()[split]
+        return images, np.eye(10, dtype=np.float32)[labels] if self.options.label_smoothing else labels
 
 
 @functools.cache

@@ -21,10 +21,8 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.compat import keras_internals
 from tfdist.errors import ClusterError
 from tfdist.replicas import equal_weights
-from tfdist.training import file_callbacks
+from tfdist.training.callback_kinds import only_observes, only_writes
 
-# They look at each step's logs and clock, and touch neither the model nor its training.
-_OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger)
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
@@ -39,9 +37,9 @@ def wrap_callbacks(
         ranks: The ranks that shall stay in step.
         check_weights: Whether they compare their weights after each epoch, too, if all have the same callbacks.
     """
-    mine = [c for c in callbacks if ranks.is_chief or not file_callbacks.is_file_writer(c)]
+    mine = [c for c in callbacks if ranks.is_chief or not only_writes(c)]
     # A writer counts, though it is dropped here: it still reads the model on the chief. One that only observes does not.
-    names = ",".join(type(c).__qualname__ for c in callbacks if not _only_observes(c)).encode()
+    names = ",".join(type(c).__qualname__ for c in callbacks if not only_observes(c)).encode()
     gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
     on_batches = bool(gathered[:, 0].any())
     alike = len(set(gathered[:, 1])) == 1
@@ -52,16 +50,11 @@ def wrap_callbacks(
     ]
 
 
-def _only_observes(callback: keras.callbacks.Callback) -> bool:
-    """Returns whether a callback changes nothing that ranks must agree on: its class may say `only_observes = True`."""
-    return type(callback) in _OBSERVERS or getattr(callback, "only_observes", False)
-
-
 def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a callback may read the model, stop or change something at a training step."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return callback.save_freq != "epoch"
-    if _only_observes(callback):
+    if only_observes(callback):
         return False
     # LambdaCallback sets its hooks on the instance.
     return any(

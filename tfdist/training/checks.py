@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -10,7 +12,9 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.compat import unsupported
-from tfdist.errors import ConfigError
+from tfdist.config import StrategyConfig, nan_policy
+from tfdist.errors import ConfigError, unknown_name_message
+from tfdist.training.callback_kinds import place_attribute
 
 
 def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -> None:
@@ -28,6 +32,38 @@ def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -
             "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
             f"go with the first two. Received: {type(strategy).__name__}, options {sorted(options)}."
         )
+
+
+def check_options(trainer: type, strategy: Any, options: Collection[str]) -> None:
+    """Checks the names of arguments that a trainer does not have itself.
+
+    Args:
+        trainer: The trainer's class.
+        strategy: What it is given as strategy; options go with a name.
+        options: The names.
+
+    Raises:
+        ConfigError: One is neither an argument nor an option of a strategy.
+    """
+    fields = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}
+    known = fields | {*inspect.signature(trainer).parameters} - {"options"}
+    faults = [unknown_name_message("argument of Trainer", name, known) for name in options if name not in fields]
+    if faults and isinstance(strategy, str):
+        raise ConfigError(faults)
+
+
+def check_nan_policy(policy: str, strategy: Any) -> None:
+    """Checks that a strategy can do with steps that are not finite what it is asked to.
+
+    Args:
+        policy: As `nan_policy` of `Trainer`.
+        strategy: The strategy.
+
+    Raises:
+        ConfigError: There is no such policy, or the strategy cannot follow it.
+    """
+    if faults := list(nan_policy.faults(policy, strategy.kind, strategy.traits)):
+        raise ConfigError(faults)
 
 
 def check_trains_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
@@ -74,19 +110,18 @@ def check_model(model: Any, strategy: tf.distribute.Strategy, method: str) -> No
     unsupported.check_model(model)
 
 
-def check_callbacks(callbacks: Sequence[keras.callbacks.Callback], ranks: int) -> None:
-    """Checks that no callback lets the ranks overwrite each other's backups.
+def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Checks that writers have the place they name.
 
     Args:
         callbacks: The user's callbacks.
-        ranks: The number of ranks.
 
     Raises:
-        ConfigError: Keras' own `BackupAndRestore` is among them, and there are several ranks.
+        ConfigError: `writes` names an attribute that its callback does not have.
     """
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.BackupAndRestore) and ranks > 1:
+        if (name := place_attribute(callback)) and not hasattr(callback, name):
             raise ConfigError(
-                "keras.callbacks.BackupAndRestore lets every worker overwrite the others' backup and repeats "
-                "steps after a restore; use tfdist.BackupAndRestore."
+                f"{type(callback).__name__}.writes must name the attribute that says where the callback writes. Received: "
+                f"{name!r}, which the callback does not have. Set self.{name} in its __init__."
             )

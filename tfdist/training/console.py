@@ -1,4 +1,4 @@
-"""What a training prints on the chief: its replicas, Keras' progress, and warnings about compression."""
+"""What a training says on the chief: its replicas, Keras' progress, and warnings about compression."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfdist.monitoring import compression_report, summary_table
+from tfdist.runtime.log import logger
 
 
 def describe_replicas(replicas: int, global_batch_size: int | None, asynchronous: bool) -> str:
@@ -42,9 +43,9 @@ def verbosity(verbose: str | int, is_chief: bool) -> str | int:
 
 
 def print_compression_faults(model: keras.Model) -> None:
-    """Prints the problems that the compressor of a trained model has had."""
+    """Logs the problems that the compressor of a trained model has had."""
     for sentence in compression_report.faults(model):
-        print(sentence, flush=True)
+        logger.warning(sentence)
 
 
 def exchange_times(model: keras.Model, is_chief: bool) -> dict[str, Any]:
@@ -56,5 +57,5 @@ def exchange_times(model: keras.Model, is_chief: bool) -> dict[str, Any]:
     """
     times = compression_report.exchange_ms(model)
     if times and times["compressed"] >= times["plain"] and is_chief:
-        print(compression_report.NO_GAIN_WARNING.format(**times), flush=True)
+        logger.warning(compression_report.NO_GAIN_WARNING.format(**times))
     return {"exchange_ms": times}

@@ -1,31 +1,18 @@
-"""Callbacks whose work is files, which the chief alone writes; those that do more than that run on all workers."""
+"""Files of callbacks that run on all workers: the chief's alone are where they were asked for."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
 
 import keras
 
-# Each with the attribute that says where it writes.
-_PLACES = {
-    keras.callbacks.ModelCheckpoint: "filepath",
-    keras.callbacks.CSVLogger: "filename",
-    keras.callbacks.TensorBoard: "log_dir",
-    keras.callbacks.RemoteMonitor: "root",
-}
+from tfdist.training.callback_kinds import place_attribute
+
 _NO_SERVER = "no address (of the workers, the chief alone sends)"
-
-
-def is_file_writer(callback: keras.callbacks.Callback) -> bool:
-    """Whether a callback is one of Keras' writers, or a subclass that overrides none of its hooks."""
-    kind = _kind(callback)
-    if kind is None:
-        return False
-    hooks = [name for name in dir(kind) if name.startswith("on_") or name == "set_model"]
-    return all(name not in vars(callback) and getattr(type(callback), name) is getattr(kind, name) for name in hooks)
 
 
 @contextlib.contextmanager
@@ -37,24 +24,28 @@ def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -
     Args:
         callbacks: Of which those that are no writers are left as they are.
     """
-    places = [(each, _PLACES[kind]) for each in callbacks if (kind := _kind(each))]
+    places = [
+        (each, name, place)
+        for each in callbacks
+        if (name := place_attribute(each)) and isinstance(place := getattr(each, name, None), (str, pathlib.PurePath))
+    ]  # None means that it does not write
     if not places:
         yield
         return
-    before = [getattr(callback, name) for callback, name in places]
     with tempfile.TemporaryDirectory(prefix="tfdist-", ignore_cleanup_errors=True) as folder:
-        for number, (callback, name) in enumerate(places):
-            own = os.path.join(folder, str(number))
-            os.mkdir(own)
-            file = os.path.basename(getattr(callback, name))
-            place = {"log_dir": own, "root": _NO_SERVER}.get(name, os.path.join(own, file))
-            setattr(callback, name, place)
+        for number, (callback, name, place) in enumerate(places):
+            setattr(callback, name, _elsewhere(place, os.path.join(folder, str(number))))
         try:
             yield
         finally:
-            for (callback, name), place in zip(places, before, strict=True):
+            for callback, name, place in places:
                 setattr(callback, name, place)
 
 
-def _kind(callback: keras.callbacks.Callback) -> type[keras.callbacks.Callback] | None:
-    return next((kind for kind in _PLACES if isinstance(callback, kind)), None)
+def _elsewhere(place: str | pathlib.PurePath, folder: str) -> str | pathlib.Path:
+    """Returns a place in `folder`, which it creates, instead of `place`; instead of a server's address, none."""
+    if str(place).startswith(("http://", "https://")):
+        return _NO_SERVER
+    os.mkdir(folder)
+    file = os.path.join(folder, os.path.basename(place))
+    return file if isinstance(place, str) else pathlib.Path(file)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.compat.keras_loops import make_class_weight_map_fn
 from tfdist.data import generator
-from tfdist.parameter_server.engine import Coordinator
+from tfdist.engine import Engine
 from tfdist.training import arguments
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -18,16 +18,14 @@ DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 def distribute(
     data: Any,
-    strategy: Any,
-    coordinator: Coordinator | None,
+    engine: Engine,
     class_weight: dict[int, float] | None = None,
 ) -> Any:
-    """Returns data that Keras' loops take under a strategy.
+    """Returns data that Keras' loops take under an engine.
 
     Args:
         data: What the user gave: a generator, a `DatasetFunction`, or anything else, which is returned as it is.
-        strategy: The strategy.
-        coordinator: The engine of parameter servers, or None.
+        engine: Trains on them.
         class_weight: The weight of each class, applied to the data of a function; Keras applies it to other data.
     """
     if isinstance(data, types.GeneratorType):
@@ -39,6 +37,4 @@ def distribute(
         batches = data(context)
         return batches.map(make_class_weight_map_fn(class_weight)) if class_weight else batches
 
-    if coordinator:
-        return coordinator.placeholder_dataset(dataset)
-    return strategy.split_batches_from_function(dataset)
+    return engine.distribute(dataset)

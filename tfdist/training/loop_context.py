@@ -1,9 +1,8 @@
-"""What surrounds a loop of Keras on this rank: watched peers, open engines, backups, the exit code."""
+"""What surrounds a loop of Keras on this rank: watched peers, the engine, backups, the exit code."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +14,9 @@ from tfdist.backup.callback import BackupAndRestore
 from tfdist.backup.data_position import LoopTracker
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
-from tfdist.compression.base import Compressor
-from tfdist.parameter_server import termination
-from tfdist.parameter_server.engine import Coordinator
-from tfdist.parameter_server.strategy import bytes_per_server
+from tfdist.engine import Engine
 from tfdist.runtime import exit_status
-from tfdist.step import execution
+from tfdist.runtime.log import BARE, logger
 from tfdist.training import checks, console, lost_workers
 
 
@@ -29,7 +25,7 @@ class LoopContext:
 
     Attributes:
         strategy: The strategy.
-        coordinator: The engine of parameter servers, or None under synchronous strategies.
+        engine: Trains under the strategy.
         ranks: The ranks that train together.
         cluster: The cluster, or None where this process trains alone.
         task: This process's task.
@@ -40,7 +36,7 @@ class LoopContext:
     def __init__(
         self,
         strategy: Any,
-        coordinator: Coordinator | None,
+        engine: Engine,
         ranks: Ranks,
         cluster: ClusterSpec | None,
         task: TaskSpec,
@@ -48,7 +44,7 @@ class LoopContext:
         check_weights: bool,
     ):
         self.strategy = strategy
-        self.coordinator = coordinator
+        self.engine = engine
         self.ranks = ranks
         self.cluster = cluster
         self.task = task
@@ -65,29 +61,25 @@ class LoopContext:
     @property
     def num_replicas(self) -> int:
         """The number of replicas over all workers, or, under parameter servers, of workers."""
-        return self.coordinator.scheduler.workers if self.coordinator else self.strategy.num_replicas_in_sync
+        return self.engine.num_replicas
 
     @property
     def is_at_work(self) -> bool:
         """Whether a method of the trainer is running."""
         return self._depth > 0
 
-    def attach(self, model: keras.Model, compressor: Compressor | None, method: str) -> None:
+    def attach(self, model: keras.Model, method: str) -> None:
         """Checks a model, and gives it the step function of this strategy.
 
         Args:
             model: The model.
-            compressor: How its gradients are compressed, or None.
             method: The trainer's method that was called.
 
         Raises:
             ConfigError: This strategy cannot train the model.
         """
         checks.check_model(model, self.strategy, method)
-        if self.coordinator:
-            self.coordinator.attach(model)
-        else:
-            execution.attach(model, compressor)
+        self.engine.attach(model)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -105,10 +97,14 @@ class LoopContext:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def running(self, model: keras.Model) -> Iterator[None]:
-        """Runs a loop of Keras on `model` inside."""
-        others = self.coordinator.run_on_workers(model) if self.coordinator else self.watching_workers()
-        with self.working(), self.strategy.statistics.caller_marks_changes(), others, warnings.catch_warnings():
+    def running(self, engine: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Runs a loop of Keras inside.
+
+        Args:
+            engine: What the engine does around it.
+        """
+        marks = self.strategy.statistics.caller_marks_changes()
+        with self.working(), marks, self.watching_workers(), engine, warnings.catch_warnings():
             if not self.is_chief:
                 warnings.filterwarnings("ignore", message=".*ran out of data")  # the chief warns once for all ranks
             try:
@@ -129,13 +125,23 @@ class LoopContext:
             fit_arguments: The other arguments of `fit`, some of which must be those of the backup.
         """
         if backup is None:
-            return contextlib.nullcontext() if self.coordinator else LoopTracker(model, is_backed_up=False).track()
+            return LoopTracker(model, is_backed_up=False).track()
         names = ("batch_size", "class_weight", "initial_epoch", "shuffle", "steps_per_epoch", "validation_split")
         same = {name: fit_arguments[name] for name in names if name in fit_arguments}
         same["data"] = compatibility.describe_data(data, fit_arguments.get("y"))
-        drain = functools.partial(self.coordinator.drain, model) if self.coordinator else lambda: None
-        peer_preempted = termination.PreemptionListener() if self.coordinator else lambda: False
-        return backup.training(model, self.ranks, same, drain, peer_preempted, self.task.name)
+        return backup.training(model, self.ranks, same, self.engine, self.task.name)
+
+    def delete_backup(self, backup: BackupAndRestore | None) -> None:
+        """Removes the backups of trainings that have come to their end. A collective.
+
+        Args:
+            backup: What has made them, or None.
+        """
+        with self.watching_workers():
+            self.ranks.barrier()
+            if backup:
+                backup.delete()
+            self.ranks.barrier()  # or one rank might begin to write there again
 
     def print_replicas(self, global_batch_size: int | None) -> None:
         """Prints, on the chief and once, on how many replicas the training runs.
@@ -146,15 +152,5 @@ class LoopContext:
         printed, self._has_printed_replicas = self._has_printed_replicas, True
         if printed or not self.is_chief:
             return
-        sentence = console.describe_replicas(self.num_replicas, global_batch_size, self.coordinator is not None)
-        print(f"{self.strategy.kind}: {sentence}", flush=True)
-
-    def server_report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns `retried_steps` and `bytes_per_server` under parameter servers, else an empty dict.
-
-        Args:
-            model: The model.
-        """
-        if not self.coordinator:
-            return {}
-        return {"retried_steps": self.coordinator.retried_steps, "bytes_per_server": bytes_per_server(model)}
+        sentence = console.describe_replicas(self.num_replicas, global_batch_size, self.strategy.traits.asynchronous)
+        logger.info(f"{self.strategy.kind}: {sentence}", extra=BARE)

@@ -5,19 +5,22 @@ Each function takes Keras' method, or the one by which the model's class overrid
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.backup.callback import BackupAndRestore
 from tfdist.compat import unsupported
-from tfdist.errors import ConfigError
+from tfdist.monitoring import TensorBoard
 from tfdist.step import execution
-from tfdist.training import arguments, callback_sync, checks, consistency, console, file_callbacks, input_data
+from tfdist.training import arguments, backups, callback_sync, checks, consistency, console, file_callbacks, input_data
 from tfdist.training.loop_context import LoopContext
+from tfdist.training.non_finite_stop import NonFiniteStop
+from tfdist.training.told_progress import TellProgress
 
 Method = Callable[..., Any]
 
@@ -28,6 +31,28 @@ def fit(context: LoopContext, method: Method, model: keras.Model, args: Any, kwa
     Args:
         context: The context of the loop.
         method: The model's `fit`.
+        model: The model, checked and attached.
+        args: The arguments by position.
+        kwargs: The arguments by name.
+
+    Raises:
+        ClusterError: As `training`.
+        ConfigError: As `training`.
+    """
+    with training(context, method, model, args, kwargs) as run:
+        run()
+    return model.history
+
+
+@contextlib.contextmanager
+def training(
+    context: LoopContext, method: Method, model: keras.Model, args: Any, kwargs: Any
+) -> Iterator[Callable[[], Any]]:
+    """Does what a training needs before and after its loop; the value runs the loop.
+
+    Args:
+        context: The context of the loop.
+        method: The model's `fit`, or another loop that takes its arguments.
         model: The model, checked and attached.
         args: The arguments by position.
         kwargs: The arguments by name.
@@ -51,30 +76,39 @@ def fit(context: LoopContext, method: Method, model: keras.Model, args: Any, kwa
         data = data.filter(lambda *_: True)
     if arguments.is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
         given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
+    callbacks = arguments.as_list(given.pop("callbacks", None))
+    for each in callbacks:
+        if isinstance(each, TensorBoard):
+            each.fit_batch_size = arguments.batch_size(data, given)
     class_weight = given.pop("class_weight", None) if arguments.is_function(data) else None
     limit = execution.StepLimit(steps, validation_steps)
-    callbacks = arguments.as_list(given.pop("callbacks", None))
-    backup = next((each for each in callbacks if isinstance(each, BackupAndRestore)), context.backup)
+    backup, callbacks, ends_with_fit = backups.take_backup(callbacks, context.backup)
     chiefs_files = file_callbacks.redirect_to_temporary_files([] if context.is_chief else callbacks)
-    with context.running(model), context.backing_up(backup, model, data, given), chiefs_files:
-        callbacks = [limit, *_synchronized(context, [each for each in callbacks if each is not backup])]
+    with context.running(context.engine.running(model)), context.backing_up(backup, model, data, given), chiefs_files:
+        stops = [NonFiniteStop()] if context.engine.nan_policy == "stop" else []
+        callbacks = [limit, *stops, *_synchronized(context, callbacks)]
         if backup:
             if not any(isinstance(each, keras.callbacks.History) for each in callbacks):
                 callbacks.append(keras.callbacks.History())  # or Keras would put it behind the backup
             backup.watch(callbacks)
             callbacks.append(backup)
-            context.backup = backup
-        method(
+            context.backup = None if ends_with_fit else backup
+        else:
+            callbacks.append(TellProgress(context.task.name))
+        if arguments.takes(method, "validation_data"):
+            given["validation_data"] = _distribute(context, validation)
+        yield functools.partial(
+            method,
             model,
             **{x: _distribute(context, data, class_weight)},
             callbacks=callbacks,
-            validation_data=_distribute(context, validation),
             verbose=_verbosity(context, given),
             **given,
         )
+    if backup and ends_with_fit:
+        context.delete_backup(backup)
     if context.is_chief:
         console.print_compression_faults(model)
-    return model.history
 
 
 def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
@@ -94,7 +128,7 @@ def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any
     x = arguments.data_argument(method, given)
     unsupported.check_data(context.strategy, given.get(x))
     limit = execution.StepLimit(None, given.get("steps"))
-    with context.running(model):
+    with context.running(context.engine.running(model)):
         return method(
             model,
             **{x: _distribute(context, given.pop(x, None))},
@@ -123,22 +157,8 @@ def predict(context: LoopContext, method: Method, model: keras.Model, args: Any,
     unsupported.check_data(context.strategy, data)
     if arguments.takes(method, "callbacks"):
         given["callbacks"] = [execution.StepLimit(), *arguments.as_list(given.pop("callbacks", None))]
-    if context.coordinator:
-        with context.working(), context.coordinator.predict_on_workers(model, steps):
-            data = _distribute(context, data)
-            return method(model, **{x: data}, verbose=_verbosity(context, given), **given)
-    if isinstance(data, tf.data.Dataset):
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-        data = data.with_options(options)
-        if arguments.ends_within_execution(model, steps):
-            data = data.take(steps)
-    elif arguments.ends_within_execution(model, steps):
-        raise ConfigError(
-            f"steps={steps} of predict must be a multiple of steps_per_execution={model.steps_per_execution} "
-            "unless the data are a tf.data.Dataset."
-        )
-    with context.running(model):
+    data = context.engine.data_to_predict(model, data, steps)
+    with context.running(context.engine.predicting(model, steps)):
         data = _distribute(context, data)
         return method(model, **{x: data}, verbose=_verbosity(context, given), **given)
 
@@ -154,14 +174,8 @@ def on_batch(context: LoopContext, name: str, method: Method, model: keras.Model
         args: The arguments by position.
         kwargs: The arguments by name.
     """
-    if context.coordinator is None:
-        return method(model, *args, **kwargs)
-    runs = (
-        context.coordinator.predict_on_workers(model, None)
-        if name == "predict_on_batch"
-        else context.coordinator.run_on_workers(model)
-    )
-    with context.working(), runs:
+    engine = context.engine
+    with context.working(), engine.predicting(model, None) if name == "predict_on_batch" else engine.running(model):
         return method(model, *args, **kwargs)
 
 
@@ -170,12 +184,12 @@ LOOPS = {"fit": fit, "evaluate": evaluate, "predict": predict}
 
 def _synchronized(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
     """Returns the user's callbacks between those that keep the ranks in step. A collective."""
-    checks.check_callbacks(callbacks, context.ranks.size)
+    checks.check_callbacks(callbacks)
     return callback_sync.wrap_callbacks(callbacks, context.strategy, context.ranks, context.check_weights)
 
 
 def _distribute(context: LoopContext, data: Any, class_weight: dict[int, float] | None = None) -> Any:
-    return input_data.distribute(data, context.strategy, context.coordinator, class_weight)
+    return input_data.distribute(data, context.engine, class_weight)
 
 
 def _verbosity(context: LoopContext, given: dict[str, Any]) -> str | int:

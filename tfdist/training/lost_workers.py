@@ -16,12 +16,11 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, TaskSpec, missing_tasks, reachability
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
+from tfdist.runtime.log import logger
 from tfdist.training import mismatch
 
 _EVERY = 1.0  # seconds
 _SILENT = 10.0  # seconds without an answer, after which it is said, and said again
-# What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
-_ENDED = ("connection refused", reachability.WAITS_FOR_OTHERS)
 
 
 @contextlib.contextmanager
@@ -46,7 +45,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
         before: set[TaskSpec] = set()
         while not done.wait(_EVERY):
             absent = reachability.unreachable_tasks(cluster, others, serving=True)
-            ended = {task for task, reason in absent.items() if reason in _ENDED}
+            ended = {task for task, reason in absent.items() if reason in reachability.ENDED}
             silent.note(absent.keys() - ended)
             if ended & before and not done.is_set():  # twice: the network may have hesitated
                 tf_cluster.abort_collectives(tf.errors.UNAVAILABLE, "A worker has ended.")
@@ -92,7 +91,7 @@ class _Silent:
         now = time.monotonic()
         self._since = {task: self._since.get(task, now) for task in silent}
         if now - self._said >= _SILENT and (sentence := self.sentence()):
-            print(f"tfdist: {sentence}", flush=True)
+            logger.warning(sentence)
             self._said = now
 
     def sentence(self) -> str:
@@ -111,4 +110,4 @@ class _Silent:
 def _ended_tasks(cluster: ClusterSpec, tasks: Sequence[TaskSpec]) -> dict[TaskSpec, str]:
     """Returns those of the tasks whose processes have ended, and how that shows."""
     absent = reachability.unreachable_tasks(cluster, tasks, serving=True)
-    return {task: reason for task, reason in absent.items() if reason in _ENDED}
+    return {task: reason for task, reason in absent.items() if reason in reachability.ENDED}

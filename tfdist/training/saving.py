@@ -1,16 +1,16 @@
-"""`Trainer.save`: the chief writes the model's file, and the other ranks wait for it."""
+"""`Trainer.save` and `Trainer.export`: the chief writes the model, and the other ranks wait for it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.errors import ClusterError, ConfigError
-from tfdist.strategies import model_methods
+from tfdist.strategies import model_methods, saving
 from tfdist.training.loop_context import LoopContext
 
 
@@ -30,12 +30,39 @@ def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str],
     path = os.fspath(path)
     if not path.endswith(".keras"):
         raise ConfigError(f"path must end in '.keras'. Received: {path!r}.")
+    _by_chief(context, path, lambda: _save(model, path, **kwargs))
+
+
+def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
+    """Exports `model` for inference. A collective.
+
+    Args:
+        context: The context of the trainer's loops.
+        model: The model.
+        path: The folder.
+        **kwargs: As for `model.export`.
+
+    Raises:
+        ClusterError: On the other ranks, if the chief could not write.
+    """
+    path = os.fspath(path)
+
+    def write() -> None:
+        with saving.beside(path) as partial:
+            saving.outside_of_scopes(model_methods.keras_own("export"), model, partial, **kwargs)
+
+    _by_chief(context, path, write)
+
+
+def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> None:
     context.strategy.statistics.desynchronize()  # a loop of the user's own may have trained
     context.strategy.statistics.synchronize()
     error: Exception | None = None
     if context.is_chief:
         try:
-            _write(context, model, path, **kwargs)
+            tf.io.gfile.makedirs(os.path.dirname(path) or ".")
+            with context.engine.explaining_errors(), context.working():
+                write()
         except Exception as e:
             error = e
     failed = context.ranks.gather(float(error is not None))[0, 0]
@@ -45,13 +72,8 @@ def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str],
         raise ClusterError(f"The chief could not write {path!r}; its own message says why.")
 
 
-def _write(context: LoopContext, model: keras.Model, path: str, overwrite: bool = True, **kwargs: Any) -> None:
-    """Writes the file under another name and then renames it: a reader never finds half a file."""
-    explained = context.coordinator.scheduler.explain_errors() if context.coordinator else contextlib.nullcontext()
-    partial = path.removesuffix(".keras") + ".partial.keras"
+def _save(model: keras.Model, path: str, overwrite: bool = True, **kwargs: Any) -> None:
     if not overwrite and tf.io.gfile.exists(path):
         raise FileExistsError(f"path {path!r} exists, and overwrite=False was given.")
-    tf.io.gfile.makedirs(os.path.dirname(path) or ".")
-    with explained, context.working():
-        model_methods.outside_of_scopes(model_methods.keras_own("save"), model, partial, **kwargs)
-    tf.io.gfile.rename(partial, path, overwrite=True)
+    with saving.beside(path) as partial:
+        saving.outside_of_scopes(model_methods.keras_own("save"), model, partial, **kwargs)

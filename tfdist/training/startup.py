@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -11,12 +10,10 @@ from tfdist.backup.callback import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.cluster.resolvers import discovery
 from tfdist.collectives import ranks
+from tfdist.compression.base import Compressor
 from tfdist.config import StrategyConfig
-from tfdist.parameter_server import termination
-from tfdist.parameter_server.engine import Coordinator
-from tfdist.parameter_server.strategy import ParameterServerStrategy
 from tfdist.runtime.preemption import GRACE_SECONDS
-from tfdist.strategies.factory import create_strategy
+from tfdist.strategies.factory import create_strategy, make_engine
 from tfdist.training import checks
 from tfdist.training.loop_context import LoopContext
 
@@ -60,7 +57,11 @@ def start_strategy(
 
 
 def create_context(
-    strategy: Any, found: Cluster | None, backup: BackupAndRestore | None, check_weights: bool
+    strategy: Any,
+    found: Cluster | None,
+    backup: BackupAndRestore | None,
+    compressor: Compressor | None,
+    check_weights: bool,
 ) -> LoopContext:
     """Returns the context of the trainer's loops: which tasks train together under the strategy, and by which engine.
 
@@ -68,22 +69,23 @@ def create_context(
         strategy: The strategy.
         found: The cluster and this process's task in it, or None without one.
         backup: How the training is backed up, or None.
+        compressor: What sums gradients with fewer bytes, or None.
         check_weights: Whether workers compare all their weights after each epoch.
 
     Raises:
         ConfigError: The strategy trains in one process, and this is one of several training tasks.
     """
-    multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    coordinator = Coordinator(strategy) if isinstance(strategy, ParameterServerStrategy) else None
-    if coordinator:
+    traits = strategy.traits
+    engine = make_engine(strategy, compressor)
+    if backup and backup.preemption:
+        backup.preemption.on_exit = engine.on_exit
+    if traits.asynchronous:
         found = (strategy.cluster, strategy.cluster.chief)
-        if backup and backup.preemption:
-            backup.preemption.on_exit = functools.partial(termination.publish_exit_code, strategy.cluster)
-    elif not multi_worker:
+    elif not traits.several_processes:
         checks.check_trains_alone(found, type(strategy).__name__)
         found = None
     cluster = found[0] if found else None
     task = found[1] if found else TaskSpec("worker", 0)
-    tasks = cluster.training_tasks() if cluster and multi_worker else [task]
+    tasks = cluster.training_tasks() if cluster and traits.several_processes else [task]
     together = ranks.Ranks(strategy, tasks.index(task), len(tasks))
-    return LoopContext(strategy, coordinator, together, cluster, task, backup, check_weights)
+    return LoopContext(strategy, engine, together, cluster, task, backup, check_weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -18,7 +18,8 @@ from tfdist.compat import keras_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
 from tfdist.errors import ConfigError
-from tfdist.training import console, loops, saving, startup
+from tfdist.training import checks, console, loops, saving, startup
+from tfdist.training.own_step import Step
 
 
 class Trainer:
@@ -52,13 +53,13 @@ class Trainer:
         compression: How gradients are compressed on their way to the other replicas: a name of
             `tfdist.config.COMPRESSORS`, a `CompressionConfig`, or a compressor. Under `multi_worker_mirrored` and `mirrored`.
         start_timeout: Seconds to wait for the other tasks.
-        check_weights: Whether workers compare all their weights after each epoch, which costs a copy of them to the host; else
-            only before and after the training.
+        check_weights: Whether workers compare all weights after each epoch, at a copy to the host; else before and after all.
+        nan_policy: What becomes of a step whose loss or gradient is not finite: `"ignore"`; `"skip"` leaves out its update, on all
+            replicas; `"stop"` leaves it out and has `fit` raise a FloatingPointError, on all ranks.
         **options: As for `create_strategy`.
 
     Attributes:
         strategy: The strategy.
-        compression: The compressor, or None.
         cluster: The cluster, or None where this process trains alone.
         task: This process's task.
 
@@ -75,19 +76,32 @@ class Trainer:
         compression: str | CompressionConfig | Compressor | None = None,
         start_timeout: float = preflight.START_TIMEOUT,
         check_weights: bool = True,
+        nan_policy: str = "ignore",
         **options: Any,
     ):
+        checks.check_options(Trainer, strategy, options)
         if backup_dir is not None and backup is not None:
             raise ConfigError("backup_dir and backup both say where to back up: leave backup_dir out.")
-        self.compression: Compressor | None = compression_lib.create(compression)
+        compressor = compression_lib.create(compression)
         backup = BackupAndRestore(backup_dir) if backup_dir is not None else backup
         self.strategy, found = startup.start_strategy(strategy, cluster, backup, start_timeout, options)
-        if self.compression:
+        if compressor:
             factory.check_strategy(self.strategy)
-        self._context = startup.create_context(self.strategy, found, backup, check_weights)
+        checks.check_nan_policy(nan_policy, self.strategy)
+        self._context = startup.create_context(self.strategy, found, backup, compressor, check_weights)
+        self._context.engine.nan_policy = nan_policy
         self.cluster: ClusterSpec | None = self._context.cluster
         self.task = self._context.task
-        self.strategy.trainer = self
+        self._take_models()
+
+    @property
+    def compression(self) -> Compressor | None:
+        """What sums the gradients of models that are not compiled yet with fewer bytes; None if they are summed as they are."""
+        return self._context.engine.compressor
+
+    @compression.setter
+    def compression(self, compressor: Compressor | None) -> None:
+        self._context.engine.compressor = compressor
 
     @property
     def is_at_work(self) -> bool:
@@ -114,7 +128,7 @@ class Trainer:
             `retried_steps`: training steps that ran again because their worker was lost; each may have been applied twice
             or in part. `bytes_per_server`: the size of the model's and its optimizers' variables on each server.
         """
-        return self._context.server_report(model)
+        return self._context.engine.report(model)
 
     def say_replicas(self, global_batch_size: int | None) -> None:
         """Prints, on the chief and once, on how many replicas it trains; `fit` does so by itself.
@@ -145,7 +159,7 @@ class Trainer:
         Raises:
             ConfigError: A loop of the user's own takes gradients or applies an optimizer outside of a replica.
         """
-        self.strategy.trainer = self
+        self._take_models()
         with self.strategy.scope() as strategy:
             try:
                 yield strategy
@@ -166,7 +180,7 @@ class Trainer:
         if name in loops.LOOPS:
             self._attach(model)
             return loops.LOOPS[name](self._context, method, model, args, kwargs)
-        if self._context.coordinator or not keras_internals.has_replaced_make_function(model):
+        if not keras_internals.has_replaced_make_function(model):
             self._attach(model)
         return loops.on_batch(self._context, name, method, model, args, kwargs)
 
@@ -241,13 +255,46 @@ class Trainer:
         if delete_backup:
             self.delete_backup()
 
+    def export(self, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Exports `model` for inference, by default as a SavedModel that TensorFlow Serving loads.
+
+        Call it on every rank: the chief writes, the others wait until the files are there. The weights are in the files whatever
+        the strategy; of parameter servers, the chief fetches them.
+
+        Args:
+            model: Built in `scope()`.
+            path: The folder; TensorFlow Serving wants a number as its last part, such as `models/digits/1`.
+            **kwargs: As for `model.export`, such as `format="onnx"`.
+
+        Raises:
+            ClusterError: On the other ranks, where the chief could not write.
+        """
+        kwargs.setdefault("verbose", False)
+        with self._context.watching_workers():
+            saving.export(self._context, model, path, **kwargs)
+
+    def step(self, function: Callable[[Any], dict[str, Any]], uses: Sequence[Any]) -> Step:
+        """Returns a training step for a loop of your own: GradientTape, several optimizers, reinforcement learning.
+
+        Each replica runs the function on its part of a batch, of which a loss is the mean. What an optimizer in it applies is the
+        gradient of the mean over the whole batch, compressed if the Trainer compresses.
+
+        Args:
+            function: Takes a batch, as a model's `train_step`, and returns logs, names to numbers.
+            uses: The models, optimizers, metrics, seed generators and variables that it uses, made in `scope()`; they are backed up.
+
+        Raises:
+            ConfigError: As of `Step`.
+        """
+        return Step(self, self._context, function, uses)
+
     def delete_backup(self) -> None:
         """Removes the backups of trainings that have come to their end. Call it on every rank, with all results written."""
-        with self._context.watching_workers():
-            self._context.ranks.barrier()
-            if self._context.backup:
-                self._context.backup.delete()
-            self._context.ranks.barrier()  # or one rank might begin to write there again
+        self._context.delete_backup(self._context.backup)
+
+    def _take_models(self) -> None:
+        """Makes this the trainer of the models that are made in the strategy's scope."""
+        self.strategy.trainer, self.strategy.engine = self, self._context.engine
 
     def _attach(self, model: keras.Model, method: str = "fit") -> None:
-        self._context.attach(model, self.compression, method)
+        self._context.attach(model, method)

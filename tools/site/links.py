@@ -19,4 +19,5 @@ def on_page_read_source(page: Any, config: Any) -> str:
     text = text.replace("](docs/", "](") if shown else text
     text = text.replace("](../ARCHITECTURE.md", "](architecture.md")
     text = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?\)", "](index.md)", text)
-    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", text)
+    out = r"\.\./" * (page.file.src_uri.count("/") + 1)
+    return re.sub(rf"\[([^\]]+)\]\({out}[^)]+\)", r"\1", text)

@@ -22,7 +22,7 @@ from tfdist.cluster.resolvers import environment, kubernetes, open_mpi, sagemake
 from tfdist.cluster.resolvers import hosts as hosts_lib
 from tfdist.cluster.resolvers.environment import Environment, RankAddresses, ResolvedCluster
 from tfdist.cluster.resolvers.gpus import assign_gpus
-from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.spec import ClusterTask
 from tfdist.errors import ConfigError, collect_errors, unknown_name_message
 
 
@@ -75,7 +75,7 @@ def misconfiguration_hint(environ: Mapping[str, str] | None = None) -> str:
     return ""
 
 
-def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> tuple[ClusterSpec, TaskSpec] | None:
+def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | None:
     """Returns the cluster that this process's environment describes and its task, or None where it describes none.
 
     Args:
@@ -101,15 +101,13 @@ def _ask(name: str, variables: Environment, ps: int) -> ResolvedCluster | None:
         if isinstance(found, RankAddresses):
             if len(found.addresses) == 1:
                 return None  # one process alone, which may start others
-            cluster, task = environment.assign_roles(found.addresses, found.rank, ps)
-            shared = assign_gpus(variables, cluster, task)
-            return ResolvedCluster(cluster, task, name, variables.read, shared)
+            found = environment.assign_roles(found.addresses, found.rank, ps)
         return ResolvedCluster(*found, name, variables.read, assign_gpus(variables, *found))
     raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
 
 
 # By name, the variable that tells of it, and the resolver, in the order in which they are asked.
-RESOLVERS: dict[str, tuple[str, Callable[[Environment], RankAddresses | tuple[ClusterSpec, TaskSpec] | None]]] = {
+RESOLVERS: dict[str, tuple[str, Callable[[Environment], RankAddresses | ClusterTask | None]]] = {
     "tf_config": ("TF_CONFIG", tf_config.resolve),
     "open_mpi": ("OMPI_COMM_WORLD_SIZE", open_mpi.resolve),
     "slurm": ("SLURM_STEP_ID", slurm.resolve),

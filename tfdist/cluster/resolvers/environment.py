@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tfdist.cluster.preflight import START_TIMEOUT
-from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec
 from tfdist.cluster.validation import MOST_TASKS
 from tfdist.errors import ConfigError, format_value
 
 PORT = 2222  # where no other is said
 
 
-def assign_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> tuple[ClusterSpec, TaskSpec]:
+def assign_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> ClusterTask:
     """Returns the cluster of ranks, and the task of one of them.
 
     Args:
@@ -32,13 +32,13 @@ def assign_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> tuple[Clus
     if rank >= size:
         raise ConfigError(f"rank {rank} is out of range; there are {size} ranks, 0 to {size - 1}.")
     if not ps:
-        return ClusterSpec({"worker": addresses}), TaskSpec("worker", rank)
+        return ClusterTask(ClusterSpec({"worker": addresses}), TaskSpec("worker", rank))
     if size < ps + 2:
         raise ConfigError(
             f"{ps} parameter servers need a chief and a worker besides: start {ps + 2} tasks or more. Received: {size}."
         )
     spec = ClusterSpec({"chief": addresses[:1], "worker": addresses[1 : size - ps], "ps": addresses[size - ps :]})
-    return spec, spec.tasks()[rank]
+    return ClusterTask(spec, spec.tasks()[rank])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +59,10 @@ class ResolvedCluster:
     variables: Mapping[str, str]
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def apply(self) -> tuple[ClusterSpec, TaskSpec]:
+    def apply(self) -> ClusterTask:
         """Returns cluster and task, once this process's environment has what it lacked."""
         os.environ.update(self.environ)
-        return self.cluster, self.task
+        return ClusterTask(self.cluster, self.task)
 
 
 class Environment:

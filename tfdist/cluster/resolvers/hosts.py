@@ -8,14 +8,12 @@ import socket
 from collections.abc import Sequence
 
 from tfdist.cluster.resolvers.environment import PORT, assign_roles
-from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec
 from tfdist.cluster.validation import MOST_TASKS
 from tfdist.errors import ConfigError, format_value
 
 
-def cluster(
-    hosts: str = "", ps_hosts: str = "", hostfile: str = "", task: str = "", ps: int = 0
-) -> tuple[ClusterSpec, TaskSpec]:
+def cluster(hosts: str = "", ps_hosts: str = "", hostfile: str = "", task: str = "", ps: int = 0) -> ClusterTask:
     """Returns a cluster of hosts, and this process's task.
 
     Args:
@@ -35,7 +33,7 @@ def cluster(
     servers = _split(ps_hosts)
     addresses = _add_default_ports([*given, *servers])
     spec, _ = assign_roles(addresses, 0, len(servers) or ps)
-    return spec, _task(spec, task) if task else _own(spec)
+    return ClusterTask(spec, _task(spec, task) if task else _own(spec))
 
 
 def _split(text: str) -> list[str]:

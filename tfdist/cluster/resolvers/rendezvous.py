@@ -7,6 +7,7 @@ import pathlib
 import time
 
 from tfdist.errors import ClusterError
+from tfdist.runtime.log import logger
 
 _REPORT_EVERY = 10.0
 
@@ -50,6 +51,6 @@ def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout:
                 "share this folder?"
             )
         if now - reported >= _REPORT_EVERY:
-            print(f"tfdist: waiting for the addresses of rank {missing} in {place}", flush=True)
+            logger.info(f"waiting for the addresses of rank {missing} in {place}")
             reported = now
         time.sleep(0.1)

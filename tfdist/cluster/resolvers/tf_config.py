@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tfdist.cluster.resolvers.environment import Environment
-from tfdist.cluster.spec import ClusterSpec, TaskSpec, from_tf_config
+from tfdist.cluster.spec import ClusterTask, from_tf_config
 
 
-def resolve(variables: Environment) -> tuple[ClusterSpec, TaskSpec] | None:
+def resolve(variables: Environment) -> ClusterTask | None:
     """Returns the cluster and the task of `TF_CONFIG`, or None if it is an empty object.
 
     Args:

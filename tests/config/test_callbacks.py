@@ -1,0 +1,69 @@
+"""The field `callbacks`."""
+
+import inspect
+
+import keras
+import pytest
+
+from tfdist.config import TrainConfig, callbacks
+from tfdist.errors import ConfigError
+from tfdist.training.configured import build_callbacks
+
+
+class Counting(keras.callbacks.Callback):
+    def __init__(self, step=1):
+        super().__init__()
+        self.step = step
+
+
+@pytest.mark.parametrize("name", callbacks.CALLBACKS)
+def test_each_takes_what_its_class_takes(name):
+    takes = set(inspect.signature(getattr(keras.callbacks, name).__init__).parameters) - {"self", "kwargs"}
+    assert {*callbacks.CALLBACKS[name]} == takes, "a release of Keras has changed them: mend CALLBACKS"
+
+
+def test_callbacks_are_made_with_their_arguments():
+    text = f"EarlyStopping(monitor=val_loss, patience=3, baseline=-1e-3, mode='min'); {__name__}:Counting(step=2);"
+    stopping, counting, plain = build_callbacks(TrainConfig(callbacks=f"{text} {__name__}:Counting"))
+    assert type(stopping) is keras.callbacks.EarlyStopping and type(counting) is Counting
+    assert (stopping.monitor, stopping.patience, stopping.baseline) == ("val_loss", 3, -1e-3)
+    assert (counting.step, plain.step) == (2, 1)
+    assert build_callbacks(TrainConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("EarlyStoping()", "unknown callback 'EarlyStoping'; did you mean 'EarlyStopping'?"),
+        (
+            "EarlyStopping(patiance=3)",
+            "unknown argument of callback EarlyStopping 'patiance'; did you mean 'patience'?",
+        ),
+        ("EarlyStopping(3)", "callbacks must be such as 'EarlyStopping(monitor=val_loss, patience=3);"),
+        ("EarlyStopping(patience=__import__('os'))", "callbacks must be such as"),
+        ("EarlyStopping(**{})", "callbacks must be such as"),
+        ("EarlyStopping(patience=3", "callbacks must be such as"),
+        ("EarlyStopping()()", "callbacks must be such as"),
+        ("a.b:C(x=1) + 1", "callbacks must be such as"),
+    ],
+)
+def test_a_fault_is_one_sentence_before_tensorflow_is_loaded(text, said):
+    (fault,) = callbacks.faults(text)
+    assert fault.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no.such:Thing", "The module of callback 'no.such:Thing' cannot be found"),
+        (f"{__name__}:Thing", f"Module '{__name__}' has no 'Thing'"),
+        (f"{__name__}:Counting(steps=1)", f"callback '{__name__}:Counting' cannot be made of .*'steps'"),
+        (f"{__name__}:inspect", f"callback '{__name__}:inspect' cannot be made of"),
+        (f"{__name__}:dict", "has no 'dict'"),
+        ("builtins:dict", "callback 'builtins:dict' must return a keras.callbacks.Callback. Received: {}."),
+        ("ModelCheckpoint(filepath='x')", "callback 'ModelCheckpoint' cannot be made of .*ValueError"),
+    ],
+)
+def test_what_only_shows_later_is_one_sentence(text, said):
+    with pytest.raises(ConfigError, match=said):
+        build_callbacks(TrainConfig(callbacks=text))

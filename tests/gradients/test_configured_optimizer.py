@@ -1,0 +1,55 @@
+"""The optimizer that a configuration asks for."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+
+from tfdist.config import OptimizerConfig, TrainConfig
+from tfdist.config.optimizer import EVERY_OPTIMIZER, OPTIMIZERS
+from tfdist.gradients.configured_optimizer import build_optimizer
+
+# What wraps or divides among other optimizers has no name in a configuration.
+CLASSES = {
+    name.lower(): each
+    for name, each in vars(keras.optimizers).items()
+    if isinstance(each, type)
+    and issubclass(each, keras.optimizers.Optimizer)
+    and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+}
+
+
+def test_every_optimizer_of_keras_has_its_name_here():
+    assert sorted(OPTIMIZERS) == sorted(CLASSES), "a release of Keras has changed them: mend OPTIMIZERS"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_takes_what_its_class_takes(name):
+    takes = set(inspect.signature(CLASSES[name].__init__).parameters) - {"self", "learning_rate", "name", "kwargs"}
+    assert {*OPTIMIZERS[name], *EVERY_OPTIMIZER} == takes, "a release of Keras has changed them: mend OPTIMIZERS"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_is_made_with_its_arguments(name):
+    values = {bool: False, float: 0.75, int: 3}
+    options = {argument: values[kind] for argument, kind in OPTIMIZERS[name].items() if kind in values}
+    options |= {"learning_rate_power": -0.75} if name == "ftrl" else {}
+    config = TrainConfig(learning_rate=0.25, optimizer=OptimizerConfig(name, options=options))
+    made = build_optimizer(config)
+    assert type(made) is CLASSES[name]
+    found = made.get_config()
+    assert {argument: found[argument] for argument in options} == options and found["learning_rate"] == 0.25
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_what_weight_decay_leaves_out_stays_as_it_is(precision):
+    optimizer = OptimizerConfig("sgd", weight_decay=0.5, weight_decay_exclude="bias,gamma")
+    made = build_optimizer(TrainConfig(learning_rate=0.5, precision=precision, optimizer=optimizer))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
+    for weight in model.trainable_weights:
+        weight.assign(np.ones(weight.shape))
+    made.build(model.trainable_weights)
+    made.apply([np.zeros(weight.shape, np.float32) for weight in model.trainable_weights])
+    found = {weight.name: weight.numpy().flat[0] for weight in model.trainable_weights}
+    assert found == {"kernel": 0.75, "bias": 1.0, "gamma": 1.0, "beta": 0.75}

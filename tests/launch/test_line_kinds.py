@@ -1,0 +1,105 @@
+"""What lines of tasks are taken for: lines as TensorFlow 2.15 to 2.21, Python and absl print them."""
+
+import pytest
+
+from tfdist.launch import line_kinds
+
+CHATTER = [
+    b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    b"I0000 00:00:1795536441.651659    1998 port.cc:153] oneDNN custom operations are on. To turn them off, set x=0.",
+    b"I0000 00:00:1795536441.651984    1998 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be used.",
+    b"2026-01-31 12:00:00.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is optimized",
+    b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate compiler flags.",
+    b"I0000 00:00:1795536441.65 1998 gpu_device.cu.cc:31] x",
+    b"E0000 00:00:1795536443.689268    1998 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: Failed call to "
+    b"cuInit: UNKNOWN ERROR (303)",
+    b"2024-03-01 10:00:00.000001: E external/local_xla/xla/stream_executor/cuda/cuda_driver.cc:274] failed call to cuInit: "
+    b"CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected",
+    b"2024-03-01 10:00:00.000001: E external/local_xla/xla/stream_executor/cuda/cuda_dnn.cc:9261] Unable to register cuDNN "
+    b"factory: Attempting to register factory for plugin cuDNN when one has already been registered",
+    b"W0000 00:00:1731490000.123456  4242 computation_placer.cc:177] computation placer already registered. Please check linkage",
+    b"2024-03-01 10:00:00.1: W tensorflow/compiler/tf2tensorrt/utils/py_utils.cc:38] TF-TRT Warning: Could not find TensorRT",
+    b"2024-03-01 10:00:00.1: W tensorflow/core/framework/local_rendezvous.cc:404] Local rendezvous is aborting with status: "
+    b"OUT_OF_RANGE: End of sequence",
+]
+SHOWN = [
+    b"F0000 00:00:1795536443.689268    1998 tensor.cc:852] Check failed: dtype() == expected_dtype (1 vs. 9)",
+    b"2026-01-31 12:00:00.123456: F tensorflow/core/framework/tensor.cc:852] Check failed: cuInit",
+    b"E0000 00:00:1795536443.689268    1998 coordination_service_agent.cc:52] heartbeat: DEADLINE_EXCEEDED",
+    b"2026-01-31 12:00:00.123456: E tensorflow/core/common_runtime/x.cc:1] no memory",
+    b"W0000 00:00:1795536443.689268    1998 xla_launch.cc:52] slow",
+    b"*** Check failure stack trace: ***",
+    b"    @     0x7f0000000000  tensorflow::Tensor::CheckType()",
+    b"Traceback (most recent call last):",
+    b'  File "x.py", line 1, in <module>',
+    # The user's own.
+    b"I1124 16:06:23.123456 140123 script.py:12] mine",
+    b"W1124 16:06:23.123456 140123 script.py:12] mine",
+    b"I0000 is a product",
+    b"2026-01-31 12:00:00.123456: I am here",
+    b"2026-01-31 12:00:00.123456: I epoch.py:12] began",
+    b"WARNING: All log messages are mine",
+    b"To enable the following instructions: read on",
+    b"/job:worker/replica:0/task:0",
+    b"the text I0000 00:00:1795536441.651659    1998 port.cc:153] within a line",
+    b"cuInit",
+]
+
+
+@pytest.mark.parametrize("line", CHATTER)
+def test_tensorflows_log_is_known(line):
+    assert line_kinds.is_chatter(line)
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_what_is_not_surely_tensorflows_or_tells_of_a_fault_is_shown(line):
+    assert not line_kinds.is_chatter(line)
+    # ... also behind a line of TensorFlow's, but for the tasks that such a line lists.
+    assert line_kinds.is_chatter(line, after_chatter=True) == line.startswith(b"/job:")
+
+
+def test_repetitions_of_a_warning_have_a_text_in_common():
+    def same(first, second):
+        return line_kinds.warning_text(first) == line_kinds.warning_text(second) is not None
+
+    assert same(b"x.py:12: UserWarning: slow", b"x.py:12: UserWarning: slow")
+    assert not same(b"x.py:12: UserWarning: slow", b"x.py:12: UserWarning: slower")
+    assert same(b"W1124 16:06:23.123456 14 a.py:1] slow", b"W1124 17:00:00.000000 15 a.py:1] slow")
+    assert same(b"W0000 00:00:1795.6 1998 x.cc:5] of 0x12", b"W0000 00:00:1796.7 2000 x.cc:5] of 0x34")
+    assert not same(b"W0000 00:00:1795.6 1998 x.cc:5] slow", b"W0000 00:00:1795.6 1998 y.cc:5] slow")
+    assert same(b"WARNING:tensorflow:slow", b"WARNING:tensorflow:slow")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [line for line in SHOWN if line[:5] not in (b"W0000", b"W1124")]
+    + [b"warning: mine", b"step 12: loss 3", b"WARNING: mine", b"ValueError: x", b"E0000 00:00:1.5 1 x.cc:5] slow"],
+)
+def test_other_lines_are_no_warnings(line):
+    assert line_kinds.warning_text(line) is None
+
+
+def test_the_code_below_a_warning_is_known_by_its_file(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import warnings\nif True:\n    warnings.warn('slow')\n")
+    warning = f"{script}:3: UserWarning: slow".encode()
+    assert line_kinds.is_source_of(warning, b"  warnings.warn('slow')")
+    assert not line_kinds.is_source_of(warning, b"  mine")
+    assert not line_kinds.is_source_of(warning, b"warnings.warn('slow')")
+    assert not line_kinds.is_source_of(b"<stdin>:3: UserWarning: slow", b"  warnings.warn('slow')")
+
+
+@pytest.mark.parametrize(
+    ("line", "plain"),
+    [
+        (b"10%\r20%\r", b"20%"),
+        (b"\r\x1b[1m3/10\x1b[0m \x1b[32m\xe2\x94\x81\x1b[0m", b""),
+        (b"\x08\x08\r\x1b[1m10/10\x1b[0m \x1b[32m\xe2\x94\x81\x1b[0m 1s\n", b"10/10 \xe2\x94\x81 1s"),
+        (b"a\x1b[31mred\x1b[0m \x1b[2K\x1b]0;title\x07x\x1b[?25l\x1b(B\x1b7", b"ared x"),
+        (b"\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\\x07", b"link"),
+        ("\tä ✓ 漢字".encode(), "\tä ✓ 漢字".encode()),
+        (b"[1m is mine", b"[1m is mine"),
+    ],
+)
+def test_lines_are_shown_without_escape_codes(line, plain):
+    assert line_kinds.to_plain(line) == plain

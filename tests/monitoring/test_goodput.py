@@ -1,0 +1,147 @@
+"""Where a run's wall time went: parts that add up to it, over restarts."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import psutil
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.helpers import tiers
+from tests.monitoring.test_tensorboard import curves
+from tests.multiprocess.models import line
+from tfdist.monitoring import Goodput, TensorBoard
+from tfdist.runtime import goodput, progress
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+class Clock:
+    def __init__(self, now=1000.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+def test_each_moment_belongs_to_one_part():
+    clock = Clock()
+    ledger = goodput.Ledger(990.0, clock)
+    for part, seconds in (("compilation", 3), ("steps", 2), ("other", 4)):
+        assert ledger.switch(part) is not None
+        clock.now += seconds
+    with ledger.during("saving"):
+        clock.now += 5
+    clock.now += 1
+    found = ledger.now()
+    assert found == dict.fromkeys(goodput.PARTS, 0.0) | {
+        "startup": 10.0,
+        "compilation": 3.0,
+        "steps": 2.0,
+        "other": 5.0,
+        "saving": 5.0,
+    }
+    assert sum(found.values()) == clock.now - 990.0
+
+
+@pytest.mark.parametrize(("saved", "gap"), [(4.0, True), (4.0, False), (0.0, True)])
+def test_what_follows_a_killed_process_counts_on_from_its_record(tmp_path, saved, gap):
+    clock = Clock(1001.0)
+    first = goodput.Ledger(1000.0, clock)
+    first.keep(tmp_path / "record")
+    first.switch("steps")
+    clock.now += 10
+    first.switch("steps")
+    clock.now += 7  # is killed, and what it did since is known to nobody
+    second = goodput.Ledger(1030.0, clock)
+    clock.now = 1032.0
+    second.go_on(goodput.read(tmp_path / "record"), saved, gap)
+    found = second.now()
+    assert found["steps"] == saved and found["repeated_steps"] == 10.0 - saved
+    assert found["startup"] == 1.0 + 2.0
+    assert found["restarts"] == (1030.0 - 1011.0 if gap else 0.0)
+
+
+def test_a_torn_record_is_none(tmp_path):
+    (tmp_path / "record").write_bytes(b"\0" * 7)
+    assert goodput.read(tmp_path / "record") is None is goodput.read(tmp_path / "absent")
+
+
+def test_a_training_that_is_not_resumed_does_not_count_what_another_left(tmp_path, monkeypatch):
+    monkeypatch.delenv(progress.FOLDER, raising=False)
+    before = goodput.Ledger(time.time() - 1000)
+    before.keep(tmp_path / "record")
+    found = Goodput(tmp_path / "record")
+    found.on_epoch_begin(0)
+    assert found.report()["wall_seconds"] == pytest.approx(time.time() - psutil.Process().create_time(), abs=1)
+    resumed = Goodput(tmp_path / "record")
+    resumed.load_state_dict({"steps": 0.0})
+    resumed.on_epoch_begin(0)
+    assert resumed.report()["seconds"]["startup"] > found.report()["seconds"]["startup"]
+    goodput.set_ledger(None)
+
+
+@pytest.mark.parametrize("steps_per_execution", tiers.cases([4, 1], quick=1))
+def test_what_steps_wait_for_their_data_is_told(tmp_path, mirrored, steps_per_execution):
+    trainer = tfdist.Trainer(mirrored)
+    with trainer.scope():
+        model, x, y = line(keras)
+        model.steps_per_execution = steps_per_execution
+
+    def slow(*batch):
+        time.sleep(0.03)
+        return batch
+
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
+    data = data.map(lambda *batch: tf.numpy_function(slow, batch, [each.dtype for each in batch]))
+    data = data.map(lambda x, y: (tf.ensure_shape(x, (10, 2)), tf.ensure_shape(y, (10, 1))))
+    found = Goodput()
+    board = TensorBoard(tmp_path, "batch")
+    trainer.fit(model, data, epochs=2, verbose=0, callbacks=[found, board])
+    goodput.set_ledger(None)
+    told = found.report()
+    # 2 epochs of 5 batches, of which one is prepared between two executions.
+    assert 6 * 0.03 <= told["seconds"]["input_wait"] == pytest.approx(model.train_function.input_seconds, abs=0.01)
+    waits = curves(tmp_path)["train"]["perf/input_wait_ms"]
+    assert len(waits) == (10 if steps_per_execution == 1 else 4)
+    assert max(value for _, value in waits) >= 30
+
+
+@pytest.mark.full
+def test_the_parts_of_a_run_that_was_killed_add_up_to_its_wall_time(tmp_path):
+    how = {"max_restarts": 1, "epochs": 6, "backup.save_freq": 10, "backup.keep": 1}
+    flags = [f"--config.{name}={value}" for name, value in how.items()]
+    command = [sys.executable, "-m", "tfdist.train", "--config=configs/digits_multi_worker.py", *flags]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            [*command, f"--workdir={tmp_path}/run"], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+        )
+    begun = psutil.Process(process.pid).create_time()
+    try:
+        record = tmp_path / "run/goodput.bin"
+        ends = time.monotonic() + 120
+        while (found := goodput.read(record)) is None or found.seconds["saving"] == 0 or found.seconds["steps"] < 0.2:
+            assert time.monotonic() < ends and process.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.02)
+        children = psutil.Process(process.pid).children(recursive=True)
+        next(c for c in children if "tfdist.train" in c.cmdline()).send_signal(signal.SIGKILL)
+        assert process.wait(150) == 0, (tmp_path / "output").read_text()
+    finally:
+        process.kill()
+    summary_file = tmp_path / "run/summary.json"
+    summary = json.loads(summary_file.read_text())
+    took = summary_file.stat().st_mtime - begun
+    assert summary["restarts"] == 1
+    told = summary["goodput"]
+    assert sum(told["seconds"].values()) == pytest.approx(took, rel=0.02)
+    assert told["wall_seconds"] == pytest.approx(took, rel=0.02)
+    # A restart may take less than the hundredth of a second to which parts are rounded.
+    assert min(told["seconds"].values()) >= 0 and told["seconds"]["steps"] > 0

@@ -1,0 +1,64 @@
+"""`ExportConfig`: which models a run exports for TensorFlow Serving. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+
+from tfdist.errors import ConfigError, format_value, unknown_name_message
+
+MODES = ("auto", "min", "max")
+_FALL = ("loss", "error", "mse", "rmse", "mae", "mape", "msle", "crossentropy", "perplexity", "divergence")
+_RISE = ("accuracy", "acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "r2", "similarity")
+
+
+@dataclasses.dataclass
+class ExportConfig:
+    """Which models a run exports for TensorFlow Serving, besides `model.keras`; see `tfdist.ExportBest`.
+
+    Attributes:
+        best: The metric by which the best model is exported whenever it improves, such as `val_loss`; empty means none.
+        mode: Whether the metric shall fall (`min`) or rise (`max`); `auto` tells it by the metric's name.
+        final: Whether the model at the end of the training is exported.
+        dir: The folder; models go to `best/NUMBER` and `final/NUMBER` in it. Empty means `export` in the work directory.
+    """
+
+    best: str = ""
+    mode: str = "auto"
+    final: bool = False
+    dir: str = ""
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the values."""
+        try:
+            rises("export.best", self.best or "loss", "export.mode", self.mode)
+        except ConfigError as e:
+            yield from e.faults
+        if os.path.exists(self.dir) and not os.path.isdir(self.dir):
+            yield f"export.dir must be a folder, and {self.dir!r} is a file."
+
+
+def rises(field: str, metric: str, mode_field: str, mode: str) -> bool:
+    """Returns whether a larger value of a metric is the better one.
+
+    Args:
+        field: What the metric's name was given as, for the error.
+        metric: The metric's name.
+        mode_field: What the mode was given as.
+        mode: One of `MODES`.
+
+    Raises:
+        ConfigError: There is no such mode, or `auto` cannot tell it by the name.
+    """
+    if mode not in MODES:
+        raise ConfigError(unknown_name_message(mode_field, mode, MODES))
+    words = set(re.split("[^a-z0-9]+", metric.lower()))
+    falls, rises = (any(word in words for word in known) for known in (_FALL, _RISE))
+    if mode == "auto" and falls == rises:
+        raise ConfigError(
+            f"{mode_field} 'auto' cannot tell whether {field} shall fall or rise; set it to 'min' or 'max'. "
+            f"Received: {format_value(metric)}."
+        )
+    return rises if mode == "auto" else mode == "max"

@@ -1,0 +1,104 @@
+"""`ScheduleConfig`: how the learning rate changes with the updates. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from tfdist.errors import ConfigError, format_value, unknown_name_message
+
+SCHEDULES = ("constant", "cosine", "step", "polynomial")
+SCALINGS = ("none", "linear", "sqrt")
+
+
+@dataclasses.dataclass
+class ScheduleConfig:
+    """How the learning rate changes. It counts updates: with `gradient_accumulation_steps`, several steps make one.
+
+    Attributes:
+        name: `"constant"`; `"cosine"`; `"step"`, which falls at `boundaries`; or `"polynomial"`, of `power`.
+        warmup_steps: Updates in which the rate rises linearly from 0 to `learning_rate`, before the schedule; 0 means none.
+        warmup_epochs: Or the epochs in which it does.
+        decay_steps: Updates after the warm-up in which `cosine` and `polynomial` fall; 0 means the rest of the run.
+        end: What `cosine` and `polynomial` end with, as a share of `learning_rate`.
+        power: Of `polynomial`; 1 is a straight line.
+        boundaries: For `step`: after how many updates of the run, warm-up included, the rate falls, as `3000,6000`. Numbers
+            below 1 are shares of the run, as `0.5,0.75`.
+        factor: For `step`: by what the rate is multiplied at each boundary: one number, or one for each, as `0.1,0.5`.
+    """
+
+    name: str = "constant"
+    warmup_steps: int = 0
+    warmup_epochs: float = 0.0
+    decay_steps: int = 0
+    end: float = 0.0
+    power: float = 1.0
+    boundaries: str = ""
+    factor: str = "0.1"
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is wrong with the values."""
+        if self.name not in SCHEDULES:
+            yield unknown_name_message("schedule.name", self.name, SCHEDULES)
+            return
+        for name in ("warmup_steps", "warmup_epochs", "decay_steps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                yield f"schedule.{name} must be 0 (off) or more, and finite. Received: {getattr(self, name)}."
+        if self.warmup_steps and self.warmup_epochs:
+            yield (
+                "Only one of schedule.warmup_steps and schedule.warmup_epochs may be set. "
+                f"Received: {self.warmup_steps} and {self.warmup_epochs}."
+            )
+        if not 0 <= self.end <= 1:
+            yield f"schedule.end must be 0 to 1, a share of learning_rate. Received: {self.end}."
+        if not 0 < self.power < math.inf:
+            yield f"schedule.power must be more than 0, and finite. Received: {self.power}."
+        if self.name == "step" and not self.boundaries:
+            yield "schedule 'step' needs schedule.boundaries, such as 3000,6000 updates or 0.5,0.75 of the run. Received: ''."
+        takes: dict[str, tuple[str, ...]] = {"cosine": ("decay_steps", "end"), "step": ("boundaries", "factor")}
+        takes |= {"polynomial": ("decay_steps", "end", "power")}
+        for field in dataclasses.fields(self):
+            known = ("name", "warmup_steps", "warmup_epochs", *takes.get(self.name, ()))
+            if field.name not in known and getattr(self, field.name) != field.default:
+                yield f"schedule {self.name!r} takes no {field.name!r}. It takes: {', '.join(known[1:])}."
+        try:
+            found, factors = self.numbers("boundaries"), self.factors()
+        except ConfigError as e:
+            yield from e.faults
+            return
+        shares = [boundary < 1 for boundary in found]
+        if found != sorted(set(found)) or not all(each > 0 for each in found) or (any(shares) and not all(shares)):
+            yield (
+                "schedule.boundaries must be numbers above 0 that rise, either all numbers of updates or all shares of the run. "
+                f"Received: {self.boundaries!r}."
+            )
+        elif any(boundary >= 1 and boundary % 1 for boundary in found):
+            yield f"schedule.boundaries must be whole numbers, or shares below 1. Received: {self.boundaries!r}."
+        if len(factors) != len(found) or not all(0 <= factor < math.inf for factor in factors):
+            yield (
+                "schedule.factor must be one number of 0 or more, or one for each of schedule.boundaries "
+                f"({len(found)}). Received: {self.factor!r}."
+            )
+
+    def numbers(self, field: str) -> list[float]:
+        """Returns the numbers of a text.
+
+        Args:
+            field: `boundaries` or `factor`.
+
+        Raises:
+            ConfigError: They are none.
+        """
+        text = getattr(self, field)
+        try:
+            return [float(number) for number in text.split(",") if number.strip()]
+        except ValueError:
+            raise ConfigError(
+                f"schedule.{field} must be numbers, comma separated. Received: {format_value(text)}."
+            ) from None
+
+    def factors(self) -> list[float]:
+        """Returns the factor of each boundary."""
+        found = self.numbers("factor")
+        return found * len(self.numbers("boundaries")) if len(found) == 1 else found

@@ -1,0 +1,123 @@
+"""What the rest of tfdist asks of a strategy: one row for each, so that no other file asks for names or classes. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tfdist.config import registry
+from tfdist.errors import ConfigError, format_value
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyTraits:
+    """What a strategy is and can do. The defaults suit a strategy of one process, with a copy of the variables on each device.
+
+    Attributes:
+        factory: What makes it, `package.module:function`, which is imported when it is asked for; for rows of `STRATEGIES`.
+        engine: What trains under it: a class, `Engine(strategy, compressor)`, as `package.module:Class`.
+        tensorflow: The class of TensorFlow's own, by which `traits_of` knows one that `create_strategy` did not make.
+        several_processes: Whether its replicas are in several processes, the workers of a cluster, which train in step.
+        asynchronous: Whether variables are on parameter servers, and a step is one worker's.
+        shared_variables: Whether one copy of the variables serves all replicas, as where there is one replica.
+        compresses: Whether tfdist's collectives sum its gradients, so that they can be compressed.
+        gathers: Whether a replica can gather what the others have amid a step.
+        devices: What `strategy.devices` means: `"each"` named device has a replica; `"one"` may be named; `"none"`; or
+            `"own"`, what only the factory can judge, such as an address.
+        refuses: What a model or a configuration cannot have under it (`"jit_compile"`, `"mixed_float16"`, `"use_ema"`,
+            `"gradient_accumulation_steps"`, `"Nadam"`), to the end of the sentence that says why, and what to do.
+    """
+
+    factory: str = ""
+    engine: str = "tfdist.step.engine:SynchronousEngine"
+    tensorflow: str = ""
+    several_processes: bool = False
+    asynchronous: bool = False
+    shared_variables: bool = False
+    compresses: bool = False
+    gathers: bool = True
+    devices: Literal["each", "one", "none", "own"] = "each"
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def mirrors_in_process(self) -> bool:
+        """Whether tfdist's collectives sum gradients for copies of the variables that are all in this process."""
+        return self.compresses and not (self.several_processes or self.shared_variables)
+
+
+_SHARE = "whose replicas share their variables; use strategy mirrored"
+_DO_NOT_WAIT = "whose workers do not wait for each other; use"
+
+STRATEGIES: Mapping[str, StrategyTraits] = {
+    "one_device": StrategyTraits(
+        factory="tfdist.strategies.single_process:one_device",
+        tensorflow="OneDeviceStrategy",
+        shared_variables=True,
+        compresses=True,
+        devices="one",
+    ),
+    "mirrored": StrategyTraits(
+        factory="tfdist.strategies.single_process:mirrored",
+        tensorflow="MirroredStrategy",
+        compresses=True,
+    ),
+    "multi_worker_mirrored": StrategyTraits(
+        factory="tfdist.strategies.multi_worker:multi_worker_mirrored",
+        tensorflow="CollectiveAllReduceStrategy",
+        several_processes=True,
+        compresses=True,
+        devices="none",
+    ),
+    "parameter_server": StrategyTraits(
+        factory="tfdist.parameter_server.strategy:parameter_server",
+        engine="tfdist.parameter_server.engine:ParameterServerEngine",
+        tensorflow="ParameterServerStrategyV2",
+        asynchronous=True,
+        shared_variables=True,
+        devices="none",
+        refuses={
+            "jit_compile": "whose variables are on other machines; leave it out",
+            "mixed_float16": f"{_DO_NOT_WAIT} mixed_bfloat16",
+            "gradient_accumulation_steps": f"{_DO_NOT_WAIT} a larger batch",
+        },
+    ),
+    "central_storage": StrategyTraits(
+        factory="tfdist.strategies.single_process:central_storage",
+        tensorflow="CentralStorageStrategy",
+        shared_variables=True,
+        refuses=dict.fromkeys(("jit_compile", "mixed_float16", "use_ema", "Nadam"), _SHARE),
+    ),
+    "tpu": StrategyTraits(
+        factory="tfdist.strategies.tpu:tpu",
+        tensorflow="TPUStrategyV2",
+        gathers=False,
+        devices="own",
+    ),
+}
+
+
+def find_traits(name: str) -> StrategyTraits:
+    """Returns the traits of a strategy.
+
+    Args:
+        name: Its name, or one's own factory as `package.module:function`, whose attribute `traits` says what differs from
+            the defaults.
+
+    Raises:
+        ConfigError: There is no such strategy, or its module cannot be imported.
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    traits = getattr(registry.resolve("strategy", name, {}), "traits", StrategyTraits())
+    if not isinstance(traits, StrategyTraits):
+        raise ConfigError(f"The traits of strategy {name!r} must be StrategyTraits. Received: {format_value(traits)}.")
+    return traits
+
+
+def traits_of(strategy: Any) -> StrategyTraits:
+    """Returns the traits of a strategy object, which may be TensorFlow's own, or its default one."""
+    if (found := getattr(strategy, "traits", None)) is not None:
+        return found
+    names = {cls.__name__ for cls in type(strategy).__mro__}
+    return next((traits for traits in STRATEGIES.values() if traits.tensorflow in names), StrategyTraits())

@@ -1,0 +1,122 @@
+"""Learning rates that change with the updates, in schedules that Keras itself can load.
+
+Keras gives a schedule the number of steps, not of updates: with `gradient_accumulation_steps=n`, update `u` (from 0 on) comes at
+step `u * n + n - 1`. Schedules here are in such steps, so that the file of a model means the same where tfdist is not installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdist.config.schedule import ScheduleConfig
+from tfdist.errors import ConfigError
+
+
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """Rises linearly, and goes on as another schedule of Keras' does. `CosineDecay` has a warm-up of its own.
+
+    A file of the model holds the other schedule, of Keras' own class, so that it loads without tfdist; it is this one once the
+    warm-up is over.
+
+    Args:
+        schedule: What holds after the warm-up; it counts steps from the beginning of the warm-up.
+        warmup_steps: Steps in which the rate rises.
+        warmup_target: The rate that it rises to.
+        initial_learning_rate: The rate that it rises from.
+    """
+
+    def __init__(
+        self,
+        schedule: keras.optimizers.schedules.LearningRateSchedule,
+        warmup_steps: int,
+        warmup_target: float,
+        initial_learning_rate: float = 0.0,
+    ):
+        self._schedule = schedule
+        self._steps, self._from, self._to = warmup_steps, initial_learning_rate, warmup_target
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # which Keras writes into files
+        return type(self._schedule)
+
+    def __call__(self, step: Any) -> Any:
+        after = self._schedule(step)
+        share = keras.ops.cast(step, after.dtype) / self._steps
+        return keras.ops.where(share < 1, self._from + (self._to - self._from) * share, after)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration of the schedule after the warm-up."""
+        return self._schedule.get_config()
+
+
+def build_schedule(
+    config: ScheduleConfig,
+    learning_rate: float,
+    steps_per_epoch: int | None = None,
+    epochs: int = 1,
+    accumulation: int = 1,
+) -> float | keras.optimizers.schedules.LearningRateSchedule:
+    """Returns the schedule that `config` asks for, or the learning rate itself where it does not change.
+
+    Args:
+        config: The configuration.
+        learning_rate: The rate that the schedule begins with, after the warm-up.
+        steps_per_epoch: Steps of an epoch; None where they are not known.
+        epochs: Epochs of the run.
+        accumulation: Steps whose mean gradient makes one update.
+
+    Raises:
+        ConfigError: The schedule depends on the number of steps, which is not known, or the warm-up leaves none of them.
+    """
+    n = accumulation
+    total = steps_per_epoch * epochs // n if steps_per_epoch else None
+    boundaries = config.numbers("boundaries")
+    if total is None and (
+        config.warmup_epochs
+        or (config.name in ("cosine", "polynomial") and not config.decay_steps)
+        or min(boundaries, default=1) < 1
+    ):
+        raise ConfigError(
+            f"schedule {config.name!r} depends on the steps of the run, and the task does not say how many an epoch has: set "
+            "steps_per_epoch, or count updates: schedule.decay_steps, schedule.warmup_steps, and boundaries from 1 on."
+        )
+    warmup = config.warmup_steps or round(config.warmup_epochs * (steps_per_epoch or 0) / n)
+
+    def at(update: int) -> int:
+        return update * n + n - 1
+
+    begins = at(warmup)  # the step of the first update after the warm-up
+    rises: dict[str, Any] = {
+        "warmup_steps": begins,
+        "warmup_target": learning_rate,
+        "initial_learning_rate": learning_rate,
+    }
+    if warmup:  # such that the first update, at step n - 1, has rate 0
+        rises["initial_learning_rate"] = -learning_rate * (n - 1) / (warmup * n)
+    if config.name == "constant":
+        # A cosine that does not fall: the only warm-up that Keras has.
+        return keras.optimizers.schedules.CosineDecay(decay_steps=1, alpha=1.0, **rises) if warmup else learning_rate
+    if config.name == "step":
+        ends = [round(each * (total or 0)) if each < 1 else int(each) for each in boundaries]
+        rates = [learning_rate]
+        for factor in config.factors():
+            rates.append(rates[-1] * factor)
+        schedule = keras.optimizers.schedules.PiecewiseConstantDecay([at(end) - 1 for end in ends], rates)
+        return WarmUp(schedule, **rises) if warmup else schedule
+    decay = config.decay_steps or (total or 0) - warmup
+    if decay <= 0:
+        raise ConfigError(
+            f"The warm-up of {warmup} updates leaves none of the run's {total} for schedule {config.name!r}: make schedule.warmup_steps "
+            "or warmup_epochs smaller, or set schedule.decay_steps."
+        )
+    if config.name == "cosine":
+        if not begins:
+            return keras.optimizers.schedules.CosineDecay(learning_rate, decay, alpha=config.end)
+        return keras.optimizers.schedules.CosineDecay(decay_steps=decay * n, alpha=config.end, **rises)
+    # The part of a longer polynomial, from step 0 on, that begins with the learning rate at the warm-up's end.
+    end, steps = learning_rate * config.end, decay * n + begins
+    first = end + (learning_rate - end) * (steps / (decay * n)) ** config.power
+    schedule = keras.optimizers.schedules.PolynomialDecay(first, steps, end, config.power)
+    return WarmUp(schedule, **rises) if warmup else schedule

@@ -1,0 +1,169 @@
+"""A table of the tasks below their lines, in a terminal: how far each is, how fast, and for how long still. No TensorFlow here."""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import time
+from collections.abc import Collection, Sequence
+
+from rich import console, constrain, live, table, text
+
+from tfdist.cluster import TaskSpec
+from tfdist.runtime import progress
+
+_EVERY = 0.25  # seconds between two looks
+_RATE_SECONDS = 10.0  # over which steps per second are taken
+
+
+def is_possible() -> bool:
+    """Returns whether standard output is a terminal that can redraw lines. mpirun gives its tasks a pseudo-terminal."""
+    return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ and console.Console().is_interactive
+
+
+class Pace:
+    """How fast one task trains, by looks at its step.
+
+    Attributes:
+        rate: Steps per second in the last seconds, or None before there are two looks.
+        seconds_left: Until the last step, at the pace since the first one, validations included; None if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self.seconds_left: float | None = None
+        self._looks: collections.deque[tuple[float, int]] = collections.deque()
+        self._start: tuple[float, int] | None = None  # once its step has moved: the first one takes a compilation
+
+    def look(self, now: float, steps: progress.Steps) -> None:
+        """Takes the time, and how far the task is then."""
+        before = self._looks[-1][1] if self._looks else steps.done
+        if steps.done < before:  # another training
+            self.__init__()  # type: ignore[misc]
+        elif steps.done > before and self._start is None:
+            self._looks.clear()
+            self._start = (now, steps.done)
+        self._looks.append((now, steps.done))
+        while now - self._looks[0][0] > _RATE_SECONDS:
+            self._looks.popleft()
+        if self._start is None:
+            return
+        if (since := now - self._looks[0][0]) > 0:
+            self.rate = (steps.done - self._looks[0][1]) / since
+        done, elapsed = steps.done - self._start[1], now - self._start[0]
+        if steps.total and done and elapsed > 0:
+            self.seconds_left = max(0, steps.total - steps.done) * elapsed / done
+
+
+class LiveTable:
+    """The table, and the lines above it, on standard output; `is_possible` must hold.
+
+    Args:
+        tasks: The tasks.
+        servers: Those of them that serve others, and have no steps.
+        folder: Where tasks tell their progress.
+    """
+
+    def __init__(self, tasks: Sequence[TaskSpec], servers: Collection[TaskSpec], folder: str):
+        self._tasks = tasks
+        self._servers = servers
+        self._folder = folder
+        self._paces = {task: Pace() for task in tasks}
+        self._lines: list[str] = []
+        self._due = 0.0
+        self._console = console.Console(markup=False, emoji=False, highlight=False)
+        # What is left on the screen are the lines. No thread: signals and a closed terminal are met in the launcher's own.
+        self._live = live.Live(
+            console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self._live.start()
+
+    def write(self, line: bytes) -> None:
+        """Takes a line, which is printed with the next refresh."""
+        encoding = self._console.encoding
+        self._lines.append(line.decode(errors="replace").encode(encoding, "backslashreplace").decode(encoding))
+
+    def refresh(self, running: Collection[TaskSpec], restarting: Collection[TaskSpec], ending: bool) -> None:
+        """Prints the lines that have come since, and what the tasks do.
+
+        Args:
+            running: The tasks that run.
+            restarting: Those that will be started again.
+            ending: Whether the tasks have been asked to end.
+        """
+        self._print_lines()
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due = now + _EVERY
+        rows = [self._row(task, now, running, restarting, ending) for task in self._tasks]
+        room = max(1, self._console.height // 2 - 2)
+        shown = table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in ("task", "state", "epoch", "step", "steps/s", "time left"):
+            shown.add_column(name, no_wrap=True, justify="left" if name in ("task", "state") else "right")
+        for row in rows[:room]:
+            shown.add_row(*row)
+        if len(rows) > room:
+            shown.add_row("...", f"{len(rows) - room} more tasks")
+        # A terminal echoes ^C behind the table: in a full line it would begin another one, which would not be erased.
+        self._live.update(constrain.Constrain(shown, max(1, self._console.width - 4)), refresh=True)
+
+    def stop(self) -> None:
+        """Prints the last lines, removes the table and shows the cursor."""
+        try:
+            self._print_lines()
+        finally:
+            self._live.stop()
+
+    def _print_lines(self) -> None:
+        if self._lines:
+            lines, self._lines = self._lines, []
+            self._console.print(text.Text("\n".join(lines)), soft_wrap=True)
+
+    def _row(
+        self,
+        task: TaskSpec,
+        now: float,
+        running: Collection[TaskSpec],
+        restarting: Collection[TaskSpec],
+        ending: bool,
+    ) -> list[str]:
+        steps = progress.read(self._folder, task.name)
+        if task not in running:
+            state = "restarting" if task in restarting else "ended"
+        elif ending:
+            state = "ending"
+        elif steps is None:
+            state = "serving" if task in self._servers else "starting"
+        else:
+            state = (
+                "evaluating"
+                if task.type == "evaluator"
+                else "finishing"
+                if 0 < steps.total <= steps.done
+                else "training"
+            )
+        if steps is None:
+            self._paces[task] = Pace()
+            return [str(task), state]
+        pace = self._paces[task]
+        if state == "training":
+            pace.look(now, steps)
+        moves = state == "training" and pace.rate is not None
+        return [
+            str(task),
+            state,
+            _of(steps.epoch, steps.epochs) if steps.epoch else "",
+            _of(steps.done, steps.total),
+            f"{pace.rate:.1f}" if moves else "",
+            _duration(pace.seconds_left) if moves and pace.seconds_left is not None else "",
+        ]
+
+
+def _of(number: int, last: int) -> str:
+    return f"{number}/{last}" if last else str(number)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -1,0 +1,126 @@
+"""One run of TensorBoard: a folder of event files, of which the last can be cut where a backup was taken."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import tensorflow as tf
+
+BY_ITERATIONS = "evaluation_{name}_vs_iterations"  # Keras' tag for an evaluation
+_OURS = ".tfdist"  # how the files end that are written here; others in the folder are left alone
+_FLUSH_SECONDS = 10.0
+# TensorBoard's plugins for what is written, and their class of data.
+_SCALAR, _HISTOGRAM = (
+    tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": name}, data_class=data_class)
+    for name, data_class in (("scalars", 1), ("histograms", 2))
+)
+_FLOAT = tf.float32.as_datatype_enum
+_numbers = itertools.count()
+
+
+class Run:
+    """Writes summaries to one folder, of which it is the only writer. Its file is made by the first of them.
+
+    A file may be cut, and another one begun, while TensorBoard reads: it takes what is in the files that it has not read, and
+    a step that is written again replaces what it had from there on.
+
+    Args:
+        folder: A path for `tf.io.gfile`.
+    """
+
+    def __init__(self, folder: str):
+        self._folder = folder
+        self._writer: tf.io.TFRecordWriter | None = None
+        self._flushed = 0.0
+
+    def write(self, values: Mapping[str, float | np.ndarray], step: int, at: float | None = None) -> None:
+        """Writes a value for each tag: a number, or a histogram `[buckets, 3]` of left and right edges and counts.
+
+        Args:
+            values: By tag.
+            step: The step.
+            at: The time, in seconds since the epoch; None means now.
+
+        Raises:
+            tf.errors.OpError: The file cannot be written.
+        """
+        summary = tf.compat.v1.Summary()
+        for tag, value in values.items():
+            if isinstance(value, np.ndarray):
+                summary.value.add(tag=tag, metadata=_HISTOGRAM, tensor=tf.make_tensor_proto(value, tf.float64))
+            else:  # as make_tensor_proto does in ten times the time
+                tensor = {"dtype": _FLOAT, "float_val": [value], "tensor_shape": {}}
+                summary.value.add(tag=tag, metadata=_SCALAR, tensor=tensor)
+        if values:
+            self.write_summary(summary, step, at)
+
+    def write_summary(self, summary: tf.compat.v1.Summary, step: int = 0, at: float | None = None) -> None:
+        """Writes a summary of any of TensorBoard's plugins.
+
+        Raises:
+            tf.errors.OpError: The file cannot be written.
+        """
+        now = time.time()
+        if self._writer is None:
+            tf.io.gfile.makedirs(self._folder)
+            # TensorBoard reads files by the order of their names.
+            name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{_OURS}"
+            self._writer = tf.io.TFRecordWriter(os.path.join(self._folder, name))
+            self._add(tf.compat.v1.Event(wall_time=now, file_version="brain.Event:2"))
+        self._add(tf.compat.v1.Event(wall_time=at or now, step=step, summary=summary))
+        if now - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def _add(self, event: tf.compat.v1.Event) -> None:
+        if self._writer:
+            self._writer.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        """Makes what was written readable."""
+        self._flushed = time.time()
+        if self._writer:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file; what is written later goes to another one."""
+        writer, self._writer = self._writer, None
+        if writer:
+            writer.close()
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the bytes of each file, by its name, once all that was written is in it."""
+        self.flush()
+        return {name: tf.io.gfile.stat(self._path(name)).length for name in self._names()}
+
+    def cut(self, sizes: Mapping[str, int]) -> None:
+        """Removes what was written since `sizes` were taken, by a process that has ended."""
+        self.close()
+        for name in self._names():
+            path = self._path(name)
+            if name not in sizes:
+                tf.io.gfile.remove(path)
+            elif tf.io.gfile.stat(path).length > sizes[name]:
+                with tf.io.gfile.GFile(path, "rb") as file:
+                    kept = file.read(sizes[name])
+                # In one go, as TensorBoard may be reading.
+                with tf.io.gfile.GFile(self._path(f"cut-{os.getpid()}"), "wb") as file:
+                    file.write(kept)
+                tf.io.gfile.rename(self._path(f"cut-{os.getpid()}"), path, overwrite=True)
+
+    def set_aside(self) -> None:
+        """Renames the files, so that TensorBoard does not show them."""
+        self.close()
+        for name in self._names():
+            tf.io.gfile.rename(self._path(name), self._path(name.replace(".tfevents.", ".before.")), overwrite=True)
+
+    def _names(self) -> list[str]:
+        found = tf.io.gfile.listdir(self._folder) if tf.io.gfile.isdir(self._folder) else []
+        return sorted(name for name in found if ".tfevents." in name and name.endswith(_OURS))
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._folder, name)

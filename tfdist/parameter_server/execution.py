@@ -1,0 +1,194 @@
+"""What Keras calls for each execution of steps on the chief: schedules them on the workers, several at once for each."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.compat import unsupported
+from tfdist.engine import Engine
+from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
+from tfdist.parameter_server.traced_step import TracedStep
+from tfdist.parameter_server.worker_dataset import PipelinesIterator
+from tfdist.parameter_server.worker_step import WorkerStep, without_optionals
+from tfdist.runtime.running_means import RunningMeans
+
+# Steps of which a batch hook's logs do not know although they have ended, as they are read together: for each worker, and
+# at least.
+_UNREAD, _UNREAD_LEAST = 4, 10
+ROWS = MAX_IN_FLIGHT + MAX_REORDERED + _UNREAD_LEAST
+
+
+class Execution:
+    """What Keras calls for each execution of one or several steps: schedules them, and returns the logs so far.
+
+    Args:
+        model: The model.
+        engine: Attaches it, if it has been compiled anew.
+        scheduler: Schedules its steps.
+        step: Its `train_step` or `test_step`.
+
+    Attributes:
+        left: How many steps there are left in the epoch or evaluation, where that is known.
+        measured: For TensorBoard, by its tags: how many steps were on their way as one was scheduled; how many others ended
+            while one ran, which is how old its weights were; and how long the chief waited for a batch that it reads itself.
+    """
+
+    def __init__(self, model: keras.Model, engine: Engine, scheduler: Scheduler, step: Callable[[Any], Any]):
+        unsupported.check_model(model)  # it may have been compiled anew
+        engine.attach(model)
+        self.remaining_steps: int | None = None
+        self.measured = RunningMeans()
+        self._ended, self._lock = 0, threading.Lock()  # steps, in all threads together
+        self._model = model
+        self._scheduler = scheduler
+        self._step = step
+        self._trains = step == model.train_step
+        self._steps = int(model.steps_per_execution)
+        self._unread_limit = max(_UNREAD * scheduler.workers, _UNREAD_LEAST)
+        self._worker_step: WorkerStep | None = None
+        self._logs: dict[str, Any] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        # An evaluation gives the same sums whichever worker is the fastest.
+        self._flight = InFlight(self._scheduler, self._end_step, ordered=not self._trains)
+        self._scheduled: dict[int, tuple[TracedStep, int, Callable[[int], int]]] = {}  # by ticket, with its row
+        self._free = collections.deque(range(ROWS * self._scheduler.workers))
+        self._unread: list[int] = []
+        self._begun: int | None = None  # steps since all was drained
+
+    def __call__(self, iterator: Any) -> dict[str, Any]:
+        """Schedules the steps of an execution.
+
+        Raises:
+            ClusterError: A parameter server is lost, or all workers are.
+            ConfigError: The data do not fit; see `WorkerDataset` and `PipelinesIterator`.
+        """
+        left, self.remaining_steps = self.remaining_steps, None
+        for number in range(self._steps if left is None else min(self._steps, left)):
+            try:
+                self._schedule(iterator, left)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if number == 0:
+                    raise
+                break
+        last = left is not None and left <= self._steps
+        if last or not isinstance(iterator, (tf.data.Iterator, PipelinesIterator)):
+            self.drain()  # the last ones of the epoch, or a single one, of train_on_batch
+        elif not self._logs:
+            self._flight.wait_for_first()
+            self._read()
+        return self._logs
+
+    def drain(self) -> None:
+        """Waits until all steps that are scheduled are counted."""
+        while self._flight.count or self._unread:
+            self._flight.drain()
+            self._read()
+        self._begun = None
+
+    def end(self) -> None:
+        """Ends a pass. After an error, steps that are on their way still count if they end within some seconds."""
+        self._flight.wait_after_error()
+        with contextlib.suppress(tf.errors.OpError):  # the servers may be what is lost
+            self._read()
+        if self._trains:
+            self._scheduler.retried_steps += self._flight.retries
+        self._reset()
+
+    def _schedule(self, iterator: Any, left: int | None) -> None:
+        if self._worker_step is None:  # by now metrics have variables
+            self._worker_step = WorkerStep(self._model, self._step, ROWS * self._scheduler.workers)
+        step = self._worker_step
+        if self._begun is None:
+            step.begin()
+            self._begun, self._logs = 0, {}
+        if isinstance(iterator, PipelinesIterator) and not self._trains:
+            self._begun = None
+            self._count_pipelines(step, iterator, left)
+            return
+        spec = getattr(iterator, "element_spec", None)
+        if isinstance(iterator, PipelinesIterator):
+            iterator.check(left)
+            run = iterator.next
+        else:
+            began = time.perf_counter()
+            data = without_optionals(next(iterator))
+            self.measured.add("perf/input_wait_ms", (time.perf_counter() - began) * 1000)
+            run = functools.partial(_run_on, data)
+            spec = data if spec is None else spec
+        traced = step.trace(spec)
+        if not self._free:
+            self.drain()
+            step.begin()
+            self._begun = 0
+        attempt_id, row = step.new_attempt_id(), self._free.popleft()
+        given = step.step_inputs(attempt_id, row, self._begun)
+
+        def function(worker: int) -> int:
+            before = self._ended
+            run(lambda batch: step.call(traced, batch, given), worker)
+            self._count_overlap(before)
+            return attempt_id
+
+        self._begun += 1
+        self._scheduled[attempt_id] = traced, row, function
+        self._flight.add(function)
+        self.measured.add("ps/steps_in_flight", self._flight.count)
+
+    def _count_overlap(self, before: int) -> None:
+        """Counts a step that has ended in this thread, and those that have since `before` were counted."""
+        with self._lock:
+            self.measured.add("ps/staleness", self._ended - before)
+            self._ended += 1
+
+    def _count_pipelines(self, step: WorkerStep, iterator: PipelinesIterator, left: int | None) -> None:
+        traced = step.trace(iterator.element_spec, returns=True)
+        if iterator.results is None:
+            results = iterator.run_all(step, traced, self._scheduler, left)
+            iterator.results = collections.deque(results)
+        if not iterator.results:
+            raise StopIteration
+        self._count(step, traced, iterator.results.popleft())
+
+    def _end_step(self, attempt_id: int) -> None:
+        self._unread.append(attempt_id)
+        if len(self._unread) >= self._unread_limit:
+            self._read()
+
+    def _read(self) -> None:
+        """Counts the steps that have ended."""
+        unread, self._unread = self._unread, []
+        for traced, group in itertools.groupby(unread, key=lambda attempt_id: self._scheduled[attempt_id][0]):
+            attempt_ids = list(group)
+            found = traced.ledger.read(attempt_ids, [self._scheduled[attempt_id][1] for attempt_id in attempt_ids])  # type: ignore[union-attr]
+            self._count(self._worker_step, traced, [numbers for numbers in found if numbers is not None])
+            for attempt_id, numbers in zip(attempt_ids, found, strict=True):
+                if numbers is None:
+                    self._flight.retries += 1
+                    self._flight.add(self._scheduled[attempt_id][2])
+                else:
+                    self._free.append(self._scheduled.pop(attempt_id)[1])
+
+    def _count(self, step: Any, traced: TracedStep, rows: Sequence[np.ndarray]) -> None:
+        if not rows:
+            return
+        logs = step.commit(traced, np.stack(rows))
+        own = step.custom_logs(traced, rows[-1])
+        self._logs.clear()
+        self._logs.update({name: own[name] if name in own else logs[name] for name in traced.names})
+
+
+def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
+    return run(data)

@@ -1,0 +1,67 @@
+"""What a replica's step hands to the losses, layers and optimizers that it calls while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass
+class StepContext:
+    """A replica's part of a batch, and what its optimizer is to do with the gradients.
+
+    Attributes:
+        examples: How many examples of this replica count, a scalar; None where that is not known.
+        part: Returns its part of the batch of all replicas; None where there is one replica. Perhaps a collective.
+        rows: How many rows it holds: as many, but 1 where it has no example. None where that is not known.
+        place: Returns which example of the whole batch is its first, from 0, and how many that has, dealt out evenly. None where
+            the replicas have batches of their own.
+        number: Which step of an execution it is, from 0.
+        data: Its part of the batch.
+        is_compiled: Whether XLA compiles the step.
+        is_alone: Whether there is one replica.
+        optimizer: The one that the model is compiled with.
+        gradient_weight: By what this replica's gradients are multiplied, its part in the sum over all; None means 1.
+        weighs_loss: Whether `optimizer.scale_loss` multiplies the loss by it instead, which costs nothing: if the step is
+            Keras' own, which scales the loss once and applies its gradients once. A step of the user's may scale one loss
+            for two optimizers, or apply gradients of a loss that was not scaled.
+        deferred: Where the arguments of `apply` are kept, instead of being applied; None where they are applied.
+        is_applying: Whether an optimizer that reduces first is applying gradients.
+    """
+
+    examples: tf.Tensor | None
+    part: Callable[[], Any]
+    rows: tf.Tensor | int | None = None
+    place: Callable[[], tuple[tf.Tensor, Any]] | None = None
+    number: Any = 0
+    data: Any = None
+    is_compiled: bool = False
+    is_alone: bool = False
+    optimizer: Any = None
+    gradient_weight: tf.Tensor | float | None = None
+    weighs_loss: bool = False
+    deferred: list[tuple[Any, Any]] | None = None
+    is_applying: bool = False
+
+
+_replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
+
+
+def current() -> StepContext | None:
+    """Returns the context of the step that is being traced in this thread, within `running`; else None."""
+    return getattr(_replica, "context", None)
+
+
+@contextlib.contextmanager
+def running(context: StepContext | None) -> Iterator[None]:
+    """Within it, this is the `current` context; None hides that a step is traced."""
+    before, _replica.context = current(), context
+    try:
+        yield
+    finally:
+        _replica.context = before

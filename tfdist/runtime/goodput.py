@@ -1,0 +1,147 @@
+"""Where the wall time of a run goes: each moment of a process belongs to one part. No TensorFlow here.
+
+A process keeps its seconds by part in a file, so that they outlive it: what comes after it counts on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import psutil
+
+# In the order of a table; the first is what is wanted.
+PARTS = ("steps", "input_wait", "startup", "compilation", "validation", "saving", "other", "restarts", "repeated_steps")
+_FORM = struct.Struct(f"<{1 + len(PARTS)}d")
+_KEEP_SECONDS = 0.1  # between two writes of one part; a write for each step would slow short ones
+
+
+class Record(NamedTuple):
+    """What a ledger's file holds.
+
+    Attributes:
+        until: The time, by `time.time()`, to which it has been counted.
+        seconds: Seconds by part.
+    """
+
+    until: float
+    seconds: dict[str, float]
+
+
+class Ledger:
+    """The seconds of this process by part.
+
+    Args:
+        begins: When the first part, `"startup"`, has begun, by `clock`. None means the start of the process.
+        clock: Returns seconds since the epoch.
+
+    Attributes:
+        seconds: Those of the parts that have ended.
+    """
+
+    def __init__(self, begins: float | None = None, clock: Callable[[], float] = time.time):
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._clock = clock
+        self.begins = psutil.Process().create_time() if begins is None else begins
+        self._since = self.begins
+        self._part = "startup"
+        self._thread = threading.get_ident()
+        self._file: int | None = None
+        self._kept = 0.0
+
+    def switch(self, part: str) -> str:
+        """Ends the current part and begins `part`; returns the one that has ended."""
+        now, before = self._clock(), self._part
+        self.seconds[before] += max(now - self._since, 0.0)  # a clock may be set back
+        self._since, self._part = now, part
+        if self._file is not None and (part != before or not 0 <= now - self._kept < _KEEP_SECONDS):
+            self._kept = now
+            with contextlib.suppress(OSError):  # a full disk costs the table, not the training
+                os.pwrite(self._file, _FORM.pack(now, *(self.seconds[name] for name in PARTS)), 0)
+        return before
+
+    def move(self, seconds: float, part: str) -> None:
+        """Counts seconds of the current part, which are known only now, as another part's; before `switch` ends it."""
+        seconds = min(seconds, self._clock() - self._since)
+        self.seconds[self._part] -= seconds
+        self.seconds[part] += seconds
+
+    @contextlib.contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Counts what is inside as `part`; from another thread than this ledger's, nothing."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        before = self.switch(part)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def now(self) -> dict[str, float]:
+        """Returns seconds by part until now."""
+        self.switch(self._part)
+        return dict(self.seconds)
+
+    def keep(self, path: str | os.PathLike[str]) -> None:
+        """Keeps the seconds in a file from now on, which replaces the one that is there."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self._file, self._kept = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), 0.0
+            self.switch(self._part)
+
+    def go_on(self, before: Record, saved_steps: float, gap: bool) -> None:
+        """Counts on from another process's record.
+
+        Args:
+            before: What that process has left.
+            saved_steps: The seconds of steps, of those recorded, that need not be repeated.
+            gap: Whether the time between the two processes is a restart's; else it does not count.
+        """
+        for part, seconds in before.seconds.items():
+            self.seconds[part] += seconds
+        repeated = max(before.seconds["steps"] - saved_steps, 0.0)
+        self.seconds["steps"] -= repeated
+        self.seconds["repeated_steps"] += repeated
+        if gap:
+            self.seconds["restarts"] += max(self.begins - before.until, 0.0)
+
+    def close(self) -> None:
+        """Leaves the file as it is."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def read(path: str | os.PathLike[str]) -> Record | None:
+    """Returns what a ledger's file holds, or None without a whole one."""
+    try:
+        with open(path, "rb") as file:
+            until, *seconds = _FORM.unpack(file.read())
+    except (OSError, struct.error):
+        return None
+    return Record(until, dict(zip(PARTS, seconds, strict=True)))
+
+
+_ledger: Ledger | None = None
+
+
+def set_ledger(ledger: Ledger | None) -> None:
+    """Makes a ledger the one for which `during` counts; None ends that."""
+    global _ledger
+    _ledger = ledger
+
+
+def current() -> Ledger | None:
+    """Returns the ledger of this process, or None."""
+    return _ledger
+
+
+def during(part: str) -> contextlib.AbstractContextManager[None]:
+    """Counts what is inside as `part` of the process's ledger; without one, nothing."""
+    return contextlib.nullcontext() if _ledger is None else _ledger.during(part)

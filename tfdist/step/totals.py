@@ -1,0 +1,41 @@
+"""`total`, with which a user declares that a number is a sum over the examples of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.gradients import gradient_lists
+from tfdist.replicas import step_context
+
+_TOTAL = "_tfdist_total"
+
+
+def total(value: Any) -> Any:
+    """Declares a number to be a sum over the examples of a batch, in what `add_loss`, a loss function or a `train_step` computes.
+
+    Several replicas take a number for a mean over their examples, and average it. A sum they add up:
+    `self.add_loss(tfdist.total(kl))`. With one replica, and outside of a training or test step, the value stays as it is.
+
+    Args:
+        value: A number: a floating-point tensor of rank 0.
+
+    Returns:
+        What to use in its place.
+    """
+    context = step_context.current()
+    if tf.is_tensor(value):
+        value = tf.identity(value) if context is None or context.is_alone else divide_by_share(value, context.part())
+        setattr(value, _TOTAL, True)
+    return value
+
+
+def is_total(value: Any) -> bool:
+    """Whether `total` has returned a value."""
+    return getattr(value, _TOTAL, False)
+
+
+def divide_by_share(value: Any, part: Any) -> Any:
+    """Returns a sum divided by this replica's share, so that the average by shares is the sum over replicas."""
+    return tf.math.divide_no_nan(value, gradient_lists.factor(part, value.dtype))

@@ -1,0 +1,242 @@
+"""What every rank saves to one path is whole whenever one of them reads it.
+
+It is written beside the path, and complete files replace those that are there. One file may so be replaced by every rank. Of
+several, as a SavedModel and a checkpoint have, one rank's must not be mixed with another's: the rank that comes first writes
+them, and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import io
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.cluster import ClusterSpec, reachability
+from tfdist.compat import tf_cluster, tf_internals
+from tfdist.strategies.base import KerasStrategy
+
+Method = Callable[..., Any]
+
+_PARTIAL = ".partial"
+_FILES = (".weights.h5", ".h5", ".keras")
+
+
+def model_save(keras_own: Method) -> Method:
+    """Returns `Model.save` or `Model.save_weights` that is safe on every rank."""
+
+    @functools.wraps(keras_own)
+    def method(model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        save = functools.partial(outside_of_scopes, keras_own, model)
+        overwrite = kwargs.get("overwrite", args[0] if args else True)
+        simple = not (len(args) > 1 or kwargs.keys() - {"overwrite"})
+        if not (simple and _is_ours(model, filepath) and os.fspath(filepath).endswith(_FILES)):
+            return save(filepath, *args, **kwargs)
+        if not overwrite and tf.io.gfile.exists(filepath):
+            return save(filepath, *args, **kwargs)
+        with beside(filepath) as partial:
+            save(partial)
+        return None
+
+    return method
+
+
+def model_export(keras_own: Method) -> Method:
+    """Returns `Model.export` that is safe on every rank."""
+
+    @functools.wraps(keras_own)
+    def method(model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        export = functools.partial(outside_of_scopes, keras_own, model)
+        if not _is_ours(model, filepath):
+            return export(filepath, *args, **kwargs)
+        path = os.fspath(filepath)
+
+        def write() -> None:
+            with beside(path) as partial, contextlib.redirect_stdout(_Renaming(sys.stdout, partial, path)):
+                export(partial, *args, **kwargs)  # which says where it has written
+
+        by_one(model.distribute_strategy, path, write)
+        return None
+
+    return method
+
+
+def checkpoints_by_one(strategy: KerasStrategy) -> None:
+    """Has `tf.train.Checkpoint`, its manager and SavedModels' variables written once for all ranks of `strategy`.
+
+    Variables on parameter servers are written by the chief: a server's disk may be another one.
+    """
+
+    def save(own: Callable[[str], Any], prefix: str) -> Any:
+        def write() -> None:
+            with beside(prefix) as partial:
+                own(partial)
+
+        if _PARTIAL in prefix:  # of a SavedModel that is being written
+            return own(prefix)
+        by_one(strategy, prefix, write)
+        return tf.constant(prefix)
+
+    device = "/job:chief/task:0/device:CPU:0" if strategy.traits.asynchronous else None
+    tf_internals.replace_checkpoint_writer(save, device)
+
+
+_saves: collections.Counter[tuple[str, int]] = collections.Counter()  # this task's, of a path between two steps
+
+
+def by_one(strategy: KerasStrategy, path: str, write: Callable[[], None]) -> None:
+    """Calls `write` on the first task that comes; the others wait for it. Where one does not find its files, it writes its own.
+
+    Nobody waits for a task that does not come, so that one alone may save, too.
+
+    Args:
+        strategy: The strategy whose tasks save.
+        path: Where.
+        write: What writes there.
+    """
+    if strategy.cluster_task is None:
+        return write()
+    cluster, task = strategy.cluster_task
+    tasks = cluster.training_tasks()
+    path = os.path.abspath(path) if "://" not in path else path
+    when = path, strategy.executions
+    _saves[when] += 1
+    key = f"tfdist/saved/{strategy.executions}/{_saves[when]}/{path}"
+    try:
+        tf_cluster.publish(key, str(tasks.index(task)))
+    except tf.errors.AlreadyExistsError:
+        if (files := _wait_for_first(cluster, key)) == "" or files != _files_at(path):
+            write()
+        return None
+    except tf.errors.OpError:  # the task that keeps the texts has ended
+        return write()
+    try:
+        write()
+    finally:
+        with contextlib.suppress(tf.errors.OpError):
+            tf_cluster.publish(f"{key}/done", _files_at(path))
+    return None
+
+
+def _wait_for_first(cluster: ClusterSpec, key: str) -> str:
+    """Returns what files the task that came first has left; an empty text if it has ended before, or left none."""
+    missed = 0
+    with contextlib.suppress(tf.errors.OpError):
+        first = cluster.training_tasks()[int(tf_cluster.published(key, 1000))]
+        while missed < 2:  # the network may have hesitated
+            with contextlib.suppress(tf.errors.DeadlineExceededError):
+                return tf_cluster.published(f"{key}/done", 1000)
+            ended = reachability.unreachable_tasks(cluster, [first], serving=True).get(first) in reachability.ENDED
+            missed = missed + 1 if ended else 0
+    return ""
+
+
+def _files_at(path: str) -> str:
+    """Returns names, sizes and times of the files of a folder, or of a checkpoint; empty where there are none."""
+    isdir = tf.io.gfile.isdir(path)
+    found = [os.path.join(path, name) for name in tf.io.gfile.listdir(path)] if isdir else [f"{path}.index", path]
+    described = []
+    for name in sorted(found):
+        with contextlib.suppress(tf.errors.NotFoundError):
+            stat = tf.io.gfile.stat(name)
+            described.append(f"{name}:{stat.length}:{stat.mtime_nsec}")
+    return " ".join(described)
+
+
+@contextlib.contextmanager
+def beside(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yields a name beside `path`; what is written under it (a file, a folder, a checkpoint's files) replaces what is at `path`.
+
+    Each file is replaced in one step, so that a reader finds no half of one, whoever else writes the same.
+    """
+    path = os.fspath(path).rstrip("/")
+    suffix = next((each for each in _FILES if path.endswith(each)), os.path.splitext(path)[1])
+    partial = f"{path.removesuffix(suffix)}.{uuid.uuid4().hex[:8]}{_PARTIAL}{suffix}"
+    try:
+        yield partial
+        for written in sorted(_beginning_with(partial)):  # a checkpoint's index comes after its data
+            _put(written, path + written.removeprefix(partial))
+    finally:
+        for left in _beginning_with(partial):
+            remove = tf.io.gfile.rmtree if tf.io.gfile.isdir(left) else tf.io.gfile.remove
+            with contextlib.suppress(tf.errors.OpError):
+                remove(left)
+
+
+def _beginning_with(prefix: str) -> list[str]:
+    folder, name = os.path.split(prefix)
+    if not tf.io.gfile.isdir(folder or "."):
+        return []
+    found = (each.rstrip("/") for each in tf.io.gfile.listdir(folder or "."))
+    return [os.path.join(folder, each) for each in found if each.startswith(name)]
+
+
+def _put(written: str, path: str) -> None:
+    """Replaces what is at `path`; of a folder file by file, those at its top last, which say that the rest is there.
+
+    Where no folder is yet, it appears in one step.
+    """
+    if not tf.io.gfile.isdir(written):
+        tf.io.gfile.rename(written, path, overwrite=True)
+        return
+    if "://" not in path:
+        with contextlib.suppress(tf.errors.OpError):  # there is one
+            tf.io.gfile.rename(written, path)
+            return
+    for folder, _, files in tf.io.gfile.walk(written, topdown=False):
+        target = path + folder.rstrip("/").removeprefix(written)
+        tf.io.gfile.makedirs(target)
+        for name in sorted(files):
+            tf.io.gfile.rename(os.path.join(folder, name), os.path.join(target, name), overwrite=True)
+
+
+class _Renaming(io.TextIOBase):
+    """Writes to `out`, where one name takes the place of another."""
+
+    def __init__(self, out: Any, name: str, shown: str):
+        self._out, self._name, self._shown = out, name, shown
+
+    def write(self, text: str) -> int:
+        self._out.write(text.replace(self._name, self._shown))
+        return len(text)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
+def _is_ours(model: keras.Model, filepath: Any) -> bool:
+    return isinstance(model.distribute_strategy, KerasStrategy) and isinstance(filepath, (str, os.PathLike))
+
+
+def outside_of_scopes(function: Method, *args: Any, **kwargs: Any) -> Any:
+    """Returns what `function` returns, called where no strategy's scope is open.
+
+    To save a model Keras creates a second optimizer. In the scope of several workers its variables would be sent to the
+    others, of whom none may be saving.
+    """
+    if not tf.distribute.has_strategy():
+        return function(*args, **kwargs)
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            found.append(function(*args, **kwargs))
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=call, name="outside_of_scopes")  # a scope is its thread's
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]

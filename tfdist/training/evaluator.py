@@ -1,0 +1,163 @@
+"""The evaluator: a process beside the cluster that evaluates each backup of a training, and the trained model."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.backup.save_point import SavePoint
+from tfdist.backup.storage import CorruptBackupError, Storage
+from tfdist.backup.weights import load_weights, read_weights
+from tfdist.config import TrainConfig, registry
+from tfdist.config.train import backup_arguments
+from tfdist.errors import ConfigError
+from tfdist.runtime import progress
+from tfdist.runtime.log import logger
+from tfdist.training import configured
+from tfdist.training.evaluation_log import EvaluationLog
+from tfdist.training.trainer import Trainer
+
+MODEL = "model.keras"
+_EVERY = 0.5  # seconds between two looks for a backup
+_SETTLES_WITHIN = 3.0  # seconds in which what is being removed, or does not show yet on this host, looks damaged
+
+
+def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> None:
+    """Evaluates the backups of a training that other processes run, on one device, until it has finished.
+
+    Args:
+        config: What is trained, checked by `validation.check`.
+        workdir: The training's work directory.
+        task: This task's name.
+
+    Raises:
+        ConfigError: There is no validation data.
+    """
+    trainer = Trainer("one_device", cluster=False)
+    configured.prepare_process(config)
+    trained = registry.resolve("task", config.task, registry.TASKS)(config.task_options)
+    data = trained.eval_data(config.global_batch_size or config.per_replica_batch_size)
+    if data is None:
+        raise ConfigError(f"The evaluator needs validation data, but eval_data() of task {config.task!r} returns None.")
+    model = configured.build_model(trainer, config, trained, keras.optimizers.SGD)  # which it never uses
+    backup_dir = backup_arguments(config, workdir)["backup_dir"]
+    Evaluator(trainer, model, data, backup_dir, workdir, task, final_differs=config.optimizer.use_ema).run()
+
+
+class Evaluator:
+    """Follows the backups of a training in another process. It takes part in no collective, and writes no backup.
+
+    Args:
+        trainer: A trainer of one device.
+        model: The model of the training, compiled.
+        data: The validation data.
+        backup_dir: Where the training's backups are.
+        workdir: The run's work directory.
+        task: This task's name.
+        final_differs: Whether the trained model's weights are others than those of the last backup.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        model: keras.Model,
+        data: tf.data.Dataset,
+        backup_dir: str,
+        workdir: pathlib.Path,
+        task: str,
+        final_differs: bool,
+    ):
+        self._trainer, self._model, self._data = trainer, model, data
+        self._storage = Storage(backup_dir, 0, 1)
+        self._workdir = workdir
+        self._final_differs = final_differs
+        self._log = EvaluationLog(workdir, task)
+        self._progress = progress.Progress(task)
+        self._signs_of_life = keras.callbacks.LambdaCallback()
+        self._signs_of_life.on_test_batch_end = lambda batch, logs=None: self._progress.touch()
+        self._seen: set[tuple[SavePoint, int]] = set()  # with the time when it was written
+        self._doubtful: dict[tuple[SavePoint, int], float] = {}  # and since when it looks damaged
+
+    def run(self) -> None:
+        """Evaluates each complete backup, then the trained model; returns when the training has finished and all is evaluated."""
+        if not self._model.built:
+            self._trainer.evaluate(self._model, self._data.take(1), verbose=0)
+        logger.info(f"evaluating each backup that comes to {self._storage.folder}")
+        while True:
+            summary = self._summary()  # first: what the training wrote before is then seen below
+            found = False
+            for point, manifest, weights in self._new_backups():
+                found = True
+                load_weights(self._model, weights, self._storage.path(point))
+                step, epoch = point.step, manifest["position"]["epoch"]
+                self._evaluate(manifest.get("training", ""), step, epoch, point.folder, self._storage.path(point))
+            if not found and summary and not self._doubtful:
+                self._evaluate_final(summary)
+                return
+            if not found:
+                time.sleep(_EVERY)
+
+    def _summary(self) -> dict[str, Any] | None:
+        """Returns the summary of the training once it has finished: the file of an earlier one does not count."""
+        path = self._workdir / "summary.json"
+        try:
+            begun = max((self._workdir / "config.json").stat().st_mtime, progress.launched())
+            return json.loads(path.read_text()) if path.stat().st_mtime >= begun else None
+        except FileNotFoundError:
+            return None
+
+    def _new_backups(self) -> Iterator[tuple[SavePoint, Mapping[str, Any], Any]]:
+        """Yields backups that are to be evaluated, the oldest first; the training may remove them meanwhile."""
+        points, doubtful = self._storage.points(), {}
+        newest = next(filter(self._storage.is_complete, points), None)
+        for point in reversed(points):
+            complete = self._storage.is_complete(point)
+            key = (point, self._storage.written_at(point) if complete else 0)
+            if key in self._seen:
+                continue
+            why = ""
+            try:
+                if complete:
+                    manifest = self._storage.read_manifest(point)
+                    if not self._log.contains(manifest.get("training", ""), point.step):
+                        weights = read_weights(self._storage, point, manifest)
+                        self._seen.add(key)
+                        yield point, manifest, weights
+                    self._seen.add(key)
+                elif newest and point < newest and self._storage.has_begun(point):
+                    why = f"{self._storage.path(point)} was not finished"
+            except CorruptBackupError as e:
+                why = str(e) if self._storage.is_complete(point) else ""
+            since = self._doubtful.get(key, time.monotonic())
+            if why and time.monotonic() - since > _SETTLES_WITHIN:
+                self._seen.add(key)
+                logger.warning(f"{why}; the evaluator leaves this backup out")
+            elif why:
+                doubtful[key] = since
+        self._doubtful = doubtful
+
+    def _evaluate_final(self, summary: Mapping[str, Any]) -> None:
+        training, step = summary.get("training") or "", summary["steps"]
+        if self._log.contains(training, step, MODEL if self._final_differs else ""):
+            return
+        path = self._workdir / MODEL
+        with warnings.catch_warnings():
+            # The optimizer has no slots here, as it trains nothing.
+            warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
+            self._model.load_weights(path)
+        self._evaluate(training, step, summary["epochs"], MODEL, str(path))
+
+    def _evaluate(self, training: str, step: int, epoch: int, backup: str, path: str) -> None:
+        self._progress.write(done=step, epoch=epoch)
+        arguments = {"verbose": 0, "return_dict": True, "callbacks": [self._signs_of_life]}
+        metrics = self._trainer.evaluate(self._model, self._data, **arguments)
+        self._log.add(training, step, epoch, backup, metrics)
+        told = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items() if isinstance(value, float))
+        logger.info(f"step {step} (epoch {epoch}): {told}, of {path}")

@@ -1,0 +1,75 @@
+"""A loop of the user's own around a step: what Keras' `fit` does, but for the step, which the user calls."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.compat import keras_loops
+from tfdist.replicas import batch_splitting
+from tfdist.training.step_model import StepModel
+
+
+def batches(
+    model: StepModel,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: str | int = 0,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+    shuffle: bool = True,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+) -> Generator[Any, None, None]:
+    """Yields each batch of a training, and calls the callbacks as `fit` does.
+
+    Args:
+        model: The step's model.
+        x: As for `fit`, likewise the others.
+        y: The targets.
+        sample_weight: The weights of the examples.
+        batch_size: Examples per step, over all replicas.
+        epochs: The last epoch.
+        verbose: Whether to show progress.
+        callbacks: What is called.
+        shuffle: Whether to shuffle arrays.
+        initial_epoch: The first epoch, from 0.
+        steps_per_epoch: Steps of an epoch.
+    """
+    strategy = model.distribute_strategy
+    data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "shuffle": shuffle}
+    with strategy.running_method("fit"):
+        loop = keras_loops.make_loop(strategy, **data, steps_per_epoch=steps_per_epoch)
+        keras_loops.build_method(model)(iterator=loop)
+    loop.reset()
+    shown: dict[str, Any] = {
+        "add_progbar": verbose != 0,
+        "verbose": verbose,
+        "epochs": epochs,
+        "steps": loop.num_batches,
+    }
+    hooks = keras.callbacks.CallbackList(list(callbacks), add_history=True, model=model, **shown)
+    model.stop_training = False
+    model.make_train_function()
+    hooks.on_train_begin()
+    for epoch in range(keras_loops.initial_epoch(model) or initial_epoch, epochs):
+        model.reset_metrics()
+        hooks.on_epoch_begin(epoch)
+        with loop.catch_stop_iteration():
+            for begin, end, iterator in loop:
+                hooks.on_train_batch_begin(begin)
+                batch = next(iterator)
+                if batch_splitting.is_over(batch, strategy):
+                    raise StopIteration
+                yield batch
+                hooks.on_train_batch_end(end, model.logs)
+                if model.stop_training:
+                    break
+        hooks.on_epoch_end(epoch, dict(model.logs))
+        if model.stop_training:
+            break
+    hooks.on_train_end(model.logs)
