@@ -135,7 +135,7 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     cluster, prefixes = network_namespaces.assign_namespaces(config.cluster.workers, config.cluster.ps, netns)
     environ = {**os.environ, _SOURCE: "tf_config"}
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
-    limits["evaluator"] = config.cluster.evaluator > 0
+    limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True}
     return Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
 
 

@@ -371,6 +371,38 @@ def test_restarts_that_are_spent_are_said(job):
     assert "worker:0 failed with exit code 7; all 1 restarts are spent; ending all tasks" in job.output()
 
 
+def test_a_restart_takes_other_ports_than_one_that_has_been_stolen(job):
+    """The launcher's own choice may have gone to another program for good."""
+    code = f"""{LIFE}
+import socket
+jobs = json.loads(os.environ["TF_CONFIG"])["cluster"]
+print("at", json.dumps(jobs), flush=True)
+port = int(jobs["worker"][1].rpartition(":")[2])
+if TASK["index"] == 1 and LIFE == 0:
+    thief = "import socket, time; s = socket.create_server(('', " + str(port) + ")); print('has it', flush=True); time.sleep(60)"
+    subprocess.Popen([sys.executable, "-c", thief, sys.argv[1]], stdout=open("taken", "w"), stderr=subprocess.DEVNULL, start_new_session=True)
+    await_file("taken")
+if TASK["index"] == 1:
+    socket.create_server(("", port)).close()
+"""
+    assert job.run(code, "--workers=2", "--max_restarts=2") == 0, job.output()
+    assert job.output().count("Address already in use") >= 1
+    for task in ("worker-0", "worker-1"):
+        first, second = (json.loads(line[3:]) for line in job.log(task).splitlines() if line.startswith("at "))
+        assert not {*first["worker"]} & {*second["worker"]}, "the ports are new"
+    ended = job.alive()  # the thief, which the test has started
+    assert len(ended) == 1
+    os.kill(ended[0], signal.SIGKILL)
+
+
+def test_addresses_that_the_launcher_is_given_stay(tmp_path):
+    output = io.BytesIO()
+    command = ["sh", "-c", f'echo "$TF_CONFIG"; cd {tmp_path}; test -e there || {{ touch there; exit 3; }}']
+    cluster = local_cluster(1)
+    assert Launcher(command, cluster, tmp_path / "logs", output=output, max_restarts=1).run() == 0
+    assert output.getvalue().count(cluster.address(cluster.chief).encode()) == 2
+
+
 def test_a_step_that_fails_three_times_ends_the_run(job):
     assert job.run(f"{TELL}tell(12, 10)\nos.abort()", "--max_restarts=9") == 128 + signal.SIGABRT
     assert job.output().count("restart ") == 2
@@ -461,7 +493,7 @@ def test_a_signal_that_comes_while_tasks_are_started_is_heeded(tmp_path, monkeyp
 
     def interrupted(self, spec):
         start(self, spec)
-        self._on_signal(signal.SIGTERM, None)
+        self._signals.append(signal.SIGTERM)
 
     monkeypatch.setattr(Launcher, "_start", interrupted)
     began = time.monotonic()

@@ -25,6 +25,13 @@ def local_cluster(workers: int, ps: int = 0) -> ClusterSpec:
     return ClusterSpec({job: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for job, count in counts.items()})
 
 
+def on_free_ports(cluster: ClusterSpec) -> ClusterSpec:
+    """Returns a cluster of the same tasks on other ports, which are free on this machine."""
+    ports = iter(free_ports(len(cluster.tasks())))
+    hosts = {job: [address.rpartition(":")[0] for address in addresses] for job, addresses in cluster.jobs.items()}
+    return ClusterSpec({job: [f"{host}:{next(ports)}" for host in each] for job, each in hosts.items()})
+
+
 def free_ports(count: int) -> list[int]:
     """Returns ports of this machine that nobody listens on.
 

@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
             prefixes=prefixes,
             grace_seconds=values.grace_seconds,
             max_restarts=values.max_restarts,
+            fresh_ports=True,
         )
         return launcher.run()
     except flags.IllegalFlagValueError as e:

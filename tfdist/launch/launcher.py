@@ -9,15 +9,15 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import IO
 
-from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.cluster import ClusterSpec, TaskSpec, local
 from tfdist.launch.evaluator_process import EvaluatorProcess
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import LauncherOutput
-from tfdist.launch.process import Failure, TaskProcess, last_error_line, put_away_logs, signal_name, task_environ
+from tfdist.launch.process import Failure, TaskProcess, last_error_line, put_away_logs, task_environ
 from tfdist.launch.restart_policy import RestartPolicy
+from tfdist.launch.signals import heeded, signal_name
 from tfdist.runtime import exit_status, progress
 
 _ALONE = (
@@ -44,6 +44,7 @@ class Launcher:
         max_restarts: How many restarts failures may cost; 0 means that the first failure ends the job.
         prefixes: For a task, words before its command, which run the command in their place, such as `nsenter`.
         evaluator: Whether to run the command as the task `evaluator:0`, too: beside the cluster, and without its GPUs.
+        fresh_ports: Whether tasks that all start again get other ports: those of `cluster` are this machine's, and nobody else's choice.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -62,6 +63,7 @@ class Launcher:
         max_restarts: int = 0,
         prefixes: Mapping[TaskSpec, Sequence[str]] | None = None,
         evaluator: bool = False,
+        fresh_ports: bool = False,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
@@ -72,7 +74,7 @@ class Launcher:
         self._output = LauncherOutput(output)
         self._tasks: list[TaskProcess] = []
         self._running: list[TaskProcess] = []
-        self._has_evaluator = evaluator
+        self._has_evaluator, self._fresh_ports = evaluator, fresh_ports
         self._later: list[tuple[float, TaskSpec]] = []  # when to start a worker again
         self._signals: list[int] = []
         self._kill_at = float("inf")
@@ -94,11 +96,9 @@ class Launcher:
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         put_away_logs(self._log_dir)
-        # What is ignored stays so, as under nohup.
-        heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-        caught = {n: signal.signal(n, self._on_signal) for n in heeded}
         try:
             with (
+                heeded(self._signals.append),
                 Guardian() as self._guardian,
                 tempfile.TemporaryDirectory(prefix="tfdist-") as self._progress,
                 EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
@@ -109,13 +109,13 @@ class Launcher:
                 self._run_once()
                 while self._restart and not self._signals:
                     self._wait()
+                    if self._fresh_ports:  # another program may have taken one
+                        self._cluster = local.on_free_ports(self._cluster)
                     self._run_once()
                 if not self._preempted and self.failure is None:
                     self._evaluator.finish(lambda: bool(self._signals), self._refresh)
                 alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
         finally:
-            for number, handler in caught.items():
-                signal.signal(number, handler)
             self._output.count_warnings()
             self._output.stop_table()
         if self._preempted:
@@ -125,9 +125,6 @@ class Launcher:
         if alone and not self.failure:
             self._output.say(_ALONE)
         return self.failure.status if self.failure else 0
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
 
     def _run_once(self) -> None:
         """Starts all tasks, and returns when all have ended."""

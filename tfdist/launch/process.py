@@ -16,6 +16,7 @@ import psutil
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.launch import line_kinds
+from tfdist.launch.signals import signal_name
 from tfdist.runtime import progress
 
 _TAIL_LINES = 20
@@ -196,10 +197,3 @@ def last_error_line(lines: Sequence[bytes]) -> str:
 def _shortened(line: bytes) -> str:
     text = line.decode(errors="replace").strip().rstrip(".:;, ")
     return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 3] + "..."
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
