@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 from tfdist.cluster import task_versions
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
-from tfdist.errors import ClusterError
+from tfdist.errors import ClusterError, truncate
 
 PREFIX = b"tfdist "
 MAX_BYTES = 4096  # of a greeting
+_NO_SERVER = "Could not start gRPC server"  # TensorFlow's error; of a type that varies
 
 
 def encode_greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
@@ -30,15 +31,11 @@ def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
     Raises:
         ClusterError: The port is taken, by another process that is named if the system tells, or only root may use it.
     """
-    port = int(cluster.address(task).rsplit(":", 1)[1])
     try:
-        listener = _listener(port)
+        listener = _listener(_port(cluster, task))
     except OSError as e:
         taken = e.errno == errno.EADDRINUSE
-        why = f"is taken{_owner(port)}. End that, or" if taken else f"cannot be had ({(e.strerror or str(e)).lower()});"
-        raise ClusterError(
-            f"{task} cannot listen at {cluster.address(task)}: port {port} {why} give the task another port."
-        ) from None
+        raise _port_error(cluster, task, "" if taken else (e.strerror or str(e)).lower()) from None
     said = encode_greeting(cluster, task).encode() + b"\n" + task_versions.encode() + b"\n"
 
     def answer() -> None:
@@ -57,6 +54,34 @@ def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         listener.close()
+
+
+@contextlib.contextmanager
+def naming_port_owner(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
+    """Names the port and its owner where TensorFlow's server, which is started inside, cannot listen. TensorFlow names neither.
+
+    Raises:
+        ClusterError: Another process has taken the port since `listening_for_peers` has left it.
+    """
+    try:
+        yield
+    except Exception as e:
+        if _NO_SERVER not in str(e):
+            raise
+        raise _port_error(cluster, task) from e
+
+
+def _port(cluster: ClusterSpec, task: TaskSpec) -> int:
+    return int(cluster.address(task).rsplit(":", 1)[1])
+
+
+def _port_error(cluster: ClusterSpec, task: TaskSpec, reason: str = "") -> ClusterError:
+    """Returns the error of a task that cannot listen at its port, as the port is taken unless a reason is given."""
+    port = _port(cluster, task)
+    why = f"cannot be had ({reason});" if reason else f"is taken{_owner(port)}. End that, or"
+    return ClusterError(
+        f"{task} cannot listen at {cluster.address(task)}: port {port} {why} give the task another port."
+    )
 
 
 def _listener(port: int) -> socket.socket:
@@ -88,13 +113,15 @@ def _listener(port: int) -> socket.socket:
 
 
 def _owner(port: int) -> str:
-    """Returns ` by pid 4711 (python)` where the system tells who listens at a port."""
+    """Returns ` by pid 4711 (python serve.py)` where the system tells who listens at a port."""
     import psutil
 
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
-                return f" by pid {connection.pid} ({psutil.Process(connection.pid).name()})"
+                process = psutil.Process(connection.pid)
+                command = " ".join(" ".join(process.cmdline()).split()) or process.name()  # in one line
+                return f" by pid {process.pid} ({truncate(command)})"
     except (psutil.Error, OSError):
         pass
     return ""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from tfdist.cluster import greeting, missing_tasks, proxies, reachability, task_versions
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.errors import ClusterError
+from tfdist.runtime import blocking_call
 from tfdist.runtime.log import TO_STDERR, logger
 
 START_TIMEOUT = 300.0  # seconds
@@ -103,10 +104,15 @@ def startup_barrier(cluster: ClusterSpec, task: TaskSpec, timeout: float = START
 def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> Iterator[None]:
     """Prints every 10 s which tasks TensorFlow waits for inside, and ends the process if that takes too long.
 
+    What runs inside must release the interpreter's lock (`compat.tf_cluster.releasing_lock`). SIGINT and SIGTERM end the process at once.
+
     Args:
         cluster: The cluster.
         task: This process's task.
         timeout: Seconds.
+
+    Raises:
+        ClusterError: TensorFlow's server inside cannot listen, as this task's port is taken.
     """
     others = [other for other in cluster.tasks() if other != task]
     ends = time.monotonic() + timeout
@@ -115,7 +121,7 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
     def watch() -> None:
         while not done.wait(min(_REPORT_EVERY, max(0.0, ends - time.monotonic()))):
             absent = (
-                missing_tasks.format_tasks(cluster, reachability.unreachable_tasks(cluster, others))
+                missing_tasks.format_tasks(cluster, reachability.unreachable_tasks(cluster, others, serving=True))
                 or "others, though all can be reached: see their logs"
             )
             over = time.monotonic() >= ends
@@ -128,7 +134,8 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
                 os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="tfdist-start").start()
-    try:
-        yield
-    finally:
-        done.set()
+    with blocking_call.signals_end_process(), greeting.naming_port_owner(cluster, task):
+        try:
+            yield
+        finally:
+            done.set()

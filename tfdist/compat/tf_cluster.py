@@ -6,7 +6,9 @@ the constants that begin with `TF_`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +16,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context as eager_context
+from tensorflow.python.framework import errors_impl as errors
 from tensorflow.python.ops.collective_ops import all_gather_v2 as all_gather
 from tensorflow.python.ops.collective_ops import all_reduce_v2 as all_reduce
 from tensorflow.python.ops.collective_ops import all_to_all_v2 as all_to_all
@@ -67,6 +70,50 @@ def abort_collectives(code: int, message: str) -> None:
 # The server and the coordination service
 
 TF_SERVES = "_std_server_started"
+TF_CONNECT = "TFE_EnableCollectiveOps"
+TF_STATUS = ("TF_NewStatus", "TF_GetCode", "TF_Message", "TF_DeleteStatus")
+
+
+@contextlib.contextmanager
+def releasing_lock() -> Iterator[None]:
+    """Has TensorFlow connect the tasks inside without the interpreter's lock, which it would hold until the last one has come.
+
+    No other thread of Python would run meanwhile: none could say who is missing, or hear a signal. TensorFlow's binding does no more
+    than `_connect`, but for the lock: ctypes releases it. A system whose TensorFlow hides its C interface keeps the binding.
+    """
+    if not hasattr(ctypes.CDLL(None), TF_CONNECT):
+        yield
+        return
+    before = getattr(eager_context.pywrap_tfe, TF_CONNECT)
+    setattr(eager_context.pywrap_tfe, TF_CONNECT, _connect)
+    try:
+        yield
+    finally:
+        setattr(eager_context.pywrap_tfe, TF_CONNECT, before)
+
+
+def _connect(context: Any, server_def: bytes) -> None:
+    """Starts TensorFlow's server and connects it with the others, as `TFE_EnableCollectiveOps` of its C interface.
+
+    Args:
+        context: The capsule of TensorFlow's context.
+        server_def: A serialized `ServerDef`.
+    """
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.argtypes, pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+    library = ctypes.CDLL(None)
+    connect, new, code, message, delete = (getattr(library, name) for name in (TF_CONNECT, *TF_STATUS))
+    connect.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p]
+    new.restype, message.restype = ctypes.c_void_p, ctypes.c_char_p
+    code.argtypes = message.argtypes = delete.argtypes = [ctypes.c_void_p]
+    status = new()
+    try:
+        connect(pointer(context, None), server_def, len(server_def), status)
+        if number := code(status):
+            text = message(status).decode(errors="replace")
+            raise errors.exception_type_from_error_code(number)(None, None, text)
+    finally:
+        delete(status)
 
 
 def keep_server(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:

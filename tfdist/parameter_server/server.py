@@ -9,8 +9,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, preflight, reachability
-from tfdist.errors import ClusterError
+from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, reachability
 from tfdist.parameter_server import termination
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
@@ -46,12 +45,8 @@ def serve(
     # A thread waits for each peer: with fewer they might wait for each other.
     options.inter_op_parallelism_threads = max(os.cpu_count() or 1, len(cluster.tasks()) + 1)
     addresses = tf.train.ClusterSpec({job: list(addresses) for job, addresses in cluster.jobs.items()})
-    try:
+    with greeting.naming_port_owner(cluster, task):
         server = tf.distribute.Server(addresses, task.type, task.index, protocol="grpc", config=options)
-    except (tf.errors.OpError, RuntimeError) as e:
-        raise ClusterError(
-            f"{task} cannot serve at {cluster.address(task)}: {str(e).splitlines()[0]}. Is the port taken?"
-        ) from e
     heard = Preemption(grace_seconds)
     heard.listen()
     logger.info(f"{task} serves at {cluster.address(task)}")

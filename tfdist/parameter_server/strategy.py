@@ -18,7 +18,7 @@ from tfdist.cluster import ClusterSpec, greeting, preflight, proxies
 from tfdist.cluster.spec import ClusterTask
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.config import StrategyConfig
-from tfdist.errors import ClusterError, ConfigError
+from tfdist.errors import ConfigError
 from tfdist.parameter_server import server, termination
 from tfdist.strategies import base
 from tfdist.strategies.model_methods import USE_TRAINER
@@ -155,12 +155,7 @@ def parameter_server(
     with greeting.listening_for_peers(spec, task):
         # TensorFlow would wait in silence.
         preflight.wait_until_reachable(spec, [other for other in spec.tasks() if other != task], start_timeout)
-    try:
-        with preflight.startup_watchdog(spec, task, start_timeout):
-            made = ParameterServerStrategy(spec, config.placement)
-    except tf.errors.UnknownError as e:
-        raise ClusterError(
-            f"{task} cannot serve at {spec.address(task)}: {e.message.splitlines()[0]}. Is the port taken?"
-        ) from e
+    with preflight.startup_watchdog(spec, task, start_timeout):
+        made = ParameterServerStrategy(spec, config.placement)
     atexit.register(termination.publish_exit_code, spec)
     return made

@@ -117,6 +117,11 @@ def end_at_once(*_: object) -> None:
     os._exit(exit_status.PREEMPTED)
 
 
+def is_listening() -> bool:
+    """Whether a thread of a `Preemption` hears SIGTERM."""
+    return signal.getsignal(signal.SIGTERM) is _ignore
+
+
 def _ignore(*_: object) -> None:
     pass
 

@@ -129,7 +129,7 @@ def multi_worker_mirrored(
         implementation=tf.distribute.experimental.CommunicationImplementation[config.implementation.upper()],
     )
     try:
-        with watched:
+        with tf_cluster.releasing_lock(), watched:
             strategy = MultiWorkerMirroredStrategy(resolver, options)
     except RuntimeError as e:
         if "program startup" not in str(e):
