@@ -1,6 +1,7 @@
 """The private names of Keras and TensorFlow that tfdist leans on: says which seam a release has moved."""
 
 import concurrent.futures
+import ctypes
 import inspect
 import re
 
@@ -75,6 +76,19 @@ def test_keras_saves_and_trains_by_methods_of_its_model():
             "seam keys: of a second strategy in one process"
         )
     assert f'getattr(self, "{tf_cluster.TF_SERVES}", False)' in inspect.getsource(several), "seam server: started again"
+
+
+def test_tasks_are_connected_by_a_function_of_the_c_interface():
+    moved = "seam connect: TensorFlow connects tasks elsewhere, with the interpreter's lock held"
+    call = f"pywrap_tfe.{tf_cluster.TF_CONNECT}("
+    assert call in inspect.getsource(context.Context.ensure_initialized), moved
+    assert call in inspect.getsource(context.Context.enable_collective_ops), moved
+    library = ctypes.CDLL(None)
+    assert all(hasattr(library, name) for name in (tf_cluster.TF_CONNECT, *tf_cluster.TF_STATUS)), moved
+    bound = getattr(context.pywrap_tfe, tf_cluster.TF_CONNECT)
+    with tf_cluster.releasing_lock():
+        assert getattr(context.pywrap_tfe, tf_cluster.TF_CONNECT) is not bound
+    assert getattr(context.pywrap_tfe, tf_cluster.TF_CONNECT) is bound
 
 
 def test_checkpoints_are_written_by_one_method():
