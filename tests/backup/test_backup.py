@@ -814,3 +814,33 @@ def test_a_folder_of_an_unknown_kind_is_refused():
         ConfigError, match=r"backup_dir must be a folder that TensorFlow can reach. Received: 'foo://x'"
     ):
         tfdist.BackupAndRestore("foo://x")
+
+
+class Captures(Counter):
+    """Counts how often its state is taken."""
+
+    captures = 0
+
+    def state_dict(self):
+        self.captures += 1
+        return super().state_dict()
+
+
+def test_a_validation_after_a_backup_needs_no_second_copy(trainer, tmp_path):
+    """The state is taken before a validation only if none of that step is saved already."""
+    counts = []
+    for freq in (STEPS, 1000):
+        captures = Captures()
+        how = {"callbacks": [captures], "validation": (X[:24], Y[:24])}
+        life(trainer, backup(tmp_path / str(freq), freq, **PREEMPTED), **how)
+        counts.append(captures.captures)
+    # Once by `check`, at the end of each epoch's steps or before its validation, and at the end of all.
+    assert counts == [1 + 3 + 1] * 2
+    expected, _ = life(trainer, None, validation=(X[:24], Y[:24]))
+    with pytest.raises(SystemExit) as left:
+        told = Told(2)
+        life(trainer, backup(tmp_path, STEPS, **PREEMPTED), callbacks=[told], validation=(X[:24], Y[:24]))
+    assert left.value.code == 75
+    assert (tmp_path / "backup" / f"step-{2 * STEPS}" / "manifest.json").exists()
+    results, steps = life(trainer, backup(tmp_path, STEPS), validation=(X[:24], Y[:24]))
+    assert len(steps) == STEPS and differences(results, expected) == []

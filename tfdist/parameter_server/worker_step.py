@@ -113,7 +113,7 @@ class WorkerStep:
         try:
             function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, given))
         except StopIteration as e:
-            raise stop_iteration_error(f"The model's {self._step.__name__}") from e
+            raise stop_iteration_error(f"The model's {self._step.__name__}", e) from e
         except Exception as e:
             if "out of scope" not in str(e):
                 raise

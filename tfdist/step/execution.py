@@ -124,7 +124,7 @@ class Execution:
                 equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
             return self.logs
         except StopIteration as e:  # TensorFlow's iterators raise OutOfRangeError
-            raise stop_iteration_error(f"The model's {self.step_name}") from e
+            raise stop_iteration_error(f"The model's {self.step_name}", e) from e
         except tf.errors.InvalidArgumentError as e:
             for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES):
                 if known in e.message:

@@ -46,7 +46,7 @@ class Prediction:
             try:
                 each.append(self._run(batch, is_whole))
             except StopIteration as e:
-                raise stop_iteration_error("The model's predict_step") from e
+                raise stop_iteration_error("The model's predict_step", e) from e
         if not each:
             raise StopIteration
         return each[0] if len(each) == 1 else tf.nest.map_structure(keras_loops.concatenate, *each)

@@ -43,4 +43,4 @@ def _call(hook: Callable[..., Any], kind: str, name: str, *args: Any, **kwargs: 
     try:
         return hook(*args, **kwargs)
     except StopIteration as e:
-        raise stop_iteration_error(f"{kind}.{name}") from e
+        raise stop_iteration_error(f"{kind}.{name}", e) from e
