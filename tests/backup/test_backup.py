@@ -826,21 +826,22 @@ class Captures(Counter):
         return super().state_dict()
 
 
-def test_a_validation_after_a_backup_needs_no_second_copy(trainer, tmp_path):
+@pytest.mark.parametrize("freq", [STEPS, pytest.param(1000, marks=pytest.mark.full)])
+def test_a_validation_after_a_backup_needs_no_second_copy(trainer, tmp_path, freq):
     """The state is taken before a validation only if none of that step is saved already."""
-    counts = []
-    for freq in (STEPS, 1000):
-        captures = Captures()
-        how = {"callbacks": [captures], "validation": (X[:24], Y[:24])}
-        life(trainer, backup(tmp_path / str(freq), freq, **PREEMPTED), **how)
-        counts.append(captures.captures)
-    # Once by `check`, at the end of each epoch's steps or before its validation, and at the end of all.
-    assert counts == [1 + 3 + 1] * 2
-    expected, _ = life(trainer, None, validation=(X[:24], Y[:24]))
+    captures = Captures()
+    life(trainer, backup(tmp_path, freq, **PREEMPTED), callbacks=[captures], validation=(X[:24], Y[:24]), epochs=2)
+    # Once to check it, after the last step of each epoch, and at the end of all.
+    assert captures.captures == 1 + 2 + 1
+
+
+@pytest.mark.full
+def test_sigterm_in_a_validation_after_a_backup_needs_no_second_one(trainer, tmp_path):
+    how = {"validation": (X[:24], Y[:24])}
+    expected, _ = life(trainer, None, **how)
     with pytest.raises(SystemExit) as left:
-        told = Told(2)
-        life(trainer, backup(tmp_path, STEPS, **PREEMPTED), callbacks=[told], validation=(X[:24], Y[:24]))
+        life(trainer, backup(tmp_path, STEPS, **PREEMPTED), callbacks=[Told(2)], **how)
     assert left.value.code == 75
     assert (tmp_path / "backup" / f"step-{2 * STEPS}" / "manifest.json").exists()
-    results, steps = life(trainer, backup(tmp_path, STEPS), validation=(X[:24], Y[:24]))
+    results, steps = life(trainer, backup(tmp_path, STEPS), **how)
     assert len(steps) == STEPS and differences(results, expected) == []
