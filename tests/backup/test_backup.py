@@ -814,3 +814,34 @@ def test_a_folder_of_an_unknown_kind_is_refused():
         ConfigError, match=r"backup_dir must be a folder that TensorFlow can reach. Received: 'foo://x'"
     ):
         tfdist.BackupAndRestore("foo://x")
+
+
+class Captures(Counter):
+    """Counts how often its state is taken."""
+
+    captures = 0
+
+    def state_dict(self):
+        self.captures += 1
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("freq", [STEPS, pytest.param(1000, marks=pytest.mark.full)])
+def test_a_validation_after_a_backup_needs_no_second_copy(trainer, tmp_path, freq):
+    """The state is taken before a validation only if none of that step is saved already."""
+    captures = Captures()
+    life(trainer, backup(tmp_path, freq, **PREEMPTED), callbacks=[captures], validation=(X[:24], Y[:24]), epochs=2)
+    # Once to check it, after the last step of each epoch, and at the end of all.
+    assert captures.captures == 1 + 2 + 1
+
+
+@pytest.mark.full
+def test_sigterm_in_a_validation_after_a_backup_needs_no_second_one(trainer, tmp_path):
+    how = {"validation": (X[:24], Y[:24])}
+    expected, _ = life(trainer, None, **how)
+    with pytest.raises(SystemExit) as left:
+        life(trainer, backup(tmp_path, STEPS, **PREEMPTED), callbacks=[Told(2)], **how)
+    assert left.value.code == 75
+    assert (tmp_path / "backup" / f"step-{2 * STEPS}" / "manifest.json").exists()
+    results, steps = life(trainer, backup(tmp_path, STEPS), **how)
+    assert len(steps) == STEPS and differences(results, expected) == []

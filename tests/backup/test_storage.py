@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.backup import damaged
 from tfdist.backup import storage as storage_lib
 from tfdist.backup.save_point import BEFORE_ALL, SavePoint
 from tfdist.backup.search import FORMAT, find_backup
@@ -20,6 +21,7 @@ ALONE = Ranks(None, 0, 1)
 
 
 SEVEN, FOURTEEN = SavePoint(7, False), SavePoint(14, False)
+REST = b'{"callbacks": {}, "synchronized": true, "logs": null}'
 
 
 def write(folder, step, keep=2, ranks=1, replicas=1, epoch_ended=False):
@@ -27,9 +29,22 @@ def write(folder, step, keep=2, ranks=1, replicas=1, epoch_ended=False):
     point = SavePoint(step, epoch_ended)
     all_ranks = [Storage(str(folder), rank, ranks) for rank in range(ranks)]
     for one in reversed(all_ranks):
-        one.write_part(point, one.part, {"own": np.full(100, step + one.rank, np.float32), "rest": b"{}"})
+        one.write_part(point, one.part, {"own/0": np.full(100, step + one.rank, np.float32), "rest": REST})
     all_ranks[0].write_part(point, SHARED, {"a": np.arange(1000, dtype=np.float32) * step, "b/c": np.int64(step)})
-    values = {"format": FORMAT, "tasks": ranks, "replicas": replicas, "step": step}
+    values = {
+        "format": FORMAT,
+        "tasks": ranks,
+        "replicas": replicas,
+        "seed": 3,
+        "stop_training": False,
+        "step": step,
+        "position": {"step": step, "epoch": 1, "epoch_step": 0 if epoch_ended else 2, "passes": 1, "drawn": step},
+        "about": {
+            "fit": {},
+            "optimizer": {},
+            "variables": {"a": "float32[1000]", "b/c": "int64[]", "own": "float32[100]"},
+        },
+    }
     all_ranks[0].write_manifest(point, values, keep)
     for one in all_ranks[1:]:
         one.clean()
@@ -47,7 +62,7 @@ def test_what_is_written_is_read(tmp_path):
     assert (found.point, found.manifest["step"]) == (FOURTEEN, 14)
     np.testing.assert_array_equal(found.shared["a"], np.arange(1000, dtype=np.float32) * 14)
     assert found.shared["a"].dtype == np.float32
-    assert (found.shared["b/c"], found.own["own"][0], bytes(found.own["rest"])) == (14, 14, b"{}")
+    assert (found.shared["b/c"], found.own["own/0"][0], bytes(found.own["rest"])) == (14, 14, REST)
 
 
 def test_of_two_backups_of_a_step_the_one_of_the_epochs_end_is_newer(tmp_path):
@@ -58,7 +73,8 @@ def test_of_two_backups_of_a_step_the_one_of_the_epochs_end_is_newer(tmp_path):
     assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-10-end" / SHARED)
     found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
     assert (found.step, found.epoch_ended) == (10, True)
-    Storage(str(tmp_path), 0, 1).clean(after=SavePoint(9, True))
+    damaged.set_aside(Storage(str(tmp_path), 0, 1), SavePoint(9, True))
+    damaged.remove(str(tmp_path))
     assert {path.parent.name for path in tmp_path.rglob("manifest.json")} == {"step-9-end", "step-9"}
 
 
@@ -109,8 +125,9 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
     assert find_backup(storage, ALONE, 1).step == 7
     line = capsys.readouterr().out
     assert "step-14" in line and "trying the backup before it" in line
+    damaged.set_aside(storage, SEVEN)
     storage.clean(after=SEVEN)
-    assert not (tmp_path / "step-14").exists(), "so that it is not taken for one later"
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "step-7", "damaged-step-14"}
 
     damage(kind, tmp_path / "step-7" / name)
     with pytest.raises(BackupError, match=r"holds backups, but none is whole: .*step-7.*remove that folder"):

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "tfdist"
-ERRORS = {"ConfigError", "ClusterError", "BackupError", "CorruptBackupError", "FloatingPointError"}
+ERRORS = {
+    "ConfigError",
+    "ClusterError",
+    "BackupError",
+    "CorruptBackupError",
+    "UnreadableBackupError",
+    "FloatingPointError",
+}
 SAYING = {*ERRORS, "FileExistsError", "TypeError", "ValueError", "RuntimeError", "already_started_error", "check"}
 SAYING |= {"warn", "say", "info", "warning", "error", "log"}  # the last four: of a logger
 # Functions that yield or return sentences which others raise or log.

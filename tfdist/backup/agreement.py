@@ -58,6 +58,14 @@ class Agreement:
         """Whether this rank, or a task that it needs, was told to exit."""
         return bool(self._preemption and (self._preemption.requested or self._peer_preempted()))
 
+    def can_agree(self, function: Any) -> bool:
+        """Returns whether the ranks can agree after an execution of steps.
+
+        Args:
+            function: What Keras calls for each execution of steps.
+        """
+        return self._ranks.size == 1 or hasattr(function, "agreed_flags")
+
     def agree(self, function: Any) -> tuple[bool, bool]:
         """Returns whether to save and exit, and whether it is time to save; on all ranks the same at the same step.
 

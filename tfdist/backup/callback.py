@@ -112,7 +112,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
         Raises:
             ConfigError: The folder cannot be used, or holds backups of another training.
-            BackupError: None of the backups there is whole.
+            BackupError: None of the backups there is whole, or one cannot be read.
         """
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
@@ -143,6 +143,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Removes the backups of trainings that have come to their end, unless `delete_checkpoint=False`."""
         if self.delete_checkpoint:
             for storage in reversed(self._finished):
+                progress.note_backup(storage.folder, exists=False)
                 storage.remove_all()
             self._finished = []
             if self._progress:

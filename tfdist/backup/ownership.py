@@ -11,6 +11,7 @@ import uuid
 
 import tensorflow as tf
 
+from tfdist.backup import files
 from tfdist.errors import ConfigError
 
 FILE = "run"
@@ -30,8 +31,7 @@ class OwnershipMarker:
 
     def acquire(self) -> None:
         """Takes the folder over from any other run."""
-        with tf.io.gfile.GFile(self._path, "w") as file:
-            file.write(_THIS_RUN)
+        files.replace(self._path, _THIS_RUN, self._path + ".partial")
 
     def check(self) -> None:
         """Raises a ConfigError if another run has taken the folder over since."""
@@ -49,7 +49,6 @@ class OwnershipMarker:
 
     def _owner(self) -> str | None:
         try:
-            with tf.io.gfile.GFile(self._path) as file:
-                return file.read() or None  # being written
-        except tf.errors.OpError:  # it is not there, or cannot be told
+            return files.read(self._path).decode(errors="replace") or None
+        except files.ReadError:  # it is not there, or cannot be told
             return None

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist.backup import contents, files
+from tfdist.backup.files import CorruptBackupError, UnreadableBackupError
 from tfdist.backup.save_point import BEFORE_ALL, SavePoint
-from tfdist.backup.storage import SHARED, CorruptBackupError, Storage
+from tfdist.backup.storage import MANIFEST, SHARED, STATE_FILE, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime.log import logger
 
 FORMAT = 1
 _SHARED_WITHIN = 30.0  # seconds in which a file of the chief's shows on the other tasks
+_PATIENCE = 10.0  # seconds for which what cannot be read is tried again
+_RETRY_EVERY = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,45 +49,43 @@ class Snapshot:
         return SavePoint(self.step, self.epoch_ended)
 
 
-def find_backup(storage: Storage, ranks: Ranks, replicas: int) -> Snapshot | None:
+def find_backup(storage: Storage, ranks: Ranks, replicas: int, had_backup: bool = False) -> Snapshot | None:
     """Reads the newest whole backup. A collective.
 
     Args:
         storage: Where to look.
         ranks: This rank and the others.
         replicas: The number of replicas over all ranks.
+        had_backup: Whether there must be one, as this run has written one there before it was restarted.
 
     Returns:
         The backup, or None if there has never been one.
 
     Raises:
-        ConfigError: The folder cannot be used, or a backup is of another cluster.
-        BackupError: There have been backups, and none is whole.
+        ConfigError: The folder cannot be used, or a backup is of another cluster or another user.
+        BackupError: There have been backups, and none is whole; or one cannot be read.
     """
-    _check_folder(storage, ranks)
-    points, completed = storage.points(), storage.completed()
+    owners = _check_folder(storage, ranks)
+    listed = _agreed(ranks, storage.folder, _attempt(lambda: _list_backups(storage, owners)))
+    points, completed = listed or ([], set())
     found: Snapshot | None = None
     torn: list[str] = []
     while found is None and (point := _of_chief(ranks, points.pop(0) if points else BEFORE_ALL)) != BEFORE_ALL:
-        why = ""
-        try:
-            if point not in completed:
-                raise CorruptBackupError(f"{storage.path(point)} was not finished")
-            manifest = storage.read_manifest(point)
-            _check_cluster(storage, point, manifest, ranks.size, replicas)
-            copy = Snapshot(*point, manifest, storage.read_part(point, SHARED), storage.read_part(point, storage.part))
-        except CorruptBackupError as e:
-            why = str(e)
-        if not ranks.any(bool(why)):
-            found = copy
-        elif why:
-            torn.append(why)
+        outcome = _attempt(functools.partial(_read, storage, point, ranks, replicas, owners, point in completed))
+        found = _agreed(ranks, storage.path(point), outcome)
+        if outcome.code == _TORN:
+            torn.append(outcome.why)
             if ranks.is_chief or point in completed:
-                logger.warning(f"{why}; trying the backup before it")
+                logger.warning(f"{outcome.why}; trying the backup before it")
     if found is None and ranks.any(bool(completed)):
         raise BackupError(
             f"{storage.folder!r} holds backups, but none is whole: {'; '.join(torn) or 'another task says why'}. "
             "To train from the beginning, remove that folder."
+        )
+    if found is None and ranks.any(had_backup):
+        raise BackupError(
+            f"{storage.folder!r} holds no backup, though this run saved one there before it was restarted. Is its storage mounted? "
+            "To train from the beginning, start the run anew."
         )
     return found
 
@@ -90,12 +93,86 @@ def find_backup(storage: Storage, ranks: Ranks, replicas: int) -> Snapshot | Non
 def read_seed(folder: str) -> int | None:
     """Returns the random seed of the newest backup in a folder that can be read, or None."""
     storage = Storage(folder, 0, 1)
-    for point in storage.points():
-        try:
-            return storage.read_manifest(point)["seed"]
-        except CorruptBackupError:
-            pass
+    for point in _attempt(storage.points).value or ():
+        outcome = _attempt(functools.partial(storage.read_manifest, point))
+        if outcome.code == _UNREADABLE:
+            break  # `find_backup` will raise
+        if outcome.code == _READ and isinstance(outcome.value.get("seed"), int):
+            return int(outcome.value["seed"])
     return None
+
+
+class _Outcome(NamedTuple):
+    """What has come of reading on this rank."""
+
+    code: int
+    value: Any = None
+    why: str = ""
+
+
+_READ, _TORN, _UNREADABLE, _REFUSED = range(4)  # the worst of all ranks holds for all
+
+
+def _attempt(read: Callable[[], Any]) -> _Outcome:
+    """Reads, for some seconds again and again if it cannot; raises none of its errors, as the other ranks wait to hear of it."""
+    deadline, has_warned = time.monotonic() + _PATIENCE, False
+    while True:
+        try:
+            return _Outcome(_READ, read())
+        except CorruptBackupError as e:
+            return _Outcome(_TORN, why=str(e))
+        except ConfigError as e:
+            return _Outcome(_REFUSED, why=str(e))
+        except UnreadableBackupError as e:
+            if time.monotonic() >= deadline:
+                return _Outcome(_UNREADABLE, why=str(e))
+            if not has_warned:
+                logger.warning(f"{e}; trying again for {_PATIENCE:.0f} s")
+            has_warned = True
+            time.sleep(min(_RETRY_EVERY, _PATIENCE))
+
+
+def _agreed(ranks: Ranks, path: str, mine: _Outcome) -> Any:
+    """Returns what this rank has read if all ranks have, and None if it is torn for any of them. A collective.
+
+    Raises:
+        ConfigError: It is refused on any rank.
+        BackupError: Any rank cannot read it.
+    """
+    codes = ranks.gather(float(mine.code))[:, 0]
+    worst = int(codes.max())
+    if worst < _UNREADABLE:
+        return mine.value if worst == _READ else None
+    others = ", ".join(str(rank) for rank, code in enumerate(codes) if code == worst)
+    why = mine.why if mine.code == worst else f"{path} cannot be used by task {others}, whose own message says why"
+    if worst == _REFUSED:
+        raise ConfigError(why)
+    raise BackupError(
+        f"{why}. It may be whole, so the training neither begins anew nor goes on from an older backup, and nothing is removed. "
+        f"Make it readable (its storage, its permissions), and start again; to do without it, remove {path}."
+    )
+
+
+def _list_backups(storage: Storage, owners: Collection[int]) -> tuple[list[SavePoint], set[SavePoint]]:
+    files.check_owners(os.path.join(storage.folder, STATE_FILE), owners)
+    return storage.points(), storage.completed()
+
+
+def _read(
+    storage: Storage, point: SavePoint, ranks: Ranks, replicas: int, owners: Collection[int], was_complete: bool
+) -> Snapshot:
+    path = storage.path(point)
+    if not files.is_folder(path):
+        raise UnreadableBackupError(f"{path} cannot be read: it is not there")
+    files.check_owners(path, owners)
+    if not was_complete and storage.is_unfinished(point):
+        raise CorruptBackupError(f"{path} was not finished")
+    manifest = storage.read_manifest(point)
+    _check_cluster(storage, point, manifest, ranks.size, replicas)
+    contents.check_manifest(manifest, point, storage.path(point, MANIFEST))
+    shared, own = storage.read_part(point, SHARED), storage.read_part(point, storage.part)
+    contents.check_tensors(manifest, shared, own, path)
+    return Snapshot(*point, manifest, shared, own)
 
 
 def _of_chief(ranks: Ranks, mine: SavePoint) -> SavePoint:
@@ -103,18 +180,23 @@ def _of_chief(ranks: Ranks, mine: SavePoint) -> SavePoint:
     return SavePoint(int(step), bool(epoch_ended))
 
 
-def _check_folder(storage: Storage, ranks: Ranks) -> None:
-    """Finds out whether all tasks can write there, and see what the chief writes."""
+def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
+    """Finds out whether all tasks can write there, and see what the chief writes; returns the users whose files are trusted.
+
+    These are root, and those as whom the tasks' own files show: on storage of a network that may be another user than the process's.
+    """
     folder = storage.folder
     chiefs, mine = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
-    why = ""
+    why, owner = "", 0
     try:
         tf.io.gfile.makedirs(folder)
+        files.discard_irregular(mine)
         with tf.io.gfile.GFile(mine, "w") as file:
             file.write("x")
+        owner = os.lstat(mine).st_uid if files.is_local(mine) else 0
     except (tf.errors.OpError, OSError) as e:
-        why = f"backup_dir {folder!r} cannot be written to: {str(e).splitlines()[0]}. Is there room, and the right to?"
-    ranks.barrier()
+        why = f"backup_dir {folder!r} cannot be written to: {files.first_line(e)}. Is there room, and the right to?"
+    owners = ranks.gather(float(owner))[:, 0]
     deadline = time.monotonic() + _SHARED_WITHIN
     while not why and not tf.io.gfile.exists(chiefs):
         if time.monotonic() > deadline:
@@ -127,6 +209,7 @@ def _check_folder(storage: Storage, ranks: Ranks) -> None:
         tf.io.gfile.remove(mine)
     if failed:
         raise ConfigError(why or f"backup_dir {folder!r} cannot be used by another task; its own message says why.")
+    return frozenset({0, os.geteuid(), *map(int, owners)})
 
 
 def _check_cluster(storage: Storage, point: SavePoint, manifest: Mapping[str, Any], tasks: int, replicas: int) -> None:

@@ -20,7 +20,7 @@ from tfdist.backup.agreement import Agreement
 from tfdist.backup.data_position import LoopPosition, LoopTracker
 from tfdist.backup.options import BackupOptions
 from tfdist.backup.resume_warnings import ResumeWarnings
-from tfdist.backup.save_point import BEFORE_ALL
+from tfdist.backup.save_point import BEFORE_ALL, SavePoint
 from tfdist.backup.search import FORMAT, Snapshot, find_backup
 from tfdist.backup.snapshot_writer import SnapshotWriter
 from tfdist.backup.state import TrainingState, users_callbacks
@@ -75,11 +75,15 @@ class BackupSession:
         self._about: dict[str, Any] = {"fit": dict(arguments), **options.config}
         self._progress = told
         self._last_logs: Any = None
+        self._last_point: SavePoint | None = (
+            None  # of the last backup: the same on all ranks, though it may still be being written
+        )
         self.training = uuid.uuid4().hex
 
     def find_backup(self) -> None:
         """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
-        self._found = find_backup(self._storage, self._ranks, self._strategy.num_replicas_in_sync)
+        had_backup = progress.had_backup(self._storage.folder)
+        self._found = find_backup(self._storage, self._ranks, self._strategy.num_replicas_in_sync, had_backup)
         before = tf_internals.global_seed()
         seed = self._found.manifest["seed"] if self._found else before
         if seed is None:
@@ -135,12 +139,16 @@ class BackupSession:
         position = LoopPosition(**found.manifest["position"])
         stops = found.manifest["stop_training"]
         self._last_logs = self._restore(found)
-        self._snapshots.saved = found.point
+        self._snapshots.saved = self._last_point = found.point
         for callback in csv_logs.csv_loggers(self._callbacks):
             csv_logs.cut_log(callback, position.epoch)
         first = epochs if stops and not position.epoch_step else position.epoch
         self.loop_tracker.resume(position, first, self._last_logs, found.own, self._restore_again)
         self._tell_progress(position.step, epochs, steps)
+        if ignored := self._state.ignored_attributes():
+            logger.warning(
+                f"{self._storage.path(found.point)} names {', '.join(ignored)}, which no backup of these callbacks holds: not restored"
+            )
         if forgotten := self._state.unsaved_callbacks():
             logger.warning(
                 f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()"
@@ -203,14 +211,16 @@ class BackupSession:
             self._save()
 
     def on_validation_begin(self) -> None:
-        """Captures the state before a validation, during which the process may be preempted."""
-        if self._options.preemption:
+        """Captures the state before a validation, if the process may have to save it during that."""
+        position = self.loop_tracker.position
+        is_saved = self._last_point == SavePoint(position.step, position.epoch_step == 0)
+        if self._options.preemption and not is_saved and self._agreement.can_agree(self._model.test_function):
             self.before_validation = self._capture(to_host=False)
 
     def on_validation_batch_end(self, batch: int) -> None:
         """Saves and exits during a validation, if preempted."""
         should_stop, _ = self._agreement.agree(self._model.test_function)
-        if should_stop and self.before_validation:
+        if should_stop:
             self._save_and_exit(self.before_validation)
 
     def on_train_end(self) -> None:
@@ -246,15 +256,21 @@ class BackupSession:
         with goodput.during("saving"):
             self.writer.finish()
             snapshot = self._capture()
+            self._last_point = snapshot.point
             self._agreement.on_save()
             self.writer.start(lambda: self._snapshots.write(snapshot))
 
-    def _save_and_exit(self, snapshot: Snapshot) -> None:
-        """Saves, and ends this process with the exit code that asks for another start."""
+    def _save_and_exit(self, snapshot: Snapshot | None) -> None:
+        """Saves, and ends this process with the exit code that asks for another start.
+
+        Args:
+            snapshot: What to save, or None if the last backup holds it.
+        """
         self.writer.finish()
-        self._snapshots.write(snapshot)
+        if snapshot:
+            self._snapshots.write(snapshot)
         with contextlib.suppress(tf.errors.OpError):  # of a rank that could not save
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
         if self._ranks.is_chief:
-            logger.info(f"told to end (SIGTERM): saved at step {snapshot.step}")
+            logger.info(f"told to end (SIGTERM): saved at step {self.loop_tracker.position.step}")
         sys.exit(exit_status.PREEMPTED)

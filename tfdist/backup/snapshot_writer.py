@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tensorflow as tf
+
+from tfdist.backup import damaged
+from tfdist.backup.files import ReadError, first_line
 from tfdist.backup.ownership import OwnershipMarker
 from tfdist.backup.save_point import SavePoint
 from tfdist.backup.search import Snapshot
 from tfdist.backup.storage import SHARED, Storage
 from tfdist.collectives.ranks import Ranks
-from tfdist.runtime.progress import Progress
+from tfdist.errors import BackupError
+from tfdist.runtime.progress import Progress, note_backup
 
 
 class SnapshotWriter:
@@ -32,14 +37,25 @@ class SnapshotWriter:
         self.saved: SavePoint | None = None
 
     def take_folder(self, after: SavePoint) -> None:
-        """Takes the folder over from other runs, and removes this rank's files of later backups.
+        """Takes the folder over from other runs, sets damaged later backups aside, and removes this rank's unfinished ones. A collective.
 
         Args:
             after: When the backup was taken that the run goes on from, or `BEFORE_ALL`.
+
+        Raises:
+            BackupError: The folder cannot be changed.
         """
+        why = ""
         if self._ranks.is_chief:
-            self._ownership.acquire()
-        self._ranks.barrier()
+            try:
+                self._ownership.acquire()
+                damaged.set_aside(self._storage, after)
+            except (OSError, tf.errors.OpError, ReadError) as e:
+                why = f"backup_dir {self._storage.folder!r} cannot be taken over: {first_line(e)}. Is there room, and the right to?"
+        if self._ranks.any(bool(why)):
+            raise BackupError(
+                why or f"The chief cannot use backup_dir {self._storage.folder!r}; its own message says why."
+            )
         self._storage.clean(after)
         self._ranks.barrier()
 
@@ -59,6 +75,8 @@ class SnapshotWriter:
             storage.write_part(point, SHARED, snapshot.shared)
             self._ownership.check()
             storage.write_manifest(point, snapshot.manifest, self._keep)
+            damaged.remove(storage.folder)
+            note_backup(storage.folder)
             self._progress.write(saved=snapshot.step)
         else:
             storage.clean()

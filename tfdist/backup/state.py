@@ -16,7 +16,7 @@ from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 
-_REST = "rest"  # what is no tensor, as JSON
+REST = "rest"  # what is no tensor, as JSON
 _GLOBAL_SEED = "global seed/"  # of this thread's `keras.random`
 _ARRAY, _PAIRS = "array:", "pairs:"
 
@@ -35,6 +35,7 @@ class TrainingState:
         self._statistics: MovingStatistics = self._strategy.statistics
         self._callbacks = dict(_stateful_callbacks(callbacks))
         self._unnamed = [c for c in callbacks if c not in self._callbacks.values()]
+        self._ignored: set[str] = set()
         self._variables = dict(named_variables(model))
         slots = {id(v.value) for optimizer in optimizer_search.optimizers(model) for v in optimizer.variables}
         self._own = {
@@ -77,7 +78,7 @@ class TrainingState:
                 "logs": _to_json(logs, "logs", arrays),
             }
             own |= {_ARRAY + name: tf.convert_to_tensor(array) for name, array in arrays.items()}
-            own[_REST] = tf.constant(json.dumps(rest))
+            own[REST] = tf.constant(json.dumps(rest))
         return shared, own
 
     def check(self) -> None:
@@ -98,11 +99,11 @@ class TrainingState:
             seed = random_seeds.global_seed(self._strategy, makes=True)
             for number, component in enumerate(self._components(seed)):
                 component.assign(own[f"{_GLOBAL_SEED}{number}"])
-        rest = json.loads(np.asarray(own[_REST]).item())
+        rest = json.loads(np.asarray(own[REST]).item())
         arrays = {name.removeprefix(_ARRAY): value for name, value in own.items() if name.startswith(_ARRAY)}
         for name, callback in self._callbacks.items():
             if name in rest["callbacks"]:
-                _set_state(callback, _from_json(rest["callbacks"][name], arrays))
+                self._ignored |= _set_state(callback, _from_json(rest["callbacks"][name], arrays))
         self._statistics.synchronized = rest["synchronized"]
         return _from_json(rest["logs"], arrays)
 
@@ -111,6 +112,10 @@ class TrainingState:
         seed = random_seeds.global_seed(self._strategy)
         every = [*self._variables.values(), *([] if seed is None else [seed])]
         return [component for variable in every for component in self._components(variable)]
+
+    def ignored_attributes(self) -> list[str]:
+        """Returns the attributes of callbacks that a backup named, and `restore` has not set."""
+        return sorted(self._ignored)
 
     def unsaved_callbacks(self) -> list[str]:
         """Returns the classes of the user's callbacks that may remember something, which is not backed up."""
@@ -174,11 +179,15 @@ def _get_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
     return state
 
 
-def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> None:
-    if "state_dict" in state:
-        callback.load_state_dict(state.pop("state_dict"))
-    for name, value in state.items():
-        setattr(callback, name, value)
+def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> set[str]:
+    """Restores what `_get_state` takes of a callback; returns what else is named: a file does not decide which attributes are set."""
+    kinds = (names for kind, names in CALLBACK_STATE.items() if isinstance(callback, kind))
+    known = {name for names in kinds for name in names}
+    if "state_dict" in state and hasattr(callback, "state_dict"):
+        callback.load_state_dict(state["state_dict"])
+    for name in known & state.keys():
+        setattr(callback, name, state[name])
+    return {f"{type(callback).__name__}.{name}" for name in state.keys() - known - {"state_dict"}}
 
 
 def _to_json(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:

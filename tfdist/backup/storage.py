@@ -8,7 +8,8 @@
 At the end of an epoch the folder is `step-400-end`: there may be one of its last step, before the validation, too. Nothing is
 ever written over a backup. The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
 and the manifest holds a checksum of each index: whatever is torn or flipped shows. A part's index appears when the part is
-whole, so the chief need only wait for all indices. No rank deletes another's files.
+whole, so the chief need only wait for all indices. No rank deletes another's files, but for the chief those of backups that are
+damaged: it renames them to `damaged-step-400` when a run goes on from an older one, and removes them once the next one is complete.
 """
 
 from __future__ import annotations
@@ -25,20 +26,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.backup import contents, damaged, files
+from tfdist.backup.files import CorruptBackupError, ReadError, UnreadableBackupError
 from tfdist.backup.save_point import BEFORE_ALL, SavePoint
 from tfdist.errors import BackupError
 from tfdist.runtime.log import logger
 
 MANIFEST = "manifest.json"
 SHARED = "shared"
-_STATE_FILE = "checkpoint"
+STATE_FILE = "checkpoint"
 _PARTIAL = ".partial"
+_NAMED = re.compile(r'checkpoint_paths?: "(.*)"')
 _PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
-
-
-class CorruptBackupError(Exception):
-    """Why a backup is not whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +61,26 @@ class Storage:
         return f"rank-{self.rank}"
 
     def points(self) -> list[SavePoint]:
-        """Returns the save points of all backups, whole or not, the newest first."""
-        if not tf.io.gfile.isdir(self.folder):
-            return []
-        found = map(SavePoint.of_folder, tf.io.gfile.listdir(self.folder))
-        return sorted({point for point in found if point and tf.io.gfile.isdir(self.path(point))}, reverse=True)
+        """Returns the save points of all backups, whole or not, the newest first.
+
+        Raises:
+            UnreadableBackupError: The folder cannot be read.
+        """
+        found = map(SavePoint.of_folder, files.list_folder(self.folder))
+        local = files.is_local(self.folder)
+        return sorted({p for p in found if p and not (local and os.path.isfile(self.path(p)))}, reverse=True)
 
     def completed(self) -> set[SavePoint]:
-        """Returns the save points of the backups that were whole once."""
+        """Returns the save points of the backups that were whole once.
+
+        Raises:
+            UnreadableBackupError: The folder, or the list of its backups, cannot be read.
+        """
         try:
-            state = tf.train.get_checkpoint_state(self.folder)
-        except (tf.errors.OpError, ValueError):
-            state = None
-        paths = getattr(state, "all_model_checkpoint_paths", ())
-        named = map(SavePoint.of_folder, (os.path.basename(os.path.dirname(path)) for path in paths))
+            state = files.read(os.path.join(self.folder, STATE_FILE)).decode(errors="replace")
+        except CorruptBackupError:
+            state = ""
+        named = (SavePoint.of_folder(os.path.basename(os.path.dirname(path))) for path in _NAMED.findall(state))
         return {*filter(None, named)} | {point for point in self.points() if self.is_complete(point)}
 
     def path(self, point: SavePoint, name: str = "") -> str:
@@ -105,14 +111,27 @@ class Storage:
         """Returns what `write_part` wrote.
 
         Raises:
-            CorruptBackupError: Some of it cannot be read, or is not what was written.
+            CorruptBackupError: Some of it is missing, or is not what was written.
+            UnreadableBackupError: Some of it cannot be read.
         """
         prefix = self.path(point, part)
-        try:
-            reader = tf.train.load_checkpoint(prefix)
-            return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
-        except Exception as e:  # TensorFlow raises what it likes on a damaged file
-            raise CorruptBackupError(f"{prefix} cannot be read: {_first_line(e)}") from e
+        names = [name for name in files.list_folder(self.path(point)) if name.startswith(f"{part}.")]
+        if not names:
+            raise self._missing(point, prefix)
+        for name in names:
+            files.size(self.path(point, name))  # or TensorFlow would follow a link
+        for last in (False, True):
+            try:
+                reader = tf.train.load_checkpoint(prefix)
+                return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+            except files.PASSING as e:
+                raise files.unreadable(prefix, e) from e
+            except Exception as e:  # TensorFlow raises the same for a damaged file and for one that it cannot read
+                for name in names:
+                    files.check_readable(self.path(point, name))
+                if last:
+                    raise CorruptBackupError(f"{prefix} is not what was written: {files.first_line(e)}") from e
+        raise AssertionError
 
     def write_manifest(self, point: SavePoint, values: Mapping[str, Any], keep: int) -> None:
         """Makes a backup valid, once all ranks have written their parts; removes what is too old. On the chief.
@@ -127,78 +146,80 @@ class Storage:
         """
         path = self.path(point, MANIFEST)
         try:
-            files: dict[str, Any] = {}
+            written: dict[str, Any] = {}
             for part in (SHARED, *(f"rank-{rank}" for rank in range(self.ranks))):
                 self._wait_for_index(point, part)
                 for data in tf.io.gfile.glob(self.path(point, f"{part}.data-?????-of-?????")):
-                    files[os.path.basename(data)] = {"bytes": tf.io.gfile.stat(data).length}
-                index = self._bytes(point, f"{part}.index")
-                files[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
-            body = json.loads(json.dumps({**values, "files": files}))  # as it will be read
-            body["crc32"] = _checksum(body)
-            self._replace(path, json.dumps(body, indent=1))
+                    written[os.path.basename(data)] = {"bytes": tf.io.gfile.stat(data).length}
+                index = files.read(self.path(point, f"{part}.index"))
+                written[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
+            body = json.loads(json.dumps({**values, "files": written}))  # as it will be read
+            body["crc32"] = contents.checksum(body)
+            files.replace(path, json.dumps(body, indent=1), path + _PARTIAL)
             whole = [point for point in self.points() if self.is_complete(point)]
             self._name_all(sorted(whole[:keep]))
             for old in whole[keep:]:
                 self.remove(old)
-        except (tf.errors.OpError, OSError) as e:
+        except (tf.errors.OpError, OSError, ReadError) as e:
             raise _write_error(path, e) from e
 
     def _name_all(self, points: Sequence[SavePoint]) -> None:
         # As TensorFlow would, but relative to the folder, which may be moved.
         paths = [json.dumps(f"{point.folder}/{SHARED}") for point in points]
         lines = [f"model_checkpoint_path: {paths[-1]}", *(f"all_model_checkpoint_paths: {path}" for path in paths)]
-        self._replace(os.path.join(self.folder, _STATE_FILE), "\n".join(lines) + "\n")
-
-    def _replace(self, path: str, text: str) -> None:
-        with tf.io.gfile.GFile(path + _PARTIAL, "w") as file:
-            file.write(text)
-        tf.io.gfile.rename(path + _PARTIAL, path, overwrite=True)
+        path = os.path.join(self.folder, STATE_FILE)
+        files.replace(path, "\n".join(lines) + "\n", path + _PARTIAL)
 
     def read_manifest(self, point: SavePoint) -> dict[str, Any]:
         """Returns a backup's manifest, once its files are there and have the sizes it names.
 
         Raises:
             CorruptBackupError: It is not whole.
+            UnreadableBackupError: It cannot be read.
         """
-        try:
-            body = json.loads(self._bytes(point, MANIFEST))
-        except (tf.errors.OpError, OSError, ValueError) as e:
-            raise CorruptBackupError(f"{self.path(point, MANIFEST)} cannot be read: {_first_line(e)}") from e
-        if not isinstance(body, dict) or body.pop("crc32", None) != _checksum(body):
-            raise CorruptBackupError(f"{self.path(point, MANIFEST)} is not what was written")
+        path = self.path(point, MANIFEST)
+        if files.size(path) is None:
+            raise self._missing(point, path)
+        body = contents.parse_manifest(files.read(path), path)
         for name, expected in body["files"].items():
             path = self.path(point, name)
-            try:
-                size = tf.io.gfile.stat(path).length
-                whole = size == expected["bytes"] and expected.get("crc32") in (
-                    None,
-                    "crc32" in expected and zlib.crc32(self._bytes(point, name)),
-                )
-            except (tf.errors.OpError, OSError) as e:
-                raise CorruptBackupError(f"{path} is missing") from e
+            size = files.size(path)
+            if size is None:
+                raise self._missing(point, path)
+            whole = size == expected.get("bytes")
+            if "crc32" in expected:
+                whole = whole and expected["crc32"] == zlib.crc32(files.read(path))
             if not whole:
                 raise CorruptBackupError(f"{path} is not what was written")
         return body
+
+    def _missing(self, point: SavePoint, path: str) -> ReadError:
+        if files.is_folder(self.path(point)):
+            return CorruptBackupError(f"{path} is missing")
+        return UnreadableBackupError(f"{self.path(point)} cannot be read: it is not there any more")
 
     def clean(self, after: SavePoint | None = None) -> None:
         """Removes this rank's files from backups that do not count.
 
         Args:
-            after: The backup that the training goes on from: those after it do not count. None means that those without
-                a manifest before the newest one with a manifest do not.
+            after: The backup that the training goes on from: those after it without a manifest do not count. None means that those
+                before the newest one with a manifest do not.
         """
-        points = self.points()
-        if after is None:
-            newest = next((point for point in points if self.is_complete(point)), BEFORE_ALL)
-            useless = [point for point in points if point < newest and not self.is_complete(point)]
-        else:
-            useless = [point for point in points if point > after]
-        for point in useless:
-            self.remove(point)
+        try:
+            points = self.points()
+        except UnreadableBackupError:
+            return
+        newest = next((point for point in points if self.is_complete(point)), BEFORE_ALL)
+        for point in points:
+            if (point < newest if after is None else point > after) and self.is_unfinished(point):
+                self.remove(point)
 
     def remove(self, point: SavePoint) -> None:
         """Removes this rank's files of a backup, and its folder once that is empty."""
+        if files.is_link(self.path(point)):
+            if self.rank == 0:
+                self._remove_file(self.path(point))
+            return
         if self.rank == 0:  # first, so that no reader takes what is left for a backup
             self._remove_file(self.path(point, MANIFEST))
         mine = (f"{self.part}.", *((f"{SHARED}.", MANIFEST) if self.rank == 0 else ()))
@@ -214,8 +235,9 @@ class Storage:
     def remove_all(self) -> None:
         """Removes this rank's files of all backups; the chief, their list, too."""
         if self.rank == 0:
-            for name in (_STATE_FILE, _STATE_FILE + _PARTIAL):
+            for name in (STATE_FILE, STATE_FILE + _PARTIAL):
                 self._remove_file(os.path.join(self.folder, name))
+            damaged.remove(self.folder)
         for point in self.points():
             self.remove(point)
         try:
@@ -226,7 +248,17 @@ class Storage:
 
     def is_complete(self, point: SavePoint) -> bool:
         """Returns whether all ranks have written a backup, and none has begun to remove it."""
-        return tf.io.gfile.exists(self.path(point, MANIFEST))
+        try:
+            return files.is_folder(self.path(point)) and files.size(self.path(point, MANIFEST)) is not None
+        except ReadError:
+            return False
+
+    def is_unfinished(self, point: SavePoint) -> bool:
+        """Returns whether a backup has no manifest: False if that cannot be told."""
+        try:
+            return files.size(self.path(point, MANIFEST)) is None
+        except ReadError:
+            return False
 
     def written_at(self, point: SavePoint) -> int:
         """Returns when a backup was completed, in nanoseconds; 0 if it is being removed."""
@@ -245,10 +277,6 @@ class Storage:
         except tf.errors.NotFoundError:
             pass
 
-    def _bytes(self, point: SavePoint, name: str) -> bytes:
-        with tf.io.gfile.GFile(self.path(point, name), "rb") as file:
-            return file.read()
-
     def _wait_for_index(self, point: SavePoint, part: str) -> None:
         begun = said = time.monotonic()
         while not tf.io.gfile.exists(self.path(point, f"{part}.index")):
@@ -264,14 +292,7 @@ class Storage:
             time.sleep(0.01)
 
 
-def _checksum(body: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
-
-
 def _write_error(path: str, error: Exception) -> BackupError:
-    return BackupError(f"The backup {path} could not be written: {_first_line(error)}. The backups before it are left.")
-
-
-def _first_line(error: Exception) -> str:
-    text = (str(error) or type(error).__name__).splitlines()[0]
-    return re.sub(r"^\{\{function_node .*?\}\} | \[Op:\w+\]", "", text)
+    return BackupError(
+        f"The backup {path} could not be written: {files.first_line(error)}. The backups before it are left."
+    )

@@ -165,10 +165,14 @@ _SAME = (
     *("strategy", "optimizer", "compression", "learning_rate", "learning_rate_scaling", "schedule"),
 )
 
+# Of the strategy: a field that is not named here may differ.
+_SAME_OF_STRATEGY = ("name", "devices", "implementation", "bucket_bytes", "gather_loss_bytes", "placement")
+
 
 def fixed(config: TrainConfig) -> dict[str, Any]:
     """Returns what of the configuration must be the same in a run that goes on, and on all tasks."""
     same = {name: value for name, value in to_dict(config).items() if name in _SAME}
+    same["strategy"] = {name: same["strategy"][name] for name in _SAME_OF_STRATEGY}
     same["strategy"]["timeout_seconds"] = StrategyConfig().timeout_seconds  # may differ; older backups hold it
     return same
 

@@ -31,6 +31,7 @@ from tfdist.parameter_server.traced_step import TracedStep
 from tfdist.replicas import batch_splitting, random_seeds
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import graph_copies, losses
+from tfdist.step.user_code import stop_iteration_error
 
 # Added to a seed once per step; odd, so that steps do not meet for 2**64 of them.
 _SEED_STRIDE = 0x5851F42D4C957F2D
@@ -111,6 +112,8 @@ class WorkerStep:
         form = without_optionals(data)
         try:
             function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, given))
+        except StopIteration as e:
+            raise stop_iteration_error(f"The model's {self._step.__name__}", e) from e
         except Exception as e:
             if "out of scope" not in str(e):
                 raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import struct
+import zlib
 from typing import NamedTuple
 
 FOLDER = "TFDIST_PROGRESS"
@@ -19,6 +20,7 @@ _STRATEGY = "strategy"
 _LOST = "lost_steps"  # how far tasks were before the restart, until the steps to repeat are counted; and how many were so far
 _OF_ALL = (_RESTARTS, _STRATEGY, _LOST)
 _EVALUATOR = "evaluator-"  # how the names of tasks begin that train nothing
+_BACKUP = "backup-"  # and those of files that stand for folders which hold backups
 
 
 class Steps(NamedTuple):
@@ -75,9 +77,30 @@ def mark_strategy() -> None:
         pathlib.Path(folder, _STRATEGY).touch()
 
 
+def note_backup(backup_dir: str, exists: bool = True) -> None:
+    """Notes that a folder holds a backup, or none any more, for this task after a restart; without a supervisor, nothing."""
+    if note := _backup_note(backup_dir):
+        note.touch() if exists else note.unlink(missing_ok=True)
+
+
+def had_backup(backup_dir: str) -> bool:
+    """Returns whether this run has noted, before a restart or since, that a folder holds a backup."""
+    note = _backup_note(backup_dir)
+    return bool(note and note.exists())
+
+
+def _backup_note(backup_dir: str) -> pathlib.Path | None:
+    folder = os.environ.get(FOLDER)
+    if not folder or not os.path.isdir(folder):
+        return None
+    path = backup_dir if "://" in backup_dir else os.path.abspath(backup_dir)
+    return pathlib.Path(folder, f"{_BACKUP}{zlib.crc32(path.encode(errors='surrogateescape')):08x}")
+
+
 def uses_tfdist(folder: str | os.PathLike[str]) -> bool:
     """Returns whether any task has made a strategy, or trained."""
-    return any(path.name not in (_RESTARTS, _LOST) for path in pathlib.Path(folder).iterdir())
+    names = (path.name for path in pathlib.Path(folder).iterdir())
+    return any(name not in (_RESTARTS, _LOST) and not name.startswith(_BACKUP) for name in names)
 
 
 def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
@@ -101,7 +124,7 @@ def clear(folder: str | os.PathLike[str], restarts: int) -> None:
     reached, lost = _lost_steps(folder)
     reached = max([reached, *(steps.done for steps in _read_all(folder))])
     for path in pathlib.Path(folder).iterdir():
-        if not path.name.startswith(_EVALUATOR):  # it runs on
+        if not path.name.startswith((_EVALUATOR, _BACKUP)):  # an evaluator runs on, and backups stay
             path.unlink()
     write_restarts(folder, restarts)
     pathlib.Path(folder, _LOST).write_text(f"{reached} {lost}")
@@ -137,7 +160,7 @@ def _read_all(folder: str | os.PathLike[str]) -> list[Steps]:
     names = [
         path.name
         for path in pathlib.Path(folder).iterdir()
-        if path.name not in _OF_ALL and not path.name.startswith(_EVALUATOR)
+        if path.name not in _OF_ALL and not path.name.startswith((_EVALUATOR, _BACKUP))
     ]
     return [read(folder, name) or Steps(0, 0) for name in names]
 

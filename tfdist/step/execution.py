@@ -27,6 +27,7 @@ from tfdist.step import empty_replicas, model_building, skipped_steps, synchroni
 from tfdist.step.input_wait import timed
 from tfdist.step.prediction import Prediction
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
+from tfdist.step.user_code import stop_iteration_error
 from tfdist.step.whole_batch import ROWS_ARE_NOT_EXAMPLES
 
 _NOTES = "float32"  # the type of numbers with which notes travel
@@ -114,6 +115,7 @@ class Execution:
         Raises:
             ConfigError: XLA cannot compile the model, a replica has no example for its BatchNormalization, a label is out of range
                 (a GPU makes NaN of it), or the first step has made the replicas' weights differ.
+            RuntimeError: The user's step raises StopIteration.
         """
         self._strategy.executions += 1
         try:
@@ -121,6 +123,8 @@ class Execution:
             if first:
                 equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
             return self.logs
+        except StopIteration as e:  # TensorFlow's iterators raise OutOfRangeError
+            raise stop_iteration_error(f"The model's {self.step_name}", e) from e
         except tf.errors.InvalidArgumentError as e:
             for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES):
                 if known in e.message:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.compat import keras_loops
 from tfdist.replicas import batch_splitting, equal_weights
 from tfdist.replicas.batch_splitting import SplitBatch
+from tfdist.step.user_code import stop_iteration_error
 
 
 class Prediction:
@@ -35,13 +36,17 @@ class Prediction:
 
         Raises:
             StopIteration: No example is left.
+            RuntimeError: The user's step raises StopIteration.
         """
         is_whole = self._strategy.method == "predict_on_batch" and self._strategy.num_replicas_in_sync > 1
         each = []
         for batch in batches:
             if isinstance(batch, SplitBatch) and not batch_splitting.count_examples(batch, self._strategy)[0]:
                 break
-            each.append(self._run(batch, is_whole))
+            try:
+                each.append(self._run(batch, is_whole))
+            except StopIteration as e:
+                raise stop_iteration_error("The model's predict_step", e) from e
         if not each:
             raise StopIteration
         return each[0] if len(each) == 1 else tf.nest.map_structure(keras_loops.concatenate, *each)

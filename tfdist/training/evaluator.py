@@ -12,8 +12,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.backup.files import ReadError
 from tfdist.backup.save_point import SavePoint
-from tfdist.backup.storage import CorruptBackupError, Storage
+from tfdist.backup.storage import Storage
 from tfdist.backup.weights import load_weights, read_weights
 from tfdist.config import TrainConfig, registry
 from tfdist.config.train import backup_arguments
@@ -133,7 +134,7 @@ class Evaluator:
                     self._seen.add(key)
                 elif newest and point < newest and self._storage.has_begun(point):
                     why = f"{self._storage.path(point)} was not finished"
-            except CorruptBackupError as e:
+            except ReadError as e:
                 why = str(e) if self._storage.is_complete(point) else ""
             since = self._doubtful.get(key, time.monotonic())
             if why and time.monotonic() - since > _SETTLES_WITHIN:

@@ -17,7 +17,17 @@ import tensorflow as tf
 from tfdist.compat import unsupported
 from tfdist.monitoring import TensorBoard
 from tfdist.step import execution
-from tfdist.training import arguments, backups, callback_sync, checks, consistency, console, file_callbacks, input_data
+from tfdist.training import (
+    arguments,
+    backups,
+    callback_sync,
+    checks,
+    consistency,
+    console,
+    file_callbacks,
+    input_data,
+    stop_iteration,
+)
 from tfdist.training.loop_context import LoopContext
 from tfdist.training.non_finite_stop import NonFiniteStop
 from tfdist.training.told_progress import TellProgress
@@ -97,7 +107,7 @@ def training(
             callbacks.append(TellProgress(context.task.name))
         if arguments.takes(method, "validation_data"):
             given["validation_data"] = _distribute(context, validation)
-        yield functools.partial(
+        run = functools.partial(
             method,
             model,
             **{x: _distribute(context, data, class_weight)},
@@ -105,6 +115,8 @@ def training(
             verbose=_verbosity(context, given),
             **given,
         )
+        with stop_iteration.raised_as_error(callbacks):
+            yield run
     if backup and ends_with_fit:
         context.delete_backup(backup)
     if context.is_chief:
@@ -127,12 +139,12 @@ def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any
     given = arguments.bind_arguments(keras.Model.evaluate, method, model, args, kwargs)
     x = arguments.data_argument(method, given)
     unsupported.check_data(context.strategy, given.get(x))
-    limit = execution.StepLimit(None, given.get("steps"))
-    with context.running(context.engine.running(model)):
+    callbacks = [execution.StepLimit(None, given.get("steps")), *arguments.as_list(given.pop("callbacks", None))]
+    with context.running(context.engine.running(model)), stop_iteration.raised_as_error(callbacks):
         return method(
             model,
             **{x: _distribute(context, given.pop(x, None))},
-            callbacks=[limit, *arguments.as_list(given.pop("callbacks", None))],
+            callbacks=callbacks,
             verbose=_verbosity(context, given),
             **given,
         )
@@ -158,7 +170,8 @@ def predict(context: LoopContext, method: Method, model: keras.Model, args: Any,
     if arguments.takes(method, "callbacks"):
         given["callbacks"] = [execution.StepLimit(), *arguments.as_list(given.pop("callbacks", None))]
     data = context.engine.data_to_predict(model, data, steps)
-    with context.running(context.engine.predicting(model, steps)):
+    guarded = stop_iteration.raised_as_error(given.get("callbacks", ()))
+    with context.running(context.engine.predicting(model, steps)), guarded:
         data = _distribute(context, data)
         return method(model, **{x: data}, verbose=_verbosity(context, given), **given)
 

@@ -1,0 +1,134 @@
+"""What a backup must hold: checked before any of it is used, as a file may be forged, or of another version."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.backup.data_position import LoopPosition
+from tfdist.backup.files import CorruptBackupError, first_line
+from tfdist.backup.save_point import SavePoint
+from tfdist.backup.state import REST
+
+_FIELDS = {
+    "tasks": int,
+    "replicas": int,
+    "seed": int,
+    "stop_training": bool,
+    "position": dict,
+    "about": dict,
+    "files": dict,
+    "training": str,
+}
+_LATER = {"training"}  # which the first versions did not write
+_ABOUT = {"fit": dict, "optimizer": dict, "variables": dict}
+_REST = {"callbacks": dict, "synchronized": bool}
+
+
+def checksum(body: Mapping[str, Any]) -> int:
+    """Returns the checksum of a manifest without its checksum."""
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
+    """Returns a manifest whose checksum is right and which names the backup's files.
+
+    Args:
+        content: What is in the file.
+        path: The file, for messages.
+
+    Raises:
+        CorruptBackupError: It is not what was written.
+    """
+    body = _json(content, path)
+    try:
+        whole = body.pop("crc32", None) == checksum(body)
+    except RecursionError:
+        whole = False
+    if not whole:
+        raise CorruptBackupError(f"{path} is not what was written")
+    _check_fields(body, {"files": dict}, path)
+    for name, each in body["files"].items():
+        if not isinstance(each, dict) or os.path.basename(name) != name:
+            raise CorruptBackupError(f"{path} names {name!r}, which is no file of a backup")
+    return body
+
+
+def check_manifest(manifest: Mapping[str, Any], point: SavePoint, path: str) -> None:
+    """Checks that a manifest has all fields, and is of the backup in whose folder it lies.
+
+    Args:
+        manifest: What `parse_manifest` has returned.
+        point: When the backup was taken, by the name of its folder.
+        path: The manifest's file, for messages.
+
+    Raises:
+        CorruptBackupError: What is wrong.
+    """
+    _check_fields(
+        manifest, {name: kind for name, kind in _FIELDS.items() if name in manifest or name not in _LATER}, path
+    )
+    _check_fields(manifest["about"], _ABOUT, path, "about")
+    for number, optimizer in manifest["about"]["optimizer"].items():
+        _check_fields({number: optimizer}, {number: dict}, path, "about.optimizer")
+    position = manifest["position"]
+    fields = {field.name: int for field in dataclasses.fields(LoopPosition)}
+    _check_fields(
+        position,
+        {name: fields.get(name, type(None)) for name in {"step", "epoch", "epoch_step", *position}},
+        path,
+        "position",
+    )
+    if SavePoint(position["step"], position["epoch_step"] == 0) != point:
+        raise CorruptBackupError(f"{path} is a copy of that of another backup, of step {position['step']}")
+
+
+def check_tensors(manifest: Mapping[str, Any], shared: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
+    """Checks that a backup holds the variables that its manifest names, in their shapes and types, and what is no variable.
+
+    Args:
+        manifest: What `check_manifest` has checked.
+        shared: The tensors of all ranks.
+        own: The tensors of this rank.
+        path: The backup, for messages.
+
+    Raises:
+        CorruptBackupError: What is missing.
+    """
+    for name, form in manifest["about"]["variables"].items():
+        value = shared.get(name, own.get(f"{name}/0"))
+        if value is None:
+            raise CorruptBackupError(f"{path} does not hold variable {name!r}")
+        found = f"{tf.as_dtype(value.dtype).name}{list(value.shape)}"
+        if "None" not in str(form) and found != form:
+            raise CorruptBackupError(f"{path} holds {name!r} as {found}, and should as {form}")
+    if REST not in own:
+        raise CorruptBackupError(f"{path} does not hold what callbacks remember")
+    rest = _json(np.asarray(own[REST]).item(), path)
+    _check_fields({"logs": None, **rest}, _REST, path)
+    for name, state in rest["callbacks"].items():
+        _check_fields({name: state}, {name: dict}, path, "callbacks")
+
+
+def _json(content: Any, path: str) -> dict[str, Any]:
+    try:
+        body = json.loads(content)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise CorruptBackupError(f"{path} is not what was written: {first_line(e)}") from e
+    if not isinstance(body, dict):
+        raise CorruptBackupError(f"{path} is not what was written")
+    return body
+
+
+def _check_fields(body: Mapping[str, Any], fields: Mapping[str, type], path: str, within: str = "") -> None:
+    for name, kind in fields.items():
+        if not isinstance(body.get(name), kind):
+            where = f"{within}.{name}" if within else name
+            raise CorruptBackupError(f"{path} has no {where} that a backup could have")

@@ -1,0 +1,216 @@
+"""Files of a backup folder: no link is followed, nothing but a regular file is opened, and unreadable is not the same as absent.
+
+Local paths go to the operating system, which names the cause of an error; all others go to `tf.io.gfile`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Collection
+
+import tensorflow as tf
+
+from tfdist.errors import ConfigError
+
+_CHUNK = 1 << 24  # bytes
+_ABSENT = (FileNotFoundError, NotADirectoryError, tf.errors.NotFoundError)
+# Errors of TensorFlow that say nothing of a file's content.
+PASSING = (
+    *(
+        tf.errors.UnavailableError,
+        tf.errors.PermissionDeniedError,
+        tf.errors.DeadlineExceededError,
+        tf.errors.AbortedError,
+    ),
+    *(tf.errors.ResourceExhaustedError, tf.errors.UnauthenticatedError, tf.errors.CancelledError, OSError, MemoryError),
+)
+ERRORS = (OSError, MemoryError, tf.errors.OpError)  # of reading
+
+
+class ReadError(Exception):
+    """Why a backup cannot be used."""
+
+
+class CorruptBackupError(ReadError):
+    """Why a backup is not whole: it was read, and is not what was written."""
+
+
+class UnreadableBackupError(ReadError):
+    """Why a backup cannot be read now: it may be whole."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, without what TensorFlow adds to it."""
+    text = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\{\{function_node .*?\}\} | \[Op:\w+\]", "", text)
+
+
+def unreadable(path: str, error: BaseException) -> UnreadableBackupError:
+    """Returns the error that names a path and why it cannot be read."""
+    return UnreadableBackupError(f"{path} cannot be read: {first_line(error)}")
+
+
+def is_local(path: str) -> bool:
+    """Whether the operating system reaches a path."""
+    return "://" not in path
+
+
+def is_link(path: str) -> bool:
+    """Whether a path is a link."""
+    return is_local(path) and os.path.islink(path)
+
+
+def list_folder(path: str) -> list[str]:
+    """Returns the names in a folder; none if it is not there.
+
+    Raises:
+        UnreadableBackupError: It cannot be read.
+    """
+    try:
+        return os.listdir(path) if is_local(path) else tf.io.gfile.listdir(path)
+    except _ABSENT:
+        return []
+    except ERRORS as e:
+        raise unreadable(path, e) from e
+
+
+def size(path: str) -> int | None:
+    """Returns the size of a regular file in bytes, or None if it is not there.
+
+    Raises:
+        CorruptBackupError: It is a link, a folder or anything else.
+        UnreadableBackupError: It cannot be told.
+    """
+    try:
+        if not is_local(path):
+            return int(tf.io.gfile.stat(path).length)
+        found = os.lstat(path)
+    except _ABSENT:
+        return None
+    except ERRORS as e:
+        raise unreadable(path, e) from e
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptBackupError(f"{path} is {_kind(found.st_mode)}, and should be a file")
+    return found.st_size
+
+
+def is_folder(path: str) -> bool:
+    """Returns whether a folder is there.
+
+    Raises:
+        CorruptBackupError: It is a link, a file or anything else.
+        UnreadableBackupError: It cannot be told.
+    """
+    try:
+        if not is_local(path):
+            return bool(tf.io.gfile.stat(path).is_directory)
+        mode = os.lstat(path).st_mode
+    except _ABSENT:
+        return False
+    except ERRORS as e:
+        raise unreadable(path, e) from e
+    if not stat.S_ISDIR(mode):
+        raise CorruptBackupError(f"{path} is {_kind(mode)}, and should be a folder")
+    return True
+
+
+def read(path: str) -> bytes:
+    """Returns what a regular file holds.
+
+    Raises:
+        CorruptBackupError: It is missing, or is a link, a folder or anything else.
+        UnreadableBackupError: It cannot be read.
+    """
+    if size(path) is None:
+        raise CorruptBackupError(f"{path} is missing")
+    try:
+        with _open(path) as file:
+            return file.read()
+    except ERRORS as e:
+        raise unreadable(path, e) from e
+
+
+def check_readable(path: str) -> None:
+    """Reads a file to its end.
+
+    Raises:
+        UnreadableBackupError: It cannot be read.
+    """
+    try:
+        with _open(path) as file:
+            while file.read(_CHUNK):
+                pass
+    except ERRORS as e:
+        raise unreadable(path, e) from e
+
+
+def check_owners(folder: str, owners: Collection[int]) -> None:
+    """Checks that a folder and the files in it are of users that are trusted.
+
+    Args:
+        folder: The folder, or a file.
+        owners: The trusted users' numbers.
+
+    Raises:
+        ConfigError: Another user owns one of them.
+        UnreadableBackupError: It cannot be told.
+    """
+    if not is_local(folder):
+        return
+    for path in (folder, *(os.path.join(folder, name) for name in list_folder(folder))):
+        try:
+            owner = os.lstat(path).st_uid
+        except _ABSENT:  # it is being removed
+            continue
+        except ERRORS as e:
+            raise unreadable(path, e) from e
+        if owner not in owners:
+            raise ConfigError(
+                f"{path} belongs to user {owner}, and this run is of user {os.geteuid()}: whoever writes a backup decides what the "
+                f"training goes on from. If it is yours, change its owner (chown -R {os.geteuid()} {folder}); else remove it."
+            )
+
+
+def replace(path: str, text: str, partial: str) -> None:
+    """Writes a file in one go: a reader sees the old text or the new one, and a link at its place is replaced, not followed.
+
+    Args:
+        path: The file.
+        text: What it shall hold.
+        partial: The path to write to first.
+    """
+    discard_irregular(partial)
+    with tf.io.gfile.GFile(partial, "w") as file:
+        file.write(text)
+    tf.io.gfile.rename(partial, path, overwrite=True)
+
+
+def discard_irregular(path: str) -> None:
+    """Removes a link, a FIFO or a socket at the place of a file that will be written."""
+    if is_local(path) and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        os.unlink(path)
+
+
+def remove_tree(path: str) -> None:
+    """Removes a folder with all that is in it; of a link, the link alone."""
+    if not is_local(path):
+        tf.io.gfile.rmtree(path)
+    elif os.path.islink(path):
+        os.unlink(path)
+    else:
+        shutil.rmtree(path)
+
+
+def _open(path: str):  # type: ignore[no-untyped-def]  # GFile is none of Python's files
+    if not is_local(path):
+        return tf.io.gfile.GFile(path, "rb")
+    # A FIFO that has come meanwhile would block.
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFLNK: "a link, which is not followed", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO"}
+    return kinds.get(stat.S_IFMT(mode), "a file" if stat.S_ISREG(mode) else "no regular file")
