@@ -69,7 +69,7 @@ class Launcher:
         self._log_dir = pathlib.Path(log_dir)
         self._environ = dict(os.environ if environ is None else environ)
         self._grace_seconds = grace_seconds
-        self._output = LauncherOutput(output)
+        self._output = LauncherOutput(output, log_dir)
         self._tasks: list[TaskProcess] = []
         self._running: list[TaskProcess] = []
         self._has_evaluator = evaluator
@@ -113,17 +113,17 @@ class Launcher:
                 if not self._preempted and self.failure is None:
                     self._evaluator.finish(lambda: bool(self._signals), self._refresh)
                 alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
+                if alone and not (self._preempted or self._signals or self.failure):
+                    self._output.say(_ALONE)
         finally:
+            self._output.count_warnings()
+            self._output.close(lambda: len(self._signals))
             for number, handler in caught.items():
                 signal.signal(number, handler)
-            self._output.count_warnings()
-            self._output.stop_table()
         if self._preempted:
             return exit_status.PREEMPTED
         if self._signals:
             return 128 + self._signals[0]
-        if alone and not self.failure:
-            self._output.say(_ALONE)
         return self.failure.status if self.failure else 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
