@@ -23,7 +23,9 @@ from tfdist.runtime import exit_status, progress
 _ALONE = (
     "no task has made a tfdist.Trainer or strategy: unless the command connects the tasks itself, each has run alone"
 )
-_AFTER_INTERRUPT = 2.0  # seconds that the others have, once one has ended of Ctrl-C
+_AFTER_INTERRUPT = (
+    2.0  # seconds that tasks have after Ctrl-C: there is nothing to save, and they may wait for each other
+)
 
 
 class Launcher:
@@ -181,6 +183,8 @@ class Launcher:
                 self._ended(task)
             if len(self._signals) > handled:
                 grace = 0.0 if handled else self._grace_seconds
+                if self._signals[0] == signal.SIGINT:
+                    grace, self._output.is_interrupted = min(grace, _AFTER_INTERRUPT), True
                 if self._running:
                     name = signal_name(self._signals[handled])
                     last = f"; those left after {grace:g} s are killed, or upon another signal" if grace else " now"
@@ -226,8 +230,6 @@ class Launcher:
             # The traceback of a task that fails because another one failed first stays in its log.
             told = bool(self._signals) and not self.failure and not self._is_server(task.spec)
             self._preempted |= told and code == exit_status.PREEMPTED
-            if self._signals and self._signals[0] == signal.SIGINT:  # nothing to save, and others may wait for this one
-                self._kill_at = min(self._kill_at, time.monotonic() + _AFTER_INTERRUPT)
             return
         if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
             self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))

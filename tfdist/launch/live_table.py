@@ -20,7 +20,11 @@ _RATE_SECONDS = 10.0  # over which steps per second are taken
 
 def is_possible() -> bool:
     """Returns whether standard output is a terminal that can redraw lines. mpirun gives its tasks a pseudo-terminal."""
-    return bool(sys.stdout and sys.stdout.isatty()) and "OMPI_COMM_WORLD_SIZE" not in os.environ and console.Console().is_interactive
+    return (
+        bool(sys.stdout and sys.stdout.isatty())
+        and "OMPI_COMM_WORLD_SIZE" not in os.environ
+        and console.Console().is_interactive
+    )
 
 
 class Pace:

@@ -13,12 +13,14 @@ from tfdist.cluster import TaskSpec
 from tfdist.launch import line_kinds, live_table
 from tfdist.launch.background_writer import BackgroundWriter
 from tfdist.launch.process import TaskProcess
+from tfdist.runtime import interrupt
 
 # A traceback is held back for this long: its task may be about to fail, and then the launcher decides what to show of it.
 _HOLD_SECONDS = 3.0
 _TRACEBACK = b"Traceback (most recent call last):"
 _REMEMBERED_WARNINGS = 1000
 _OWN = b"tfdist: "  # how the launcher's own lines begin
+_INTERRUPTED = _OWN + interrupt.MESSAGE.encode()
 _MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; of more, the tasks' oldest are left out
 # How long the end waits for the reader, in seconds: since it last took something, in all, and in all after a signal.
 _LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5
@@ -33,11 +35,15 @@ class LauncherOutput:
     Args:
         stream: Where lines go. None means this process's standard output.
         log_dir: Where the logs are, for the message of how many lines were left out.
+
+    Attributes:
+        is_interrupted: Whether Ctrl-C has been pressed, and been told of: that tasks end of it is not told once more.
     """
 
     def __init__(self, stream: IO[bytes] | None, log_dir: str | os.PathLike[str]):
-        self._writer = BackgroundWriter(stream or (sys.stdout and sys.stdout.buffer))
+        self._writer = BackgroundWriter(stream or (sys.stdout.buffer if sys.stdout else None))
         self._log_dir = log_dir
+        self.is_interrupted = False
         self._waiting: collections.deque[bytes] = collections.deque()
         self._waiting_bytes = 0
         self._spared: list[bytes] = []  # the launcher's own lines among those left out
@@ -87,7 +93,7 @@ class LauncherOutput:
             if task.held or line.startswith(_TRACEBACK):
                 task.held_since = task.held_since if task.held else time.monotonic()
                 task.held.append(line)
-            elif not self._is_repeated(task, line):
+            elif not self._is_repeated(task, line) and not (self.is_interrupted and line == _INTERRUPTED):
                 self._print(task, line)
         if task.log_fault:
             self.say(
