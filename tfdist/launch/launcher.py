@@ -17,7 +17,7 @@ from tfdist.launch.evaluator_process import EvaluatorProcess
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import LauncherOutput
 from tfdist.launch.process import Failure, TaskProcess, last_error_line, put_away_logs, signal_name, task_environ
-from tfdist.launch.restart_policy import RestartPolicy
+from tfdist.launch.restart_policy import RestartPolicy, why_final
 from tfdist.runtime import exit_status, progress
 
 _ALONE = (
@@ -253,9 +253,8 @@ class Launcher:
         alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
         done, self._saved = self._steps(task)
         lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
-        if failure.exit_code == exit_status.FAULTY_CONFIG:
-            why = "a faulty command line or configuration stays so"
-        elif not (why := self.restarts.failed(done)):
+        final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved)
+        if not (why := final or self.restarts.failed(done)):
             count = f"restart {self.restarts.spent}/{self.restarts.limit} from step"
             self._output.release(task)
             if alone:
@@ -276,10 +275,7 @@ class Launcher:
         self.failure = failure
         self._output.release(task)
         why = f"; {why}" if self.restarts.limit else ""
-        remedy = ""
-        if failure.exit_code < 0:
-            again = f"Run the command again to go on from step {self._saved}" if self._saved else "No backup was made"
-            remedy = f". {again}; max_restarts starts the tasks again by itself, from the last backup"
+        remedy = failure.remedy(self._saved)
         self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}{remedy}")
         self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # it has nothing to save
 

@@ -57,6 +57,13 @@ class Failure:
         """The exit code that a shell would show."""
         return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
 
+    def remedy(self, saved: int) -> str:
+        """How to go on after the death of a process that has not failed by itself, or nothing; `saved` is the last backup's step."""
+        if self.exit_code >= 0:
+            return ""
+        again = f"Run the command again to go on from step {saved}" if saved else "No backup was made"
+        return f". {again}; max_restarts starts the tasks again by itself, from the last backup"
+
     def __str__(self) -> str:
         if self.exit_code < 0:
             return f"{self.task} was {self.cause}"
