@@ -22,6 +22,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from tfdist.runtime import interrupt
+
+if __name__ == "__main__":
+    interrupt.before_imports()
+
 from tfdist.cluster import task_versions
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
@@ -52,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         exit_status.exit_code = _main(argv)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        logger.error("ended by Ctrl-C (SIGINT)")
+        logger.error(interrupt.MESSAGE)
         exit_status.exit_code = 128 + signal.SIGINT
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -113,6 +118,7 @@ def _run(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | No
         make_workdir(workdir)
     if found is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
         return launch(config, argv, workdir)
+    interrupt.listen()
     alike = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
     text = json.dumps({**config_lib.fixed(config), **alike}, default=str)
     task_versions.configuration = task_versions.checksum(text.encode())
@@ -272,6 +278,7 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    interrupt.after_imports()
     exit_code = main(sys.argv)
     if "tensorflow" in sys.modules:
         leave(exit_code)

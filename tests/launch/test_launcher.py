@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -11,27 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.launched_job import Job, until
+from tests.helpers.launched_job import until
 from tfdist.cluster import TaskSpec, local_cluster
 from tfdist.launch.launcher import Launcher
 from tfdist.launch.process import Failure
 
 CHILD = "import sys, time; time.sleep(300)"
-
-
-@pytest.fixture
-def job(tmp_path: pathlib.Path) -> Iterator[Job]:
-    job = Job(tmp_path)
-    yield job
-    for pid in job.alive():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if job.process:
-        job.process.wait(timeout=30)
 
 
 def test_each_task_gets_the_same_cluster_and_its_own_task(job):
@@ -612,7 +599,7 @@ sleep_for_ever()
     job.process.send_signal(signal.SIGINT)
     assert job.process.wait(timeout=20) == 130
     assert time.monotonic() - began < 10  # the grace is 25
-    assert "tfdist: SIGINT: ending all tasks; those left after 25 s are killed, or upon another signal" in job.output()
+    assert "tfdist: SIGINT: ending all tasks; those left after 2 s are killed, or upon another signal" in job.output()
 
 
 def test_after_ctrl_c_no_traceback_is_shown_of_a_task_that_takes_seconds_to_end(job):
@@ -629,3 +616,32 @@ except KeyboardInterrupt:
     job.process.send_signal(signal.SIGINT)
     assert job.process.wait(timeout=20) == 130
     assert "Traceback" not in job.output() and "Traceback" in job.log("worker-0")
+
+
+def test_a_refusal_of_the_backups_is_not_tried_again(job):
+    code = f"""{TELL}
+tell(12, 10)
+from tfdist.runtime import progress
+progress.mark_refusal()
+sys.exit(1)
+"""
+    assert job.run(code, "--max_restarts=3") == 1
+    assert (
+        "no restart, as it would refuse the backups again; the last backup was that of step 10; ending all tasks"
+        in job.output()
+    )
+
+
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_one_ctrl_c_ends_deaf_and_stopped_tasks_within_seconds_and_says_one_line(job, stopped):
+    process = job.start(DEAF, "--workers=2", "--grace_seconds=300")
+    until(lambda: job.output().count("ready") == 2)
+    if stopped:
+        for pid in set(job.alive()) - {process.pid}:
+            os.kill(pid, signal.SIGSTOP)
+    before = job.output()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert not job.alive()
+    said = job.output().removeprefix(before)
+    assert said == "tfdist: SIGINT: ending all tasks; those left after 2 s are killed, or upon another signal\n"

@@ -22,7 +22,7 @@ from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import tf_internals
 from tfdist.engine import Engine
-from tfdist.errors import ConfigError
+from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime import progress
 
 
@@ -118,7 +118,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._progress = self._progress or progress.Progress(task)
         storage = Storage(folder, ranks.rank, ranks.size)
         self._session = session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress)
-        session.find_backup()
+        try:
+            session.check_free()
+            session.find_backup()
+        except (ConfigError, BackupError):
+            progress.mark_refusal()
+            raise
         self.training_id = session.training
         if self.preemption:
             self.preemption.listen()
@@ -133,6 +138,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 self.preemption.training = False
                 self.preemption.give_back()
             session.writer.wait(5.0)
+            session.release()
             self._session = None
 
     def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:

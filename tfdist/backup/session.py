@@ -100,6 +100,15 @@ class BackupSession:
             self.training = self._found.manifest.get("training", self.training)  # older backups do not hold it
         self._agreement.prepare(self._model)
 
+    def check_free(self) -> None:
+        """Makes sure that the folder is no other run's; before `find_backup`. A collective."""
+        self._snapshots.check_free()
+
+    def release(self) -> None:
+        """Gives the folder back, however the training has ended: this process may live on."""
+        with contextlib.suppress(tf.errors.OpError, OSError):
+            self._snapshots.release()
+
     def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Takes the training's callbacks; logs in files go on where the backup was."""
         self._callbacks = callbacks

@@ -11,7 +11,7 @@ from tfdist.backup.save_point import SavePoint
 from tfdist.backup.search import Snapshot
 from tfdist.backup.storage import SHARED, Storage
 from tfdist.collectives.ranks import Ranks
-from tfdist.errors import BackupError
+from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime.progress import Progress, note_backup
 
 
@@ -35,6 +35,22 @@ class SnapshotWriter:
         self._progress = progress
         self._ownership = OwnershipMarker(storage.folder)
         self.saved: SavePoint | None = None
+
+    def check_free(self) -> None:
+        """Makes sure that no other run of the chief's host has the folder. A collective.
+
+        Raises:
+            ConfigError: One has.
+        """
+        why = ""
+        if self._ranks.is_chief:
+            try:
+                self._ownership.check_free()
+            except ConfigError as e:
+                why = str(e)
+        if self._ranks.any(bool(why)):
+            folder = self._storage.folder
+            raise ConfigError(why or f"backup_dir {folder!r} cannot be used by the chief; its own message says why.")
 
     def take_folder(self, after: SavePoint) -> None:
         """Takes the folder over from other runs, sets damaged later backups aside, and removes this rank's unfinished ones. A collective.
@@ -86,5 +102,9 @@ class SnapshotWriter:
         """Removes backups beyond `keep`, once all ranks have written, and gives the folder back."""
         self._ranks.barrier()
         self._storage.clean()
+        self.release()
+
+    def release(self) -> None:
+        """Gives the folder back, if it is this run's."""
         if self._ranks.is_chief:
             self._ownership.release()

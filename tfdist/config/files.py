@@ -17,6 +17,7 @@ from tfdist import config as config_lib
 from tfdist.config import validation
 from tfdist.config.train import TrainConfig
 from tfdist.errors import ConfigError, did_you_mean, format_value, told
+from tfdist.runtime.files import read_file
 
 _PRESETS = pathlib.Path(__file__).parents[1] / "presets"
 
@@ -42,7 +43,7 @@ def load(path: str) -> TrainConfig:
             )
         path = str(_PRESETS / f"{path}.py")
     try:
-        source = pathlib.Path(path).read_bytes()
+        source = read_file(path)
     except (OSError, ValueError) as e:
         raise ConfigError(f"--config={path}: {getattr(e, 'strerror', None) or e}.") from None
     return _of_json(path, source) if path.endswith(".json") else _of_program(path, source)

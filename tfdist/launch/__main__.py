@@ -13,6 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from tfdist.runtime import interrupt
+
+if __name__ == "__main__":
+    interrupt.before_imports()
+
 from tfdist.errors import ConfigError
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
@@ -85,4 +90,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    interrupt.after_imports()
     sys.exit(main(sys.argv))

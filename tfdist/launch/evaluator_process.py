@@ -10,8 +10,8 @@ from tfdist.cluster import TaskSpec
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import LauncherOutput
 from tfdist.launch.process import Failure, TaskProcess, last_error_line
-from tfdist.launch.restart_policy import RestartPolicy
-from tfdist.runtime import exit_status, progress
+from tfdist.launch.restart_policy import RestartPolicy, why_final
+from tfdist.runtime import progress
 
 SPEC = TaskSpec("evaluator", 0)
 _RESTARTS = 3
@@ -124,9 +124,7 @@ class EvaluatorProcess:
             self.is_over = True
             return
         steps = progress.read(self._folder, SPEC.name)
-        if code == exit_status.FAULTY_CONFIG:
-            why = "a faulty command line or configuration stays so"
-        elif not (why := self._policy.failed(steps.done if steps else None)):
+        if not (why := why_final(code, False) or self._policy.failed(steps.done if steps else None)):
             self._due = time.monotonic() + self._policy.delay
             self._output.say(f"{SPEC} lost ({failure.cause}); starting it again, while the training goes on")
             return

@@ -16,14 +16,16 @@ from tfdist.launch.evaluator_process import EvaluatorProcess
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import LauncherOutput
 from tfdist.launch.process import Failure, TaskProcess, last_error_line, put_away_logs, task_environ
-from tfdist.launch.restart_policy import RestartPolicy
+from tfdist.launch.restart_policy import RestartPolicy, why_final
 from tfdist.launch.signals import heeded, signal_name
 from tfdist.runtime import exit_status, progress
 
 _ALONE = (
     "no task has made a tfdist.Trainer or strategy: unless the command connects the tasks itself, each has run alone"
 )
-_AFTER_INTERRUPT = 2.0  # seconds that the others have, once one has ended of Ctrl-C
+_AFTER_INTERRUPT = (
+    2.0  # seconds that tasks have after Ctrl-C: there is nothing to save, and they may wait for each other
+)
 
 
 class Launcher:
@@ -71,7 +73,7 @@ class Launcher:
         self._log_dir = pathlib.Path(log_dir)
         self._environ = dict(os.environ if environ is None else environ)
         self._grace_seconds = grace_seconds
-        self._output = LauncherOutput(output)
+        self._output = LauncherOutput(output, log_dir)
         self._tasks: list[TaskProcess] = []
         self._running: list[TaskProcess] = []
         self._has_evaluator, self._fresh_ports = evaluator, fresh_ports
@@ -96,34 +98,34 @@ class Launcher:
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         put_away_logs(self._log_dir)
-        try:
-            with (
-                heeded(self._signals.append),
-                Guardian() as self._guardian,
-                tempfile.TemporaryDirectory(prefix="tfdist-") as self._progress,
-                EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
-            ):
-                self._evaluator.is_over = not self._has_evaluator
-                servers = [spec for spec in self._cluster.tasks() if self._is_server(spec)]
-                self._output.start_table(self._cluster.tasks() + self._evaluator.waiting, servers, self._progress)
-                self._run_once()
-                while self._restart and not self._signals:
-                    self._wait()
-                    if self._fresh_ports:  # another program may have taken one
-                        self._cluster = local.on_free_ports(self._cluster)
+        with heeded(self._signals.append):
+            try:
+                with (
+                    Guardian() as self._guardian,
+                    tempfile.TemporaryDirectory(prefix="tfdist-") as self._progress,
+                    EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
+                ):
+                    self._evaluator.is_over = not self._has_evaluator
+                    servers = [spec for spec in self._cluster.tasks() if self._is_server(spec)]
+                    self._output.start_table(self._cluster.tasks() + self._evaluator.waiting, servers, self._progress)
                     self._run_once()
-                if not self._preempted and self.failure is None:
-                    self._evaluator.finish(lambda: bool(self._signals), self._refresh)
-                alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
-        finally:
-            self._output.count_warnings()
-            self._output.stop_table()
+                    while self._restart and not self._signals:
+                        self._wait()
+                        if self._fresh_ports:  # another program may have taken one
+                            self._cluster = local.on_free_ports(self._cluster)
+                        self._run_once()
+                    if not self._preempted and self.failure is None:
+                        self._evaluator.finish(lambda: bool(self._signals), self._refresh)
+                    alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
+                    if alone and not (self._preempted or self._signals or self.failure):
+                        self._output.say(_ALONE)
+            finally:
+                self._output.count_warnings()
+                self._output.close(lambda: len(self._signals))
         if self._preempted:
             return exit_status.PREEMPTED
         if self._signals:
             return 128 + self._signals[0]
-        if alone and not self.failure:
-            self._output.say(_ALONE)
         return self.failure.status if self.failure else 0
 
     def _run_once(self) -> None:
@@ -178,6 +180,8 @@ class Launcher:
                 self._ended(task)
             if len(self._signals) > handled:
                 grace = 0.0 if handled else self._grace_seconds
+                if self._signals[0] == signal.SIGINT:
+                    grace, self._output.is_interrupted = min(grace, _AFTER_INTERRUPT), True
                 if self._running:
                     name = signal_name(self._signals[handled])
                     last = f"; those left after {grace:g} s are killed, or upon another signal" if grace else " now"
@@ -223,8 +227,6 @@ class Launcher:
             # The traceback of a task that fails because another one failed first stays in its log.
             told = bool(self._signals) and not self.failure and not self._is_server(task.spec)
             self._preempted |= told and code == exit_status.PREEMPTED
-            if self._signals and self._signals[0] == signal.SIGINT:  # nothing to save, and others may wait for this one
-                self._kill_at = min(self._kill_at, time.monotonic() + _AFTER_INTERRUPT)
             return
         if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
             self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))
@@ -248,9 +250,8 @@ class Launcher:
         alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
         done, self._saved = self._steps(task)
         lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
-        if failure.exit_code == exit_status.FAULTY_CONFIG:
-            why = "a faulty command line or configuration stays so"
-        elif not (why := self.restarts.failed(done)):
+        final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved)
+        if not (why := final or self.restarts.failed(done)):
             count = f"restart {self.restarts.spent}/{self.restarts.limit} from step"
             self._output.release(task)
             if alone:
@@ -271,10 +272,7 @@ class Launcher:
         self.failure = failure
         self._output.release(task)
         why = f"; {why}" if self.restarts.limit else ""
-        remedy = ""
-        if failure.exit_code < 0:
-            again = f"Run the command again to go on from step {self._saved}" if self._saved else "No backup was made"
-            remedy = f". {again}; max_restarts starts the tasks again by itself, from the last backup"
+        remedy = failure.remedy(self._saved)
         self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}{remedy}")
         self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # it has nothing to save
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import io
 import os
 import sys
 import time
@@ -19,7 +20,11 @@ _RATE_SECONDS = 10.0  # over which steps per second are taken
 
 def is_possible() -> bool:
     """Returns whether standard output is a terminal that can redraw lines. mpirun gives its tasks a pseudo-terminal."""
-    return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ and console.Console().is_interactive
+    return (
+        bool(sys.stdout and sys.stdout.isatty())
+        and "OMPI_COMM_WORLD_SIZE" not in os.environ
+        and console.Console().is_interactive
+    )
 
 
 class Pace:
@@ -56,8 +61,24 @@ class Pace:
             self.seconds_left = max(0, steps.total - steps.done) * elapsed / done
 
 
+class _Screen(io.StringIO):
+    """What is to be written to standard output, a terminal, with its encoding."""
+
+    encoding = property(lambda self: sys.stdout.encoding)
+
+    def isatty(self) -> bool:
+        return True
+
+    def take(self) -> bytes:
+        """Returns what has been printed since."""
+        shown = self.getvalue().encode(sys.stdout.encoding, "backslashreplace")
+        self.seek(0)
+        self.truncate()
+        return shown
+
+
 class LiveTable:
-    """The table, and the lines above it, on standard output; `is_possible` must hold.
+    """The table, and the lines above it, for standard output; `is_possible` must hold. What to write is returned.
 
     Args:
         tasks: The tasks.
@@ -70,31 +91,29 @@ class LiveTable:
         self._servers = servers
         self._folder = folder
         self._paces = {task: Pace() for task in tasks}
-        self._lines: list[str] = []
         self._due = 0.0
-        self._console = console.Console(markup=False, emoji=False, highlight=False)
-        # What is left on the screen are the lines. No thread: signals and a closed terminal are met in the launcher's own.
+        self._screen = _Screen()
+        self._console = console.Console(file=self._screen, markup=False, emoji=False, highlight=False)
+        # What is left on the screen are the lines. No thread: each frame erases the one before, so none may be lost.
         self._live = live.Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
         self._live.start()
 
-    def write(self, line: bytes) -> None:
-        """Takes a line, which is printed with the next refresh."""
-        encoding = self._console.encoding
-        self._lines.append(line.decode(errors="replace").encode(encoding, "backslashreplace").decode(encoding))
-
-    def refresh(self, running: Collection[TaskSpec], restarting: Collection[TaskSpec], ending: bool) -> None:
-        """Prints the lines that have come since, and what the tasks do.
+    def refresh(
+        self, lines: Sequence[bytes], running: Collection[TaskSpec], restarting: Collection[TaskSpec], ending: bool
+    ) -> bytes:
+        """Returns what shows the lines that have come since, and what the tasks do.
 
         Args:
+            lines: The lines.
             running: The tasks that run.
             restarting: Those that will be started again.
             ending: Whether the tasks have been asked to end.
         """
-        self._print_lines()
+        self._print(lines)
         if (now := time.monotonic()) < self._due:
-            return
+            return self._screen.take()
         self._due = now + _EVERY
         rows = [self._row(task, now, running, restarting, ending) for task in self._tasks]
         room = max(1, self._console.height // 2 - 2)
@@ -107,18 +126,17 @@ class LiveTable:
             shown.add_row("...", f"{len(rows) - room} more tasks")
         # A terminal echoes ^C behind the table: in a full line it would begin another one, which would not be erased.
         self._live.update(constrain.Constrain(shown, max(1, self._console.width - 4)), refresh=True)
+        return self._screen.take()
 
-    def stop(self) -> None:
-        """Prints the last lines, removes the table and shows the cursor."""
-        try:
-            self._print_lines()
-        finally:
-            self._live.stop()
+    def stop(self, lines: Sequence[bytes]) -> bytes:
+        """Returns what shows the last lines, removes the table and shows the cursor."""
+        self._print(lines)
+        self._live.stop()
+        return self._screen.take()
 
-    def _print_lines(self) -> None:
-        if self._lines:
-            lines, self._lines = self._lines, []
-            self._console.print(text.Text("\n".join(lines)), soft_wrap=True)
+    def _print(self, lines: Sequence[bytes]) -> None:
+        if lines:
+            self._console.print(text.Text(b"\n".join(lines).decode(errors="replace")), soft_wrap=True)
 
     def _row(
         self,

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import IO
 
 from tfdist.cluster import TaskSpec
 from tfdist.launch import line_kinds, live_table
+from tfdist.launch.background_writer import BackgroundWriter
 from tfdist.launch.process import TaskProcess
+from tfdist.runtime import interrupt
 
 # A traceback is held back for this long: its task may be about to fail, and then the launcher decides what to show of it.
 _HOLD_SECONDS = 3.0
 _TRACEBACK = b"Traceback (most recent call last):"
 _REMEMBERED_WARNINGS = 1000
+_OWN = b"tfdist: "  # how the launcher's own lines begin
+_INTERRUPTED = _OWN + interrupt.MESSAGE.encode()
+_MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; of more, the tasks' oldest are left out
+# How long the end waits for the reader, in seconds: since it last took something, in all, and in all after a signal.
+_LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5
 
 
 class LauncherOutput:
     """The launcher's output: the lines of its tasks, and its own messages.
 
+    It never waits for its reader. Lines that the reader is slow to take wait in memory; of too many, the tasks' oldest are
+    left out, and counted.
+
     Args:
         stream: Where lines go. None means this process's standard output.
+        log_dir: Where the logs are, for the message of how many lines were left out.
+
+    Attributes:
+        is_interrupted: Whether Ctrl-C has been pressed, and been told of: that tasks end of it is not told once more.
     """
 
-    def __init__(self, stream: IO[bytes] | None):
-        self._stream = stream or sys.stdout.buffer
+    def __init__(self, stream: IO[bytes] | None, log_dir: str | os.PathLike[str]):
+        self._writer = BackgroundWriter(stream or (sys.stdout.buffer if sys.stdout else None))
+        self._log_dir = log_dir
+        self.is_interrupted = False
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._waiting_bytes = 0
+        self._spared: list[bytes] = []  # the launcher's own lines among those left out
+        self._left_out = 0
         self._has_table = stream is None and live_table.is_possible()
         self._table: live_table.LiveTable | None = None
         self._warnings: dict[
@@ -41,20 +62,30 @@ class LauncherOutput:
 
     def refresh(self, running: Collection[TaskSpec], restarting: Collection[TaskSpec], ending: bool) -> None:
         """Shows what has come since, and what tasks do. Arguments as for `LiveTable`."""
+        if not self._writer.is_idle:
+            return
         if self._table:
-            try:
-                self._table.refresh(running, restarting, ending)
-            except (OSError, ValueError):
-                self._give_up()
+            self._writer.write(self._table.refresh(self._take_lines(), running, restarting, ending))
+        else:
+            self._flush()
 
-    def stop_table(self) -> None:
-        """Removes the table; call it whatever happens, or the cursor stays hidden."""
-        if self._table:
-            try:
-                self._table.stop()
-            except (OSError, ValueError):
-                self._give_up()
-            self._table = None
+    def close(self, signals: Callable[[], int]) -> None:
+        """Removes the table, and writes what is left; call it whatever happens, or the cursor stays hidden.
+
+        Args:
+            signals: Returns how many signals have come. After one, the wait for the reader is short; another one ends it.
+        """
+        begun, before = time.monotonic(), signals()
+        while not self._writer.is_broken and (self._table or self._waiting or not self._writer.is_idle):
+            now = time.monotonic()
+            until = min(max(begun, self._writer.moved_at) + _LAST_WAIT, begun + _LONGEST_LAST_WAIT)
+            if now > (begun + _LAST_WAIT_AFTER_SIGNAL if before else until) or signals() > before:
+                break
+            if self._writer.is_idle and self._table:
+                self._writer.write(self._table.stop(self._take_lines()))
+                self._table = None
+            self._flush()
+            self._writer.wait(0.02)
 
     def forward(self, task: TaskProcess) -> None:
         """Prints the complete lines that a task has written since, and holds a traceback back."""
@@ -62,7 +93,7 @@ class LauncherOutput:
             if task.held or line.startswith(_TRACEBACK):
                 task.held_since = task.held_since if task.held else time.monotonic()
                 task.held.append(line)
-            elif not self._is_repeated(task, line):
+            elif not self._is_repeated(task, line) and not (self.is_interrupted and line == _INTERRUPTED):
                 self._print(task, line)
         if task.log_fault:
             self.say(
@@ -105,22 +136,34 @@ class LauncherOutput:
 
     def say(self, message: str) -> None:
         """Prints a message of the launcher."""
-        self._write(f"tfdist: {message}".encode())
+        self._write(_OWN + message.encode())
 
     def _print(self, task: TaskProcess, line: bytes) -> None:
         self._write(f"[{task.spec}] ".encode() + line)
 
     def _write(self, line: bytes) -> None:
-        if self._table:
-            self._table.write(line)
-            return
-        try:
-            self._stream.write(line + b"\n")
-            self._stream.flush()
-        except (OSError, ValueError):
-            self._give_up()
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        while self._waiting_bytes > _MOST_WAITING:
+            oldest = self._waiting.popleft()
+            self._waiting_bytes -= len(oldest)
+            if oldest.startswith(_OWN):  # which no log has
+                self._spared.append(oldest)
+            else:
+                self._left_out += 1
+        self._flush()
 
-    def _give_up(self) -> None:
-        # Nobody reads any more (`| head`), or the disk is full; the logs still have everything.
-        self._table = None
-        self._stream = open(os.devnull, "wb")  # noqa: SIM115 (for the rest of the run)
+    def _flush(self) -> None:
+        """Has the lines that wait written, unless the table's next refresh does that or the reader is not ready."""
+        if self._table is None and self._writer.is_idle:
+            self._writer.write(b"".join(line + b"\n" for line in self._take_lines()))
+
+    def _take_lines(self) -> list[bytes]:
+        """Returns the lines that wait, and waits with none."""
+        lines = [*self._spared, *self._waiting]
+        if self._left_out:
+            told = f"{self._left_out} lines of tasks were left out here, as nobody read them; {self._log_dir} has them"
+            lines.insert(0, _OWN + told.encode())
+        self._spared, self._left_out, self._waiting_bytes = [], 0, 0
+        self._waiting.clear()
+        return lines

@@ -21,6 +21,7 @@ from tfdist.runtime import progress
 
 _TAIL_LINES = 20
 _LONGEST_LINE = 1 << 16
+_CHUNK = 1 << 16  # bytes that are read at once: what a pipe holds
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 # First lines of messages that have their cause further down, and lines that are not it.
 _HEADING = re.compile(rb":$|Exception encountered when calling ")
@@ -56,6 +57,13 @@ class Failure:
     def status(self) -> int:
         """The exit code that a shell would show."""
         return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
+
+    def remedy(self, saved: int) -> str:
+        """How to go on after the death of a process that has not failed by itself, or nothing; `saved` is the last backup's step."""
+        if self.exit_code >= 0:
+            return ""
+        again = f"Run the command again to go on from step {saved}" if saved else "No backup was made"
+        return f". {again}; max_restarts starts the tasks again by itself, from the last backup"
 
     def __str__(self) -> str:
         if self.exit_code < 0:
@@ -97,13 +105,14 @@ class TaskProcess:
         self.over = False
 
     def read(self) -> list[bytes]:
-        """Returns the complete lines that have come since; notes the end of the output."""
+        """Returns complete lines that have come since, not always all; notes the end of the output."""
         try:
-            chunk = self.pipe.read()
+            # So much and no more: a task that never stops writing must leave time for signals.
+            chunk = os.read(self.pipe.fileno(), _CHUNK)
+        except BlockingIOError:
+            return []
         except OSError:
             chunk = b""
-        if chunk is None:
-            return []
         if chunk == b"":
             self.open = False
             chunk, self.partial = self.partial, b""

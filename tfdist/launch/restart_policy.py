@@ -5,8 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from tfdist.runtime import exit_status
+
 _SAME_STEP = 3  # failures at one step, after which the step itself must be what fails
 _LONGEST_DELAY = 30.0  # seconds
+
+
+def why_final(exit_code: int, has_refusal: bool, saved: int = 0) -> str:
+    """Returns why a task would fail again after a restart, or an empty text.
+
+    Args:
+        exit_code: Its exit code.
+        has_refusal: Whether it has refused its backups.
+        saved: The step of the last backup, or 0.
+    """
+    if has_refusal:
+        last = f"; the last backup was that of step {saved}" if saved else ""
+        return f"no restart, as it would refuse the backups again{last}"
+    return "a faulty command line or configuration stays so" if exit_code == exit_status.FAULTY_CONFIG else ""
 
 
 class RestartPolicy:

@@ -31,7 +31,8 @@ class _Before:
 
 
 _before = _Before()
-_pipes: set[int] = set()  # our own descriptors
+own_pipes: set[int] = set()  # write ends of pipes from which the package itself reads signals
+on_interrupt: list[Callable[[], object]] = []  # called in a thread on SIGINT; for `interrupt.py`
 
 
 class Preemption:
@@ -63,13 +64,13 @@ class Preemption:
         if self._pipe is None:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
-            _pipes.add(self._pipe[1])
+            own_pipes.add(self._pipe[1])
             os.register_at_fork(after_in_child=_restore_default_in_child)
             threading.Thread(target=self._read_signals, args=(self._pipe[0],), name="preemption", daemon=True).start()
         # The handler itself does nothing: by the time that Python calls it, the thread has read the signal.
         handler = signal.signal(signal.SIGTERM, _ignore)
         descriptor = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        if descriptor not in _pipes:
+        if descriptor not in own_pipes:
             _before.descriptor = descriptor
         if handler is not _ignore:
             _before.handler = handler
@@ -90,6 +91,9 @@ class Preemption:
             if _before.descriptor >= 0:
                 with contextlib.suppress(OSError):
                     os.write(_before.descriptor, signals)
+            if signals[0] == signal.SIGINT:
+                for call in on_interrupt:
+                    call()
             if signals[0] != signal.SIGTERM:
                 continue
             now = time.monotonic()

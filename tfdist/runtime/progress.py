@@ -1,7 +1,7 @@
 """What tasks tell the supervisor that started them, and it tells them. No TensorFlow here.
 
 They share a folder, named by an environment variable: in it each task keeps its step, its epoch and the step of the last backup,
-and that it has made a strategy, and the supervisor the number of restarts and of steps that were lost.
+that it has made a strategy and that it refuses its backups, and the supervisor the number of restarts and of steps that were lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _FORM = struct.Struct("<5q")
 _RESTARTS = "restarts"
 _STRATEGY = "strategy"
 _LOST = "lost_steps"  # how far tasks were before the restart, until the steps to repeat are counted; and how many were so far
-_OF_ALL = (_RESTARTS, _STRATEGY, _LOST)
+_REFUSAL = "refusal"
+_OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL)
 _EVALUATOR = "evaluator-"  # how the names of tasks begin that train nothing
 _BACKUP = "backup-"  # and those of files that stand for folders which hold backups
 
@@ -95,6 +96,18 @@ def _backup_note(backup_dir: str) -> pathlib.Path | None:
         return None
     path = backup_dir if "://" in backup_dir else os.path.abspath(backup_dir)
     return pathlib.Path(folder, f"{_BACKUP}{zlib.crc32(path.encode(errors='surrogateescape')):08x}")
+
+
+def mark_refusal() -> None:
+    """Tells that this task ends because its backups cannot be used, as it would after a restart; without a supervisor, nothing."""
+    folder = os.environ.get(FOLDER)
+    if folder and os.path.isdir(folder):
+        pathlib.Path(folder, _REFUSAL).touch()
+
+
+def has_refusal(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether any task refuses its backups."""
+    return pathlib.Path(folder, _REFUSAL).exists()
 
 
 def uses_tfdist(folder: str | os.PathLike[str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import socket
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from tfdist.cluster.resolvers.environment import PORT, assign_roles
 from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec
 from tfdist.cluster.validation import MOST_TASKS
 from tfdist.errors import ConfigError, format_value
+from tfdist.runtime.files import read_file
 
 
 def cluster(hosts: str = "", ps_hosts: str = "", hostfile: str = "", task: str = "", ps: int = 0) -> ClusterTask:
@@ -42,7 +42,7 @@ def _split(text: str) -> list[str]:
 
 def _read(path: str) -> list[str]:
     try:
-        lines = pathlib.Path(path).read_text().splitlines()
+        lines = read_file(path).decode().splitlines()
     except (OSError, ValueError) as e:
         raise ConfigError(f"hostfile {path}: {getattr(e, 'strerror', None) or e}.") from None
     found: list[str] = []

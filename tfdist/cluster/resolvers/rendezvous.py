@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import time
 
 from tfdist.errors import ClusterError
+from tfdist.runtime.files import read_file
 from tfdist.runtime.log import logger
 
 _REPORT_EVERY = 10.0
+_PASSING = (
+    errno.ESTALE,
+    errno.EIO,
+    errno.EACCES,
+    errno.EAGAIN,
+)  # of a file that has just been renamed, on storage of a network
 
 
 def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout: float) -> list[str]:
@@ -24,7 +32,7 @@ def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout:
         timeout: Seconds to wait for the others.
 
     Raises:
-        ClusterError: Some rank's address is not there after `timeout`, or the folder cannot be written.
+        ClusterError: Some rank's address is not there after `timeout`, or is no address, or the folder cannot be written.
     """
     place = pathlib.Path(folder, f"{job}-{size}")
     try:
@@ -39,9 +47,17 @@ def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout:
     while True:
         for other in set(range(size)) - set(found):
             try:
-                found[other] = (place / str(other)).read_text()
-            except OSError:  # not yet
+                if text := read_file(place / str(other)).decode():
+                    found[other] = text
+            except FileNotFoundError:
                 pass
+            except (OSError, ValueError) as e:
+                if getattr(e, "errno", None) in _PASSING:
+                    continue
+                raise ClusterError(
+                    f"the address of rank {other} cannot be read from {place / str(other)}: {getattr(e, 'strerror', None) or e}. "
+                    "Remove that folder, and start again."
+                ) from e
         if len(found) == size:
             return [found[other] for other in range(size)]
         missing = ", ".join(map(str, sorted(set(range(size)) - set(found))))

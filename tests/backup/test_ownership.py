@@ -1,0 +1,72 @@
+"""One folder, two runs: while the first lives the second is refused; whatever has ended hinders nobody."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tfdist.backup import ownership
+from tfdist.backup.ownership import OwnershipMarker
+from tfdist.errors import ConfigError
+from tfdist.runtime import progress
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A process that owns the folder."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        begun = psutil.Process(process.pid).create_time()
+        text = f"process {process.pid} on {socket.gethostname()} (0f), begun at {begun:.2f}"
+        (tmp_path / ownership.FILE).write_text(text)
+        yield process
+        process.kill()
+
+
+def test_a_folder_of_a_run_that_lives_is_refused_and_the_supervisor_is_told(other, tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "_ENDING_SECONDS", 0.3)
+    (tmp_path / "progress").mkdir()
+    monkeypatch.setenv(progress.FOLDER, str(tmp_path / "progress"))
+    with pytest.raises(ConfigError, match=f"which still runs: process {other.pid} on"):
+        OwnershipMarker(str(tmp_path)).check_free()
+    assert progress.has_refusal(tmp_path / "progress")
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_run_that_was_killed_hinders_nobody_not_even_as_a_zombie(other, tmp_path, reaped):
+    other.kill()
+    if reaped:
+        other.wait()
+    OwnershipMarker(str(tmp_path)).check_free()
+
+
+def test_a_run_that_is_about_to_end_is_waited_for(tmp_path):
+    code = "import time; time.sleep(1)"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        begun = psutil.Process(process.pid).create_time()
+        text = f"process {process.pid} on {socket.gethostname()} (0f), begun at {begun:.2f}"
+        (tmp_path / ownership.FILE).write_text(text)
+        OwnershipMarker(str(tmp_path)).check_free()
+
+
+def test_another_process_with_the_number_and_other_hosts_do_not_count(other, tmp_path):
+    path, marker = tmp_path / ownership.FILE, OwnershipMarker(str(tmp_path))
+    for text in (
+        f"process {other.pid} on {socket.gethostname()} (0f), begun at {time.time() - 9999:.2f}",
+        f"process {other.pid} on elsewhere (0f), begun at {psutil.Process(other.pid).create_time():.2f}",
+        f"process {os.getpid()} on {socket.gethostname()} (0f), begun at 1.0",
+        f"process {'9' * 30} on {socket.gethostname()} (0f), begun at 1.0",
+        "no text of ours",
+    ):
+        path.write_text(text)
+        marker.check_free()
+    marker.acquire()
+    marker.check()
+    marker.check_free()
+    marker.release()
+    assert not path.exists()
