@@ -18,8 +18,8 @@ def test_the_others_go_on_without_a_stopped_worker_which_comes_back(tmp_path, wh
         assert roles.wait("chief:0", 180) == 0, roles.log("chief:0")
         log = roles.log("chief:0")
         address = roles.cluster.jobs["worker"][1]
-        assert f"tfdist: chief:0 waits for worker:1 at {address}: no answer for" in log
-        assert f"tfdist: worker:1 at {address} is given up after" in log
+        assert f"chief:0 waits for worker:1 at {address}: no answer for" in log
+        assert f"worker:1 at {address} is given up after" in log
         assert "without it" in log and "all steps" in log
         assert [roles.wait(task, 30) for task in ("worker:0", "worker:1", "ps:0")] == [0, 0, 0]
 
@@ -31,7 +31,7 @@ def test_a_stopped_server_ends_the_job_by_name(tmp_path, where):
         assert roles.wait("chief:0", 180) == 1, roles.log("chief:0")
         log = roles.log("chief:0")
         address = roles.cluster.jobs["ps"][0]
-        assert f"tfdist: chief:0 waits for ps:0 at {address}: no answer for" in log
+        assert f"chief:0 waits for ps:0 at {address}: no answer for" in log
         assert "without it" not in log
         sentence = (
             f"tfdist.errors.ClusterError: ps:0 is lost, and with it the variables it held: ps:0 at {address} (no answer"
