@@ -6,7 +6,6 @@ import pytest
 
 from tests.multiprocess.roles import Roles
 
-
 # Without the fork server: a signal to its client would stop the client.
 COMMAND = [sys.executable, "-m", "tests.multiprocess.ps_silent_program"]
 
