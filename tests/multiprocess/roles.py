@@ -12,6 +12,7 @@ import time
 from tfdist.cluster import TaskSpec, local_cluster
 
 ROOT = pathlib.Path(__file__).parents[2]
+SIGNALS = {"stop": signal.SIGSTOP, "continue": signal.SIGCONT}
 
 
 class Roles:
@@ -64,13 +65,15 @@ class Roles:
                 if what == "kill":
                     self.processes[task].send_signal(signal.SIGKILL)
                     self.processes[task].wait()
+                elif what in SIGNALS:
+                    self.processes[task].send_signal(SIGNALS[what])
                 else:
                     self.start(task)
                 path.rename(path.with_suffix(".done"))
 
 
 def ask(what: str, task: str) -> None:
-    """Asks for `what` ("kill" or "start") to be done to `task`, and waits until it is."""
+    """Asks for `what` ("kill", "stop", "continue" or "start") to be done to `task`, and waits until it is."""
     folder = pathlib.Path(os.environ["ROLES"], "asked")
     name = f"{time.monotonic_ns()}"
     (folder / f"{name}.tmp").write_text(f"{what} {task}")

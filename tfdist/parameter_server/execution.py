@@ -100,9 +100,10 @@ class Execution:
 
     def end(self) -> None:
         """Ends a pass. After an error, steps that are on their way still count if they end within some seconds."""
-        self._flight.wait_after_error()
-        with contextlib.suppress(tf.errors.OpError):  # the servers may be what is lost
-            self._read()
+        if not self._scheduler.has_lost_servers:
+            self._flight.wait_after_error()
+            with contextlib.suppress(tf.errors.OpError):  # the servers may be what is lost
+                self._read()
         if self._trains:
             self._scheduler.retried_steps += self._flight.retries
         self._reset()

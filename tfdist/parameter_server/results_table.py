@@ -31,6 +31,7 @@ class ResultsTable:
                 return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="ledger")
 
         self._rows = run_in_clean_thread(make)  # a step may be in tracing, which would take the variable for its own
+        self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
 
     def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
         """Writes a step's row. In the graph of the step.
@@ -48,6 +49,10 @@ class ResultsTable:
 
         None for a step whose row another one has overwritten: one that had been given up, and came late.
         """
-        with tf.device(_SERVER):
-            found = tf.gather(self._rows, np.array(rows)).numpy()
+        # A function: a single operation would hold Python's lock while it waits, and the watch must go on (`watch.py`).
+        found = self._gather(tf.constant(rows, tf.int32)).numpy()
         return [row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(found, attempt_ids, strict=True)]
+
+    def _read_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        with tf.device(_SERVER):
+            return tf.gather(self._rows, rows)

@@ -20,6 +20,7 @@ from tfdist.cluster import TaskSpec, missing_tasks, preflight, reachability
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
 from tfdist.parameter_server.strategy import ParameterServerStrategy
+from tfdist.parameter_server.watch import Watch
 from tfdist.runtime.log import logger
 
 # Functions that may be on their way, for each worker: enough that it never waits for the chief.
@@ -28,6 +29,8 @@ MAX_IN_FLIGHT = 3
 MAX_REORDERED = 12
 # Seconds without a result after which the chief looks whether all tasks are there, and again so often.
 _CHECK_AFTER = 5.0
+# Seconds without a result after which the chief looks whether a server is given up.
+_LOST_AFTER = 0.5
 # Seconds after which a step is so long that the chief says so, and again so often.
 _LONG = 30.0
 _REPORT_EVERY = 10.0
@@ -50,12 +53,18 @@ class Scheduler:
     def __init__(self, strategy: ParameterServerStrategy):
         self._cluster = tf_cluster.coordinator_cluster(strategy)
         self._spec = strategy.cluster
+        self._watch = Watch(strategy.cluster, strategy.start_timeout)
         self.workers = len(self._spec.jobs["worker"])
         self.retried_steps = 0
         self._lock = threading.Lock()
         self._lost: set[int] = set()
         self._since: dict[int, float] = {}  # when each worker has begun what it does
         self._said = 0.0
+
+    @property
+    def has_lost_servers(self) -> bool:
+        """Whether a server is given up that has not answered for long."""
+        return bool(self._watch.lost_servers)
 
     def start(self, function: Callable[[int], Any], results: queue.SimpleQueue[Any], key: Any) -> None:
         """Runs `function(number of the worker)` in a thread of the chief, whose TensorFlow operations run on that worker.
@@ -92,12 +101,16 @@ class Scheduler:
         Raises:
             ClusterError: A parameter server is lost, or all workers are, for 300 s.
         """
-        begun = time.monotonic()
+        begun = looked = time.monotonic()
         while True:
             try:
-                return results.get(timeout=_CHECK_AFTER)
+                return results.get(timeout=_LOST_AFTER)
             except queue.Empty:
-                self._look(time.monotonic() - begun)
+                if self.has_lost_servers:
+                    raise self._server_lost(self._watch.lost_servers) from None
+                if time.monotonic() - looked > _CHECK_AFTER:
+                    self._look(time.monotonic() - begun)
+                    looked = time.monotonic()
 
     @contextlib.contextmanager
     def explain_errors(self) -> Iterator[None]:
@@ -107,6 +120,8 @@ class Scheduler:
         except tf.errors.OpError as e:
             if not isinstance(e, (tf.errors.UnavailableError, tf.errors.AbortedError)) and not _is_cluster_error(e):
                 raise
+            if self._watch.lost_servers:
+                raise self._server_lost(self._watch.lost_servers) from e
             servers = [task for task in self._spec.tasks() if task.type == "ps"]
             absent = reachability.unreachable_tasks(self._spec, servers)
             told = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
@@ -119,9 +134,11 @@ class Scheduler:
     def _look(self, waited: float) -> None:
         with self.explain_errors():
             self._cluster.done()
-        absent = reachability.unreachable_tasks(
-            self._spec, [task for task in self._spec.tasks() if task.type != "chief"]
-        )
+        tasks = [task for task in self._spec.tasks() if task.type != "chief"]
+        absent = reachability.unreachable_tasks(self._spec, tasks)
+        # One that is silent may be busy, or miss an answer: the watch gives it up after a while.
+        absent = {task: reason for task, reason in absent.items() if reason in reachability.ENDED}
+        absent |= self._watch.given_up
         if servers := {task: reason for task, reason in absent.items() if task.type == "ps"}:
             raise self._server_lost(servers)
         busy = {

@@ -35,14 +35,18 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         cluster: The cluster.
         placement: On which server a variable goes: `"round_robin"`, the next one; `"by_bytes"`, the one with the fewest
             bytes so far. Optimizer slots go where their variable is.
+        start_timeout: Seconds for which a server may be silent.
 
     Attributes:
         cluster: The cluster.
+        start_timeout: As given.
         bytes_per_server: Bytes of the variables on each server.
         distributor: What turns Keras' dataset into what its loops iterate over; None outside of the Trainer.
     """
 
-    def __init__(self, cluster: ClusterSpec, placement: str = "round_robin"):
+    def __init__(
+        self, cluster: ClusterSpec, placement: str = "round_robin", start_timeout: float = preflight.START_TIMEOUT
+    ):
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({job: list(addresses) for job, addresses in cluster.jobs.items()}),
             task_type="chief",
@@ -50,6 +54,7 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
             rpc_layer="grpc",
         )
         self.cluster = cluster
+        self.start_timeout = start_timeout
         self.distributor: Callable[[Any], Any] | None = None
         self._by_bytes = placement == "by_bytes"
         super().__init__(resolver)
@@ -126,7 +131,7 @@ def parameter_server(
     Args:
         config: The configuration: `placement` says how variables are placed on the servers.
         cluster: The cluster and this process's task in it.
-        start_timeout: Seconds to wait for the other tasks.
+        start_timeout: Seconds to wait for the other tasks, and later for a server that does not answer.
         grace_seconds: How long workers and servers that get SIGTERM wait for the chief to save.
 
     Returns:
@@ -156,6 +161,6 @@ def parameter_server(
         # TensorFlow would wait in silence.
         preflight.wait_until_reachable(spec, [other for other in spec.tasks() if other != task], start_timeout)
     with preflight.startup_watchdog(spec, task, start_timeout):
-        made = ParameterServerStrategy(spec, config.placement)
+        made = ParameterServerStrategy(spec, config.placement, start_timeout)
     atexit.register(termination.publish_exit_code, spec)
     return made

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, missing_tasks, reachability
+from tfdist.cluster import ClusterSpec, TaskSpec, missing_tasks, reachability, silent_tasks
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
-from tfdist.runtime.log import logger
 from tfdist.training import mismatch
 
 _EVERY = 1.0  # seconds
-_SILENT = 10.0  # seconds without an answer, after which it is said, and said again
 
 
 @contextlib.contextmanager
@@ -39,7 +36,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     """
     chief, *workers = cluster.training_tasks()
     others = workers if task == chief else [chief]
-    done, silent = threading.Event(), _Silent(cluster, task)
+    done, silent = threading.Event(), silent_tasks.SilentTasks(cluster, task)
 
     def watch() -> None:
         before: set[TaskSpec] = set()
@@ -70,41 +67,6 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
         ) from e
     finally:
         done.set()
-
-
-class _Silent:
-    """Tasks that have not answered for a while, and are not known to have ended.
-
-    Args:
-        cluster: The cluster.
-        task: This process's task.
-    """
-
-    def __init__(self, cluster: ClusterSpec, task: TaskSpec):
-        self._cluster = cluster
-        self._task = task
-        self._since: dict[TaskSpec, float] = {}
-        self._said = 0.0
-
-    def note(self, silent: Iterable[TaskSpec]) -> None:
-        """Takes which tasks do not answer now, and says it of those that have not for long."""
-        now = time.monotonic()
-        self._since = {task: self._since.get(task, now) for task in silent}
-        if now - self._said >= _SILENT and (sentence := self.sentence()):
-            logger.warning(sentence)
-            self._said = now
-
-    def sentence(self) -> str:
-        """Returns who has not answered for how long, or an empty text."""
-        now = time.monotonic()
-        long = {task: since for task, since in self._since.items() if now - since >= _SILENT}
-        if not long:
-            return ""
-        names = ", ".join(f"{task} at {self._cluster.address(task)}" for task in sorted(long, key=str))
-        return (
-            f"{self._task} waits for {names}: no answer for {now - min(long.values()):.0f} s. Is the process stopped, its host "
-            "overloaded, or the network down?"
-        )
 
 
 def _ended_tasks(cluster: ClusterSpec, tasks: Sequence[TaskSpec]) -> dict[TaskSpec, str]:

@@ -1,0 +1,54 @@
+"""How long tasks have not answered, and how a connection to one of them is ended from this side."""
+
+import logging
+import socket
+
+import pytest
+
+from tfdist.cluster import TaskSpec, connections, local_cluster, silent_tasks
+
+
+def test_seconds_count_from_the_last_answer_but_not_those_in_which_this_process_was_stopped(caplog):
+    now = [100.0]
+    cluster, worker = local_cluster(2, 1), TaskSpec("worker", 1)
+    silent = silent_tasks.SilentTasks(cluster, cluster.chief, lambda: now[0])
+    with caplog.at_level(logging.WARNING, "tfdist"):
+        for passed, seconds in ((4, 4.0), (4, 8.0), (600, 13.0)):
+            now[0] += passed
+            silent.note([worker])
+            assert silent.seconds == {worker: seconds}
+    sentence = f"chief:0 waits for worker:1 at {cluster.address(worker)}: no answer for 13 s."
+    assert silent.sentence().startswith(sentence)
+    silent.note([])
+    assert not silent.seconds and not silent.sentence()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_connections_to_one_address_are_shut_down_and_no_others(family):
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        mapped = "::ffff:127.0.0.1" if family == socket.AF_INET6 else "127.0.0.1"  # as gRPC connects, and as others do
+        with socket.socket(family) as cut, socket.socket(family) as kept:
+            cut.connect((mapped, one.getsockname()[1]))
+            kept.connect((mapped, other.getsockname()[1]))
+            cut.settimeout(10)
+            assert connections.shut_down(connections.resolve(f"localhost:{one.getsockname()[1]}")) == 1
+            assert cut.recv(1) == b""
+            other.settimeout(10)
+            kept.sendall(b"x")
+            with other.accept()[0] as accepted:
+                assert accepted.recv(1) == b"x"
+
+
+def test_a_connection_that_is_being_made_is_shut_down():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        sockets = [socket.socket() for _ in range(4)]
+        for each in sockets:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())  # the last ones get no answer, as from a host that has vanished
+        assert connections.shut_down(connections.resolve(f"127.0.0.1:{full.getsockname()[1]}")) == 4
+        for each in sockets:
+            each.close()
+
+
+def test_an_unknown_name_has_no_addresses():
+    assert connections.resolve("no.such.host.invalid:1") == set()
