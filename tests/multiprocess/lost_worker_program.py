@@ -1,5 +1,6 @@
 """A worker that fails or ends alone amid training. Arguments: which rank, and how (`error`, `kill`, `stop`, `exit`; or
-`save`: killed as it writes what the others wait for), and in the last case where to save."""
+`save`: killed as it writes what the others wait for, and then where to save; or `again`: killed, and started again alone,
+while the others do something else)."""
 
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import time
 
 import tfdist
+from tests.multiprocess.roles import ask
 
 rank, how = int(sys.argv[1]), sys.argv[2]
 trainer = tfdist.Trainer("multi_worker_mirrored")
@@ -46,6 +48,14 @@ with trainer.scope():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1), KilledInExport()])
     model.compile("sgd", "mse")
 x = np.zeros((1000, 8), np.float32)
+if how == "again":
+    model.fit(x, x[:, :1], verbose=0)
+    if trainer.task.index == rank:
+        time.sleep(120)  # until it is killed
+    ask("kill", f"worker:{rank}")
+    ask("start", f"worker:{rank}")
+    print("it happens", flush=True)
+    time.sleep(15)  # it starts meanwhile
 if how == "save":
     model.fit(x, x[:, :1], verbose=0)
     trained = True

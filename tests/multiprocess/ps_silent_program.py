@@ -13,7 +13,7 @@ from tfdist.cluster import silent_tasks
 from tfdist.parameter_server import watch
 
 # Soon enough for a test; the limit of a start stays what a loaded machine needs.
-silent_tasks.REPORT_AFTER, watch.WORKER_TIMEOUT, watch._LAST_ROUND = 3.0, 6.0, 114.0
+silent_tasks.REPORT_EVERY, watch.WORKER_TIMEOUT, watch._LAST_ROUND = 3.0, 6.0, 114.0
 
 trainer = tfdist.Trainer("parameter_server", start_timeout=120)
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers import fork_server
 from tests.multiprocess.roles import Roles
+from tests.multiprocess.waiting import wait_until
 
 
 @pytest.mark.parametrize(("lost", "how"), [(1, "error"), (1, "kill"), (0, "kill"), (1, "exit")])
@@ -32,9 +33,38 @@ def test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, lost):
         stopped, left = (f"worker:{rank}" for rank in (lost, 1 - lost))
         address = roles.cluster.address(roles.cluster.training_tasks()[lost])
         wait_until(lambda: "it happens" in roles.log(stopped), 120)
-        wait_until(lambda: f"tfdist: {left} waits for {stopped} at {address}: no answer for 1" in roles.log(left), 60)
+        wait_until(lambda: f"tfdist: {left} waits for {stopped} at {address}: no answer for " in roles.log(left), 60)
         roles.processes[stopped].send_signal(signal.SIGCONT)
         assert [roles.wait(task, 120) for task in (stopped, left)] == [0, 0], roles.log(left)
+
+
+@pytest.mark.slow
+def test_one_that_stays_stopped_is_given_up_by_all(tmp_path):
+    command = fork_server.command("tests.multiprocess.lost_worker_program", "1", "stop")
+    with Roles(command, tmp_path / "roles", workers=3, ps=0) as roles:
+        address = roles.cluster.address(roles.cluster.training_tasks()[1])
+        wait_until(lambda: "it happens" in roles.log("worker:1"), 120)
+        began = time.monotonic()
+        assert [roles.wait(task, 150) for task in ("worker:0", "worker:2")] == [1, 1]
+        assert 50 < time.monotonic() - began < 110  # TensorFlow's own limit is 120 s
+        told = f"tfdist.errors.ClusterError: worker:0 waits for worker:1 at {address}: no answer for 6"
+        assert told in roles.log("worker:0"), roles.log("worker:0")
+        assert "tfdist.errors.ClusterError: worker:" in roles.log("worker:2"), roles.log("worker:2")
+        roles.processes["worker:1"].send_signal(signal.SIGCONT)
+        assert roles.wait("worker:1", 60) == 1
+        assert "tfdist.errors.ClusterError: worker:0 at" in roles.log("worker:1"), roles.log("worker:1")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_that_is_started_again_alone_is_named(tmp_path, lost):
+    command = fork_server.command("tests.multiprocess.lost_worker_program", str(lost), "again")
+    with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:
+        left = f"worker:{1 - lost}"
+        assert roles.wait(left, 200) == 1, roles.log(left)
+        address = roles.cluster.address(roles.cluster.training_tasks()[lost])
+        told = f"ClusterError: worker:{lost} at {address} was started again alone, which cannot join those that train"
+        assert told in roles.log(left), roles.log(left)
 
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.full), 1])
@@ -48,10 +78,3 @@ def test_who_waits_for_a_task_that_is_killed_as_it_saves_saves_itself(tmp_path, 
         assert (place / "saved_model.pb").exists() and [path.name for path in tmp_path.glob("exported*")] == [
             "exported"
         ]
-
-
-def wait_until(happens, seconds):
-    ends = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < ends
-        time.sleep(0.2)

@@ -122,7 +122,7 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
         while not done.wait(min(_REPORT_EVERY, max(0.0, ends - time.monotonic()))):
             absent = (
                 missing_tasks.format_tasks(cluster, reachability.unreachable_tasks(cluster, others, serving=True))
-                or "others, though all can be reached: see their logs"
+                or "others, though all can be reached: see their logs. A task that is started again alone cannot join others that train"
             )
             over = time.monotonic() >= ends
             if done.is_set():  # TensorFlow has returned meanwhile

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.runtime.log import logger
 
-REPORT_AFTER = 10.0  # seconds without an answer, after which it is logged, and again so often
+REPORT_AFTER = 5.0  # seconds without an answer, after which it is logged
+REPORT_EVERY = 10.0  # and again
 _LONGEST_ROUND = 5.0  # seconds that count for a round: this process itself may have been stopped
 
 
@@ -30,7 +31,7 @@ class SilentTasks:
         self._clock = clock
         self.seconds: dict[TaskSpec, float] = {}
         self._noted = clock()
-        self._logged = -REPORT_AFTER
+        self._logged = -REPORT_EVERY
 
     def note(self, silent: Iterable[TaskSpec]) -> None:
         """Takes which tasks do not answer now, and logs those that have not for long."""
@@ -38,7 +39,7 @@ class SilentTasks:
         passed = min(now - self._noted, _LONGEST_ROUND)
         self.seconds = {task: self.seconds.get(task, 0.0) + passed for task in silent}
         self._noted = now
-        if now - self._logged >= REPORT_AFTER and (sentence := self.sentence()):
+        if now - self._logged >= REPORT_EVERY and (sentence := self.sentence()):
             logger.warning(sentence)
             self._logged = now
 

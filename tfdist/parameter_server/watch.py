@@ -40,7 +40,7 @@ class Watch:
 
     def __init__(self, cluster: ClusterSpec, server_timeout: float):
         self._cluster = cluster
-        self._limits = {"worker": WORKER_TIMEOUT, "ps": max(server_timeout - _LAST_ROUND, silent_tasks.REPORT_AFTER)}
+        self._limits = {"worker": WORKER_TIMEOUT, "ps": max(server_timeout - _LAST_ROUND, silent_tasks.REPORT_EVERY)}
         self._tasks = [task for task in cluster.tasks() if task.type in self._limits]
         self._silent = silent_tasks.SilentTasks(cluster, cluster.chief)
         self.given_up: dict[TaskSpec, str] = {}

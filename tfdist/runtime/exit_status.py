@@ -12,6 +12,7 @@ FAULTY_CONFIG = 2
 
 # With which this process is going to end, as far as that is known; for those who serve it.
 exit_code = 0
+amid_training = False  # whether sys.exit was called within a training
 
 
 def expected_exit_code() -> int:

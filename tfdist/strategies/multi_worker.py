@@ -77,6 +77,9 @@ class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWo
 
 
 _FAREWELL_MS = 10_000
+_FAREWELL_AMID_TRAINING_MS = (
+    3_000  # the others may wait for this one in a step: they shall soon be told that it has ended
+)
 _HEARTBEAT_MS = 120_000
 
 
@@ -152,7 +155,8 @@ def _exit_barrier() -> None:
     """
     if not exit_status.expected_exit_code():
         with contextlib.suppress(tf.errors.OpError):  # some may have ended long ago
-            tf_cluster.wait_at_barrier("tfdist/end", _FAREWELL_MS)
+            amid = exit_status.amid_training
+            tf_cluster.wait_at_barrier("tfdist/end", _FAREWELL_AMID_TRAINING_MS if amid else _FAREWELL_MS)
 
 
 def _allow_overlap_on_one_core() -> None:
@@ -173,7 +177,7 @@ def _extend_heartbeat_timeout(cluster: ClusterSpec) -> None:
 
     By TensorFlow's default they have 5 s, and training ends with "Deadline Exceeded" where the answer queues for as long behind
     gradients: as on a link of 20 Mbit/s, or sometimes of 100. The Trainer notices a process that ends within seconds all the same
-    (`training/lost_workers.py`); a host that vanishes, TensorFlow notices after two minutes at most.
+    (`training/lost_workers.py`); a host that vanishes, after a minute.
     """
     if not tf_cluster.has_coordination_service():
         tf_cluster.configure_coordination_service(cluster.jobs, _HEARTBEAT_MS)

@@ -111,6 +111,7 @@ class LoopContext:
                 yield
             except SystemExit as e:
                 exit_status.exit_code = e.code if isinstance(e.code, int) else int(e.code is not None)
+                exit_status.amid_training = True
                 raise
 
     def backing_up(
