@@ -128,6 +128,13 @@ def test_an_index_may_be_a_text_as_schedulers_write_it():
             tf_config({"worker": ["h:1", "localhost:2"]}),
             "worker:1: address 'localhost:2' is each host's own, but worker:0 is at 'h:1'; write the name",
         ),
+        *(
+            (
+                tf_config({"worker": ["h:1", f"{own}:2"]}),
+                f"worker:1: address '{own}:2' is each host's own, but worker:0",
+            )
+            for own in ("0.0.0.0", "127.1", "[::]", "[::ffff:127.0.0.1]", "[0:0:0:0:0:0:0:1]")
+        ),
         (tf_config({"worker": ["h:0"]}), "port 0 of 'h:0' is out of range; expected 1 to 65535."),
         (tf_config({"worker": ["h:65536"]}), "port 65536 of 'h:65536' is out of range"),
         (tf_config({"worker": ["h:" + "9" * 5000]}), "is out of range"),
@@ -422,10 +429,12 @@ def test_check_connects(capsys, monkeypatch):
     spec = ClusterSpec({"worker": [own, other]})
     monkeypatch.setenv("TF_CONFIG", spec.to_tf_config(TaskSpec("worker", 0)))
     monkeypatch.setenv("http_proxy", "http://proxy:1")
+    monkeypatch.setenv("https_proxy", "http://bob:hunt/er@2@proxy:2")
     with greeting.listening_for_peers(spec, TaskSpec("worker", 1)):
         code, out, err = run(capsys, "check", "--connect", "--timeout=5")
     assert (code, err) == (0, "")
-    assert "http_proxy=http://proxy:1" in out and out.endswith("OK: all tasks can be reached\n")
+    assert "http_proxy=http://proxy:1" in out and "https_proxy=proxy:2" in out and "hunt" not in out
+    assert out.endswith("OK: all tasks can be reached\n")
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": [own, absent]}))
     code, out, err = run(capsys, "check", "--connect", "--timeout=0.5")
     assert code == 1 and f"worker:1 at {absent} (connection refused)" in err

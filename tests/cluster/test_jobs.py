@@ -98,6 +98,14 @@ def test_a_volume_wants_an_absolute_path():
         kubernetes.manifests(config(2), pathlib.PurePath("run"), [], job_lib.Job())
 
 
+def test_kubernetes_puts_no_variable_into_a_flag():
+    workdir = pathlib.PurePath("/data/$(TFDIST_PODS)")
+    written = yaml.safe_load_all(kubernetes.manifests(config(2), workdir, [f"--workdir={workdir}"], job_lib.Job()))
+    (container,) = next(m for m in written if m["kind"] == "Job")["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-1] == "--workdir=/data/$$(TFDIST_PODS)"  # by which Kubernetes means one $
+    assert container["volumeMounts"][0]["mountPath"] == str(workdir)
+
+
 def test_a_job_has_no_cluster_of_its_own():
     for write in (slurm.script, kubernetes.manifests):
         with pytest.raises(ConfigError, match=r"cluster\.hosts is not for a job, whose tasks the scheduler places"):

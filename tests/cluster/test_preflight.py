@@ -39,7 +39,10 @@ def test_what_listens_is_reached(listening):
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (b"\x00\x00\x18\x04\x00\x00", ""),  # TensorFlow's server
+        (b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\x00\x04\x00@\x00\x00", ""),  # TensorFlow's server
+        (b"\x00\x00\x00\x04", "another program answers there"),
+        (b"tfdist \n", "another program answers there"),
+        (b"tfdist 0123456789abcdef worker:1\x1b]0;owned\x07\x1b[2J\n", "another program answers there"),
         (b"SSH-2.0-OpenSSH\r\n", "another program answers there"),
         ("own", ""),
         ("index", "worker:0 answers there, not worker:1"),

@@ -123,9 +123,9 @@ def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
 def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
     """Tries what a start needs: the own port, the peers' names and ports; says what is found."""
     proxies = {name: value for name, value in os.environ.items() if name.lower() in PROXIES and value}
-    print(
-        f"proxies: {', '.join(f'{name}={value}' for name, value in proxies.items()) or 'none'}; the cluster passes by them"
-    )
+    # Without what stands before the host: a user's password.
+    named = ", ".join(f"{name}={value.rpartition('@')[2]}" for name, value in proxies.items())
+    print(f"proxies: {named or 'none'}; the cluster passes by them")
     try:
         with greeting.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
             began = time.monotonic()

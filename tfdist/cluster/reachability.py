@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -16,7 +17,10 @@ ANSWER_TIMEOUT = 3.0  # seconds that an address has to answer
 WAITS_FOR_OTHERS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
 # What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
 ENDED = ("connection refused", WAITS_FOR_OTHERS)
-_SETTINGS = b"\x04"  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
+# The frame that an HTTP/2 server begins with (RFC 9113, 3.4): its length, type 4, no flags, stream 0; then settings of 6 bytes.
+_SETTINGS = re.compile(rb"\0[\0-\x03][\0-\xff]\x04\0\0\0\0\0", re.DOTALL)
+# Anybody may listen at an address: what is printed of a greeting is a task's name.
+_GREETING = re.compile(r"tfdist [0-9a-f]+ [a-z]+:[0-9]{1,9}")
 
 
 def unreachable_reason(
@@ -59,16 +63,16 @@ def _unexpected_peer(
             if not (more := connection.recv(greeting.MAX_BYTES)):
                 break
             said += more
-    if said[3:4] == _SETTINGS:  # TensorFlow's server speaks first, too
+    if _SETTINGS.match(said):  # TensorFlow's server speaks first, too
         return ""
-    if not said.startswith(greeting.PREFIX):
-        return "another program answers there"
     first, _, second = said.partition(b"\n")
     found = first.decode(errors="replace").strip()
+    if not _GREETING.fullmatch(found):
+        return "another program answers there"
     if found == expected:
         heard(second)
         return WAITS_FOR_OTHERS if serving else ""
-    (_, mine, name), (_, other, task) = expected.split(" ", 2), [*found.split(" ", 2), "", ""][:3]
+    (_, mine, name), (_, other, task) = expected.split(" "), found.split(" ")
     return (
         f"{task} answers there, not {name}"
         if mine == other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from tfdist.errors import format_value, truncate, unknown_name_message
 JOBS = ("chief", "worker", "ps")
 TASK_TYPES = (*JOBS, "evaluator")
 MOST_TASKS = 10_000  # more are a mistake
-_LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):[0-9]+", re.IGNORECASE)
+_LOOPBACK = re.compile(r"localhost|(127|0)(\.[0-9.]+)?", re.IGNORECASE)  # `127.1` is one, too, as systems read it
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]+)")
 
 
@@ -41,7 +42,7 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
             else:
                 owner[same] = task
     # Every host would take it for itself (tensorflow#57372).
-    here = [address for address in owner if _LOOPBACK.fullmatch(address)]
+    here = [address for address in owner if _is_each_hosts_own(address.rpartition(":")[0].strip("[]"))]
     if here and len(here) < len(owner):
         other = next(address for address in owner if address not in here)
         yield (
@@ -76,6 +77,18 @@ def _jobs_are_valid(jobs: Mapping[str, Any]) -> bool:
 
 def _trains(jobs: Mapping[str, Any]) -> bool:
     return bool(jobs.get("chief") or jobs.get("worker"))
+
+
+def _is_each_hosts_own(host: str) -> bool:
+    """Whether each host means itself by an address, or all addresses that it has."""
+    if _LOOPBACK.fullmatch(host):
+        return True
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return ip.is_loopback or ip.is_unspecified
 
 
 def _address_fault(address: Any) -> str:

@@ -38,7 +38,8 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
     container = {
         "name": "train",
         "image": job.image,
-        "command": shlex.split(command(arguments)),
+        # Kubernetes would put the value of a variable for `$(NAME)`, which is a text like others in a flag.
+        "command": [word.replace("$(", "$$(") for word in shlex.split(command(arguments))],
         "env": [
             {"name": "TFDIST_PODS", "value": str(size)},
             {"name": "TFDIST_SERVICE", "value": job.name},
