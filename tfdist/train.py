@@ -37,7 +37,7 @@ from tfdist.config import batch_size as batch_size_lib
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
 from tfdist.config.workdir import make_workdir
-from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors
+from tfdist.errors import BackupError, ClusterError, ConfigError, WriteError, collect_errors
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime import exit_status, preemption
@@ -85,7 +85,7 @@ def _main(argv: Sequence[str]) -> int:
             validation.check(command.config, workers, command.faults)
             if not faults:
                 return _run(command.config, command.workdir, found, argv)
-    except (ClusterError, BackupError, FloatingPointError) as e:
+    except (ClusterError, BackupError, WriteError, FloatingPointError) as e:
         logger.error(e)
         return 1
     for fault in faults:

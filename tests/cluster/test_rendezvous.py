@@ -122,7 +122,7 @@ def test_what_another_user_has_put_there_is_not_trusted(tmp_path):
     place.mkdir()
     (place / "1").write_text('{"address": "evil:1", "token": "t"}')
     os.chown(place / "1", 12345, 12345)
-    with pytest.raises(ClusterError, match="rank 1 cannot be read from .*: it belongs to another user"):
+    with pytest.raises(ClusterError, match=r"rank 1 cannot be read from .*: it belongs to another user"):
         rendezvous.exchange(str(tmp_path), "job", 0, 2, "a:1", 60.0)
     os.chown(place, 12345, 12345)
     with pytest.raises(ClusterError, match="the folder belongs to another user"):

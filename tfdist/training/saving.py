@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.errors import ClusterError, ConfigError
+from tfdist.errors import ClusterError, ConfigError, WriteError, reason
 from tfdist.strategies import model_methods, saving
 from tfdist.training.loop_context import LoopContext
 
@@ -25,6 +25,7 @@ def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str],
 
     Raises:
         ConfigError: `path` does not end in `.keras`.
+        WriteError: On the chief, if it could not write.
         ClusterError: On the other ranks, if the chief could not write.
     """
     path = os.fspath(path)
@@ -43,6 +44,7 @@ def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str
         **kwargs: As for `model.export`.
 
     Raises:
+        WriteError: On the chief, if it could not write.
         ClusterError: On the other ranks, if the chief could not write.
     """
     path = os.fspath(path)
@@ -60,7 +62,7 @@ def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> Non
     error: Exception | None = None
     if context.is_chief:
         try:
-            tf.io.gfile.makedirs(os.path.dirname(path) or ".")
+            _make_folder(path)
             with context.engine.explaining_errors(), context.working():
                 write()
         except Exception as e:
@@ -70,6 +72,13 @@ def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> Non
         raise error
     if failed:
         raise ClusterError(f"The chief could not write {path!r}; its own message says why.")
+
+
+def _make_folder(path: str) -> None:
+    try:
+        tf.io.gfile.makedirs(os.path.dirname(path) or ".")
+    except (OSError, tf.errors.OpError) as e:
+        raise WriteError(f"cannot write {path}: {reason(e)}. {saving.REMEDY}") from e
 
 
 def _save(model: keras.Model, path: str, overwrite: bool = True, **kwargs: Any) -> None:

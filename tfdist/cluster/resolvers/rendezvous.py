@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import pathlib
 import re
 import time
