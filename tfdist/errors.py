@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
-import os
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
-
-_GRAPH_NODE = re.compile(r"\{\{.*?\}\} ?")  # how TensorFlow names an operation before its message
 
 
 class ConfigError(ValueError):
@@ -38,23 +33,6 @@ class ClusterError(RuntimeError):
 
 class BackupError(RuntimeError):
     """A backup could not be written, or none of those that are there can be read."""
-
-
-class WriteError(OSError):
-    """A file could not be written; what was there before is unchanged."""
-
-
-def reason(error: BaseException) -> str:
-    """Returns why a file could not be written, in a few words: those of the operating system, where it has said them."""
-    if isinstance(error, WriteError):
-        return str(error)
-    number = getattr(error, "errno", None)
-    if isinstance(number, int) and number > 0:
-        return os.strerror(number)
-    text = str(getattr(error, "message", None) or error)
-    if (full := os.strerror(errno.ENOSPC)) in text:
-        return full
-    return truncate(_GRAPH_NODE.sub("", text).partition("\n")[0]) or type(error).__name__
 
 
 def _one_line(text: str) -> str:

@@ -37,12 +37,13 @@ from tfdist.config import batch_size as batch_size_lib
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
 from tfdist.config.workdir import make_workdir
-from tfdist.errors import BackupError, ClusterError, ConfigError, WriteError, collect_errors
+from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime import exit_status, preemption
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
+from tfdist.runtime.write_errors import WriteError
 
 _SOURCE = "TFDIST_SOURCE"  # who is asked for the cluster by the tasks that this command starts
 

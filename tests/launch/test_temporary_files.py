@@ -144,5 +144,3 @@ def test_earlier_logs_that_cannot_be_put_away_are_kept(job):
     assert job.run("print('later')", "--workers=1") == 0
     assert job.log("worker-0") == "earlier\nlater\n"
     assert job.output().count("cannot write in logs: ") == 1
-
-

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.errors import reason
 from tfdist.runtime.log import logger
+from tfdist.runtime.write_errors import reason
 
 
 def csv_loggers(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.CSVLogger]:

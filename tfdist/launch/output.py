@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import IO
 
 from tfdist.cluster import TaskSpec
-from tfdist.errors import reason
 from tfdist.launch import line_kinds, live_table
 from tfdist.launch.background_writer import BackgroundWriter
 from tfdist.launch.process import TaskProcess
 from tfdist.runtime import interrupt
+from tfdist.runtime.write_errors import reason
 
 # A traceback is held back for this long: its task may be about to fail, and then the launcher decides what to show of it.
 _HOLD_SECONDS = 3.0

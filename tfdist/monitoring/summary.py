@@ -13,11 +13,11 @@ import numpy as np
 from tfdist.cluster import ClusterSpec
 from tfdist.compression.base import Compressor
 from tfdist.config import TrainConfig
-from tfdist.errors import WriteError, reason
 from tfdist.monitoring import compression_report, texts
 from tfdist.monitoring.network import WireBytes
 from tfdist.monitoring.throughput import Throughput
 from tfdist.runtime import progress
+from tfdist.runtime.write_errors import WriteError, reason
 
 
 def summarize(

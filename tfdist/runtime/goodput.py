@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import psutil
 
-from tfdist.errors import reason
 from tfdist.runtime.log import logger
+from tfdist.runtime.write_errors import reason
 
 # In the order of a table; the first is what is wanted.
 PARTS = ("steps", "input_wait", "startup", "compilation", "validation", "saving", "other", "restarts", "repeated_steps")

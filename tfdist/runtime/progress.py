@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tfdist.errors import reason
 from tfdist.runtime.log import logger
+from tfdist.runtime.write_errors import reason
 
 FOLDER = "TFDIST_PROGRESS"
 LAUNCHED = "TFDIST_LAUNCHED"  # when the supervisor itself was started, in seconds since the epoch

@@ -18,9 +18,9 @@ import stat
 import tempfile
 from collections.abc import Iterator
 
-from tfdist.errors import WriteError, reason
 from tfdist.runtime import progress
 from tfdist.runtime.log import logger
+from tfdist.runtime.write_errors import WriteError, reason
 
 _NEW = "tfdist-new-"  # how folders are called that have no lock yet
 _folders: set[str] = set()  # those of this process

@@ -26,13 +26,12 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, reachability
 from tfdist.compat import tf_cluster, tf_internals
-from tfdist.errors import WriteError, reason
 from tfdist.runtime import temporary
+from tfdist.runtime.write_errors import WriteError, reason
 from tfdist.strategies.base import KerasStrategy
 
 Method = Callable[..., Any]
 
-REMEDY = "What was there before is unchanged. Free the disk or choose another path, and save again."
 _PARTIAL = ".partial"
 _FILES = (".weights.h5", ".h5", ".keras")
 
@@ -185,13 +184,20 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
             _put(written, path + written.removeprefix(partial))
     except (OSError, tf.errors.OpError) as e:
         if not temporary.is_temporary(path):
-            raise WriteError(f"cannot write {path}: {reason(e)}. {REMEDY}") from e
+            raise write_error(path, e) from e
         temporary.warn_once(path, e)
     finally:
         for left in _beginning_with(partial):
             remove = tf.io.gfile.rmtree if tf.io.gfile.isdir(left) else tf.io.gfile.remove
             with contextlib.suppress(tf.errors.OpError):
                 remove(left)
+
+
+def write_error(path: str, error: BaseException) -> WriteError:
+    """Returns the error for what could not be saved."""
+    return WriteError(
+        f"cannot write {path}: {reason(error)}. What was there before is unchanged. Free the disk or choose another path, and save again."
+    )
 
 
 def _beginning_with(prefix: str) -> list[str]:

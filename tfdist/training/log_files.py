@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.errors import reason
 from tfdist.runtime.log import logger
+from tfdist.runtime.write_errors import reason
 
 
 def guard(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:

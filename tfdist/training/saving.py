@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.errors import ClusterError, ConfigError, WriteError, reason
+from tfdist.errors import ClusterError, ConfigError
 from tfdist.strategies import model_methods, saving
 from tfdist.training.loop_context import LoopContext
 
@@ -78,7 +78,7 @@ def _make_folder(path: str) -> None:
     try:
         tf.io.gfile.makedirs(os.path.dirname(path) or ".")
     except (OSError, tf.errors.OpError) as e:
-        raise WriteError(f"cannot write {path}: {reason(e)}. {saving.REMEDY}") from e
+        raise saving.write_error(path, e) from e
 
 
 def _save(model: keras.Model, path: str, overwrite: bool = True, **kwargs: Any) -> None:
