@@ -60,7 +60,8 @@ def model_save(keras_own: Method) -> Method:
 def _check_room(model: keras.Model, path: str) -> None:
     """Raises an OSError if a disk has not enough room for a model's weights: HDF5, once it has met a full disk, crashes the process at its end."""
     bytes_needed = sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in model.weights)
-    if "://" not in path and shutil.disk_usage(os.path.dirname(path) or ".").free < bytes_needed:
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(folder) and shutil.disk_usage(folder).free < bytes_needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
