@@ -43,6 +43,7 @@ from tfdist.launch.launcher import Launcher
 from tfdist.runtime import exit_status, preemption
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
+from tfdist.runtime.write_errors import WriteError
 
 _SOURCE = "TFDIST_SOURCE"  # who is asked for the cluster by the tasks that this command starts
 
@@ -85,7 +86,7 @@ def _main(argv: Sequence[str]) -> int:
             validation.check(command.config, workers, command.faults)
             if not faults:
                 return _run(command.config, command.workdir, found, argv)
-    except (ClusterError, BackupError, FloatingPointError) as e:
+    except (ClusterError, BackupError, WriteError, FloatingPointError) as e:
         logger.error(e)
         return 1
     for fault in faults:

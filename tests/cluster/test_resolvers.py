@@ -524,7 +524,9 @@ def test_ranks_meet_in_a_folder(tmp_path):
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
-    with pytest.raises(ClusterError, match=r"Waited 0 s for the addresses of rank 0, 2 in .*/job-3\. Are they started"):
+    with pytest.raises(
+        ClusterError, match=r"Waited 0 s for the addresses of rank 0, 2 in .*/tfdist-job-3\. Are they started"
+    ):
         rendezvous.exchange(str(tmp_path), "job", 1, 3, "h:1", timeout=0.3)
     (tmp_path / "file").write_text("")
     with pytest.raises(ClusterError, match=r"rank 1 cannot write its address to .*Not a directory"):

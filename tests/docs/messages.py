@@ -16,6 +16,7 @@ ERRORS = {
     "BackupError",
     "CorruptBackupError",
     "UnreadableBackupError",
+    "WriteError",
     "FloatingPointError",
 }
 SAYING = {*ERRORS, "FileExistsError", "TypeError", "ValueError", "RuntimeError", "already_started_error", "check"}

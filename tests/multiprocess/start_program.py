@@ -28,7 +28,7 @@ while os.getppid() == int(sys.argv[2]):
 WATCHING = ("tfdist-start", "tfdist-signals")
 strategy, lost, how, timeout, backups = sys.argv[1:]
 cluster, task = from_tf_config(os.environ["TF_CONFIG"])
-is_first = how != "steal once" or pathlib.Path(os.environ["TFDIST_PROGRESS"], "restarts").read_text() == "0"
+is_first = how != "steal once" or pathlib.Path(os.environ["TFDIST_PROGRESS"], "restarts").read_text().split() == ["0"]
 wait, name_owner = preflight.wait_until_reachable, greeting.naming_port_owner
 
 

@@ -14,6 +14,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tfdist import config, train  # noqa: E402
+from tfdist.runtime import progress  # noqa: E402
 from tfdist.training import callback_sync  # noqa: E402
 
 RANK = trainer.task.index
@@ -126,7 +127,7 @@ def fitted():
         "evaluated": (evaluates.found, model.evaluate(x, y, verbose=0)),
         "looked": looks.found,
         "places": [predicts.log_dir, evaluates.filepath, looks.filename, own.path],
-        "left": [str(path) for path in pathlib.Path(tempfile.tempdir).rglob("*")],
+        "left": [str(path) for path in pathlib.Path(progress.task_files() or tempfile.tempdir).rglob("*")],
     }
 
 

@@ -15,8 +15,8 @@ from tfdist.runtime.files import read_file
 
 def test_a_named_pipe_is_refused_in_a_sentence_wherever_a_file_is_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.py")
-    (tmp_path / "job-2").mkdir()
-    os.mkfifo(tmp_path / "job-2" / "1")
+    (tmp_path / "tfdist-job-2").mkdir()
+    os.mkfifo(tmp_path / "tfdist-job-2" / "1")
     with pytest.raises(ConfigError, match=r"hostfile .*expected a regular file, and found a named pipe"):
         hosts.cluster(hostfile=str(tmp_path / "pipe.py"))
     with pytest.raises(ClusterError, match=r"address of rank 1 cannot be read from .*expected a regular file"):
@@ -31,11 +31,11 @@ def test_a_named_pipe_is_refused_in_a_sentence_wherever_a_file_is_read(tmp_path)
 
 
 def test_an_address_that_is_no_text_is_told_and_an_empty_one_is_waited_for(tmp_path):
-    (tmp_path / "job-2").mkdir()
-    (tmp_path / "job-2" / "1").write_bytes(b"\xff\xfe")
+    (tmp_path / "tfdist-job-2").mkdir()
+    (tmp_path / "tfdist-job-2" / "1").write_bytes(b"\xff\xfe")
     with pytest.raises(ClusterError, match="address of rank 1 cannot be read from"):
         rendezvous.exchange(str(tmp_path), "job", 0, 2, "a:1", 60.0)
-    (tmp_path / "job-2" / "1").write_bytes(b"")
+    (tmp_path / "tfdist-job-2" / "1").write_bytes(b"")
     with pytest.raises(ClusterError, match="Waited 0 s for the addresses of rank 1"):
         rendezvous.exchange(str(tmp_path), "job", 0, 2, "a:1", 0.2)
 

@@ -1,4 +1,4 @@
-"""Kills process groups when the process that watches them has died, in whatever way. No TensorFlow here."""
+"""Ends what the launcher has started and removes its folder when it has died, in whatever way. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import subprocess
 import sys
 from types import TracebackType
 
-# Reads process groups to watch from a pipe. At its end, which comes when the launcher is gone, kills what is left of them.
+# Reads process groups to watch from a pipe. At its end, which comes when the launcher is gone, kills what is left of them,
+# and removes the folder, in which a process that is being killed may still write.
 # In a session of its own, to survive what is sent to the launcher's group.
 _PROGRAM = """
-import os, signal, sys
+import os, shutil, signal, sys, time
 groups = set()
 for line in sys.stdin:
     (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
@@ -18,15 +19,27 @@ for group in groups:
         os.killpg(group, signal.SIGKILL)
     except OSError:
         pass
+for _ in range(100):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.lexists(sys.argv[1]):
+        break
+    time.sleep(0.1)
 """
 
 
 class Guardian:
-    """A process of its own that outlives this one long enough; a context manager."""
+    """A process of its own that outlives this one long enough; a context manager.
+
+    Args:
+        folder: What it removes in the end, an absolute path.
+    """
+
+    def __init__(self, folder: str):
+        self._folder = folder
 
     def __enter__(self) -> Guardian:
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _PROGRAM],
+            [sys.executable, "-S", "-E", "-c", _PROGRAM, self._folder],
             bufsize=0,  # so that nothing is left to write, and to fail, should the guardian have been killed
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

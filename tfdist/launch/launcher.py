@@ -6,7 +6,6 @@ import os
 import pathlib
 import selectors
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import IO
@@ -19,6 +18,7 @@ from tfdist.launch.process import Failure, TaskProcess, last_error_line, put_awa
 from tfdist.launch.restart_policy import RestartPolicy, why_final
 from tfdist.launch.signals import heeded, signal_name
 from tfdist.runtime import exit_status, progress
+from tfdist.runtime.temporary import temporary_folder
 
 _ALONE = (
     "no task has made a tfdist.Trainer or strategy: unless the command connects the tasks itself, each has run alone"
@@ -97,12 +97,12 @@ class Launcher:
             when the chief does: servers never end by themselves.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        put_away_logs(self._log_dir)
+        self._appends = not self._output.attempt(self._log_dir, put_away_logs, self._log_dir)
         with heeded(self._signals.append):
             try:
                 with (
-                    Guardian() as self._guardian,
-                    tempfile.TemporaryDirectory(prefix="tfdist-") as self._progress,
+                    temporary_folder(otherwise=self._log_dir) as self._progress,
+                    Guardian(self._progress) as self._guardian,
                     EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
                 ):
                     self._evaluator.is_over = not self._has_evaluator
@@ -132,7 +132,7 @@ class Launcher:
         """Starts all tasks, and returns when all have ended."""
         if self._signals:
             return
-        progress.clear(self._progress, self.restarts.total)
+        self._output.attempt(self._progress, progress.clear, self._progress, self.restarts.total)
         self._restart = self._preempted = False
         self._kill_at = float("inf")
         try:
@@ -148,7 +148,7 @@ class Launcher:
     def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
         command = [*self._prefixes.get(spec, ()), *self._command]
         told = task_environ(self._environ, self._cluster, spec, self._progress)
-        task = TaskProcess(spec, command, told, self._log_dir / f"{spec.name}.log", append)
+        task = TaskProcess(spec, command, told, self._log_dir / f"{spec.name}.log", append or self._appends)
         self._guardian.watch(task.process.pid)
         return task
 
@@ -256,7 +256,7 @@ class Launcher:
             self._output.release(task)
             if alone:
                 self._output.say(f"{lost}; {count} {done or 0}, of {task.spec} alone")
-                progress.write_restarts(self._progress, self.restarts.total)
+                self._output.attempt(self._progress, progress.write_restarts, self._progress, self.restarts.total)
                 self._later.append((time.monotonic() + self.restarts.delay, task.spec))
             else:
                 self._output.say(f"{lost}; {count} {self._saved}. Full output: {task.log_path}")

@@ -14,6 +14,7 @@ from tfdist.launch import line_kinds, live_table
 from tfdist.launch.background_writer import BackgroundWriter
 from tfdist.launch.process import TaskProcess
 from tfdist.runtime import interrupt
+from tfdist.runtime.write_errors import reason
 
 # A traceback is held back for this long: its task may be about to fail, and then the launcher decides what to show of it.
 _HOLD_SECONDS = 3.0
@@ -44,6 +45,7 @@ class LauncherOutput:
         self._writer = BackgroundWriter(stream or (sys.stdout.buffer if sys.stdout else None))
         self._log_dir = log_dir
         self.is_interrupted = False
+        self._faulty: set[str | os.PathLike[str]] = set()  # folders in which something could not be written
         self._waiting: collections.deque[bytes] = collections.deque()
         self._waiting_bytes = 0
         self._spared: list[bytes] = []  # the launcher's own lines among those left out
@@ -133,6 +135,17 @@ class LauncherOutput:
         """Prints the lines of a task that have been held back for long enough: the task has not failed."""
         if task.held and time.monotonic() - task.held_since > _HOLD_SECONDS:
             self.release(task)
+
+    def attempt(self, path: str | os.PathLike[str], action: Callable[..., object], *arguments: object) -> bool:
+        """Calls what writes in a folder; where that fails, says so once, and returns False: it is no reason to end the tasks."""
+        try:
+            action(*arguments)
+        except OSError as e:
+            if path not in self._faulty:
+                self._faulty.add(path)
+                self.say(f"cannot write in {os.fspath(path)}: {reason(e)}; the tasks go on. Free the disk")
+            return False
+        return True
 
     def say(self, message: str) -> None:
         """Prints a message of the launcher."""

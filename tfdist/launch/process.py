@@ -79,8 +79,12 @@ class TaskProcess:
     ):
         self.spec = spec
         self.log_path = log_path
-        self.log: IO[bytes] | None = log_path.open("ab" if append else "wb", buffering=0)
+        self.log: IO[bytes] | None = None
         self.log_fault: OSError | None = None
+        try:
+            self.log = log_path.open("ab" if append else "wb", buffering=0)
+        except OSError as e:
+            self.log_fault = e
         try:
             self.process = subprocess.Popen(
                 command,
@@ -91,7 +95,8 @@ class TaskProcess:
                 start_new_session=True,
             )
         except OSError:
-            self.log.close()
+            if self.log:
+                self.log.close()
             raise
         assert self.process.stdout is not None  # noqa: S101 (for the type checker: it is a pipe)
         self.pipe = self.process.stdout

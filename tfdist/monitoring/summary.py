@@ -17,6 +17,7 @@ from tfdist.monitoring import compression_report, texts
 from tfdist.monitoring.network import WireBytes
 from tfdist.monitoring.throughput import Throughput
 from tfdist.runtime import progress
+from tfdist.runtime.write_errors import WriteError, reason
 
 
 def summarize(
@@ -104,8 +105,21 @@ def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
     Args:
         path: The file; its folder is made.
         value: What to write. Values that JSON does not know are written as strings.
+
+    Raises:
+        WriteError: It cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(value, indent=2, default=str) + "\n"  # a task's options may be anything
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2, default=str) + "\n")  # a task's options may be anything
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(text)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as e:
+        raise WriteError(
+            f"cannot write {path}: {reason(e)}. What was there before is unchanged. Free the disk, and run the same command again, "
+            "which goes on from its backup."
+        ) from e

@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 import psutil
 
+from tfdist.runtime.log import logger
+from tfdist.runtime.write_errors import reason
+
 # In the order of a table; the first is what is wanted.
 PARTS = ("steps", "input_wait", "startup", "compilation", "validation", "saving", "other", "restarts", "repeated_steps")
 _FORM = struct.Struct(f"<{1 + len(PARTS)}d")
@@ -51,7 +54,9 @@ class Ledger:
         self._since = self.begins
         self._part = "startup"
         self._thread = threading.get_ident()
+        self._path: str | os.PathLike[str] = ""
         self._file: int | None = None
+        self._has_warned = False
         self._kept = 0.0
 
     def switch(self, part: str) -> str:
@@ -61,9 +66,22 @@ class Ledger:
         self._since, self._part = now, part
         if self._file is not None and (part != before or not 0 <= now - self._kept < _KEEP_SECONDS):
             self._kept = now
-            with contextlib.suppress(OSError):  # a full disk costs the table, not the training
+            with self._warning_once():
                 os.pwrite(self._file, _FORM.pack(now, *(self.seconds[name] for name in PARTS)), 0)
         return before
+
+    @contextlib.contextmanager
+    def _warning_once(self) -> Iterator[None]:
+        """A full disk costs the table, not the training."""
+        try:
+            yield
+        except OSError as e:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    f"cannot write {os.fspath(self._path)}: {reason(e)}; the training goes on, but goodput after a restart counts "
+                    "without the time that could not be written. Free the disk."
+                )
 
     def move(self, seconds: float, part: str) -> None:
         """Counts seconds of the current part, which are known only now, as another part's; before `switch` ends it."""
@@ -91,7 +109,8 @@ class Ledger:
     def keep(self, path: str | os.PathLike[str]) -> None:
         """Keeps the seconds in a file from now on, which replaces the one that is there."""
         self.close()
-        with contextlib.suppress(OSError):
+        self._path = path
+        with self._warning_once():
             self._file, self._kept = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), 0.0
             self.switch(self._part)
 

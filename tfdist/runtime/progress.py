@@ -6,11 +6,17 @@ that it has made a strategy and that it refuses its backups, and the supervisor 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import shutil
 import struct
 import zlib
+from collections.abc import Iterator
 from typing import NamedTuple
+
+from tfdist.runtime.log import logger
+from tfdist.runtime.write_errors import reason
 
 FOLDER = "TFDIST_PROGRESS"
 LAUNCHED = "TFDIST_LAUNCHED"  # when the supervisor itself was started, in seconds since the epoch
@@ -19,9 +25,28 @@ _RESTARTS = "restarts"
 _STRATEGY = "strategy"
 _LOST = "lost_steps"  # how far tasks were before the restart, until the steps to repeat are counted; and how many were so far
 _REFUSAL = "refusal"
-_OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL)
+_FILES = "files"  # a folder for temporary files of tasks
+_OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL, _FILES)
 _EVALUATOR = "evaluator-"  # how the names of tasks begin that train nothing
 _BACKUP = "backup-"  # and those of files that stand for folders which hold backups
+_NUMBERS = 40  # bytes of a file of numbers: it is overwritten in place, so that a full disk leaves the numbers before
+
+_has_warned = False
+
+
+@contextlib.contextmanager
+def _warning_once() -> Iterator[None]:
+    """Warns in the place of an error of a file, once in this process: the training is worth more than what is told of it."""
+    global _has_warned
+    try:
+        yield
+    except OSError as e:
+        if not _has_warned:
+            _has_warned = True
+            logger.warning(
+                f"cannot write {os.environ.get(FOLDER)}: {reason(e)}; the training goes on, but its supervisor may not know how far "
+                "it is. Free the disk, or set TMPDIR to a folder on another one."
+            )
 
 
 class Steps(NamedTuple):
@@ -53,7 +78,8 @@ class Progress:
         folder = os.environ.get(FOLDER)
         self._file: int | None = None
         if folder and os.path.isdir(folder):
-            self._file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT)
+            with _warning_once():
+                self._file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT)
         self._steps = Steps(0, 0)
 
     def write(self, done: int | None = None, saved: int | None = None, **changed: int) -> None:
@@ -63,25 +89,29 @@ class Progress:
         changed["saved"] = before.saved if saved is None else saved
         self._steps = before._replace(**changed)
         if self._file is not None and self._steps != before:
-            os.pwrite(self._file, _FORM.pack(*self._steps), 0)
+            with _warning_once():
+                os.pwrite(self._file, _FORM.pack(*self._steps), 0)
 
     def touch(self) -> None:
         """Tells that the task works on."""
         if self._file is not None:
-            os.utime(self._file)
+            with _warning_once():
+                os.utime(self._file)
 
 
 def mark_strategy() -> None:
     """Tells that this task has made a strategy; without a supervisor, nothing."""
     folder = os.environ.get(FOLDER)
     if folder and os.path.isdir(folder):
-        pathlib.Path(folder, _STRATEGY).touch()
+        with _warning_once():
+            pathlib.Path(folder, _STRATEGY).touch()
 
 
 def note_backup(backup_dir: str, exists: bool = True) -> None:
     """Notes that a folder holds a backup, or none any more, for this task after a restart; without a supervisor, nothing."""
     if note := _backup_note(backup_dir):
-        note.touch() if exists else note.unlink(missing_ok=True)
+        with _warning_once():
+            note.touch() if exists else note.unlink(missing_ok=True)
 
 
 def had_backup(backup_dir: str) -> bool:
@@ -102,7 +132,22 @@ def mark_refusal() -> None:
     """Tells that this task ends because its backups cannot be used, as it would after a restart; without a supervisor, nothing."""
     folder = os.environ.get(FOLDER)
     if folder and os.path.isdir(folder):
-        pathlib.Path(folder, _REFUSAL).touch()
+        with _warning_once():
+            pathlib.Path(folder, _REFUSAL).touch()
+
+
+def task_files() -> str | None:
+    """Returns the folder for temporary files of this task, which the supervisor removes; None without a supervisor.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    folder = os.environ.get(FOLDER)
+    if not folder or not os.path.isdir(folder):
+        return None
+    path = os.path.join(folder, _FILES)
+    os.makedirs(path, exist_ok=True)
+    return path
 
 
 def has_refusal(folder: str | os.PathLike[str]) -> bool:
@@ -133,19 +178,30 @@ def touched(folder: str | os.PathLike[str], name: str) -> float:
 
 
 def clear(folder: str | os.PathLike[str], restarts: int) -> None:
-    """Forgets how far each task was, and tells those to come of how many restarts they are, and how far all were."""
+    """Forgets how far each task was, and tells those to come of how many restarts they are, and how far all were.
+
+    Raises:
+        OSError: Something cannot be written.
+    """
     reached, lost = _lost_steps(folder)
     reached = max([reached, *(steps.done for steps in _read_all(folder))])
     for path in pathlib.Path(folder).iterdir():
-        if not path.name.startswith((_EVALUATOR, _BACKUP)):  # an evaluator runs on, and backups stay
+        if path.name == _FILES:  # of tasks that were killed
+            shutil.rmtree(path, ignore_errors=True)
+        # An evaluator runs on, backups stay, and numbers are overwritten.
+        elif not path.name.startswith((_EVALUATOR, _BACKUP)) and path.name not in (_RESTARTS, _LOST):
             path.unlink()
+    _write_numbers(folder, _LOST, reached, lost)
     write_restarts(folder, restarts)
-    pathlib.Path(folder, _LOST).write_text(f"{reached} {lost}")
 
 
 def write_restarts(folder: str | os.PathLike[str], restarts: int) -> None:
-    """Tells the tasks of how many restarts they are."""
-    pathlib.Path(folder, _RESTARTS).write_text(str(restarts))
+    """Tells the tasks of how many restarts they are.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    _write_numbers(folder, _RESTARTS, restarts)
 
 
 def is_supervised() -> bool:
@@ -164,7 +220,8 @@ def settle_lost_steps() -> int | None:
         return None
     reached, lost = _lost_steps(folder)
     lost += max(reached - begun, 0)
-    pathlib.Path(folder, _LOST).write_text(f"0 {lost}")
+    with _warning_once():
+        _write_numbers(folder, _LOST, 0, lost)
     return lost
 
 
@@ -176,6 +233,14 @@ def _read_all(folder: str | os.PathLike[str]) -> list[Steps]:
         if path.name not in _OF_ALL and not path.name.startswith((_EVALUATOR, _BACKUP))
     ]
     return [read(folder, name) or Steps(0, 0) for name in names]
+
+
+def _write_numbers(folder: str | os.PathLike[str], name: str, *numbers: int) -> None:
+    file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.pwrite(file, " ".join(map(str, numbers)).ljust(_NUMBERS).encode(), 0)
+    finally:
+        os.close(file)
 
 
 def _lost_steps(folder: str | os.PathLike[str]) -> tuple[int, int]:

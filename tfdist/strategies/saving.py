@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import functools
 import io
+import math
 import os
+import shutil
 import sys
 import threading
 import uuid
@@ -23,6 +26,8 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, reachability
 from tfdist.compat import tf_cluster, tf_internals
+from tfdist.runtime import temporary
+from tfdist.runtime.write_errors import WriteError, reason
 from tfdist.strategies.base import KerasStrategy
 
 Method = Callable[..., Any]
@@ -44,10 +49,20 @@ def model_save(keras_own: Method) -> Method:
         if not overwrite and tf.io.gfile.exists(filepath):
             return save(filepath, *args, **kwargs)
         with beside(filepath) as partial:
+            if partial.endswith(".h5"):
+                _check_room(model, partial)
             save(partial)
         return None
 
     return method
+
+
+def _check_room(model: keras.Model, path: str) -> None:
+    """Raises an OSError if a disk has not enough room for a model's weights: HDF5, once it has met a full disk, crashes the process at its end."""
+    bytes_needed = sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in model.weights)
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(folder) and shutil.disk_usage(folder).free < bytes_needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 def model_export(keras_own: Method) -> Method:
@@ -157,6 +172,9 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yields a name beside `path`; what is written under it (a file, a folder, a checkpoint's files) replaces what is at `path`.
 
     Each file is replaced in one step, so that a reader finds no half of one, whoever else writes the same.
+
+    Raises:
+        WriteError: It cannot be written. In a temporary folder, which nobody reads, that costs one warning instead.
     """
     path = os.fspath(path).rstrip("/")
     suffix = next((each for each in _FILES if path.endswith(each)), os.path.splitext(path)[1])
@@ -165,11 +183,22 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
         yield partial
         for written in sorted(_beginning_with(partial)):  # a checkpoint's index comes after its data
             _put(written, path + written.removeprefix(partial))
+    except (OSError, tf.errors.OpError) as e:
+        if not temporary.is_temporary(path):
+            raise write_error(path, e) from e
+        temporary.warn_once(path, e)
     finally:
         for left in _beginning_with(partial):
             remove = tf.io.gfile.rmtree if tf.io.gfile.isdir(left) else tf.io.gfile.remove
             with contextlib.suppress(tf.errors.OpError):
                 remove(left)
+
+
+def write_error(path: str, error: BaseException) -> WriteError:
+    """Returns the error for what could not be saved."""
+    return WriteError(
+        f"cannot write {path}: {reason(error)}. What was there before is unchanged. Free the disk or choose another path, and save again."
+    )
 
 
 def _beginning_with(prefix: str) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterator, Sequence
 
 import keras
 
+from tfdist.runtime.temporary import temporary_folder
 from tfdist.training.callback_kinds import place_attribute
 
 _NO_SERVER = "no address (of the workers, the chief alone sends)"
@@ -32,7 +32,7 @@ def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -
     if not places:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="tfdist-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder() as folder:
         for number, (callback, name, place) in enumerate(places):
             setattr(callback, name, _elsewhere(place, os.path.join(folder, str(number))))
         try:

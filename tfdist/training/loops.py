@@ -26,6 +26,7 @@ from tfdist.training import (
     console,
     file_callbacks,
     input_data,
+    log_files,
     stop_iteration,
 )
 from tfdist.training.loop_context import LoopContext
@@ -97,6 +98,7 @@ def training(
     with context.running(context.engine.running(model)), context.backing_up(backup, model, data, given), chiefs_files:
         stops = [NonFiniteStop()] if context.engine.nan_policy == "stop" else []
         callbacks = [limit, *stops, *_synchronized(context, callbacks)]
+        callbacks += log_files.guard(callbacks)
         if backup:
             if not any(isinstance(each, keras.callbacks.History) for each in callbacks):
                 callbacks.append(keras.callbacks.History())  # or Keras would put it behind the backup

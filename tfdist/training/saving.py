@@ -25,6 +25,7 @@ def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str],
 
     Raises:
         ConfigError: `path` does not end in `.keras`.
+        WriteError: On the chief, if it could not write.
         ClusterError: On the other ranks, if the chief could not write.
     """
     path = os.fspath(path)
@@ -43,6 +44,7 @@ def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str
         **kwargs: As for `model.export`.
 
     Raises:
+        WriteError: On the chief, if it could not write.
         ClusterError: On the other ranks, if the chief could not write.
     """
     path = os.fspath(path)
@@ -60,7 +62,7 @@ def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> Non
     error: Exception | None = None
     if context.is_chief:
         try:
-            tf.io.gfile.makedirs(os.path.dirname(path) or ".")
+            _make_folder(path)
             with context.engine.explaining_errors(), context.working():
                 write()
         except Exception as e:
@@ -70,6 +72,13 @@ def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> Non
         raise error
     if failed:
         raise ClusterError(f"The chief could not write {path!r}; its own message says why.")
+
+
+def _make_folder(path: str) -> None:
+    try:
+        tf.io.gfile.makedirs(os.path.dirname(path) or ".")
+    except (OSError, tf.errors.OpError) as e:
+        raise saving.write_error(path, e) from e
 
 
 def _save(model: keras.Model, path: str, overwrite: bool = True, **kwargs: Any) -> None:

@@ -1,72 +1,203 @@
-"""Ranks that tell each other their addresses through a folder that all of them see. No TensorFlow here."""
+"""Ranks that tell each other their addresses through a folder that all of them see. No TensorFlow here.
+
+An earlier start may have left its files under the same name. So each process draws a token, and no address counts before it is agreed:
+
+1. Each rank writes its address and its token.
+2. Rank 0 writes the list of all addresses and tokens, under a new number whenever one of them changes.
+3. A rank whose own token is in the list, which rank 0 can know only from this start, adds the list's number to its file.
+4. Once all have, rank 0 marks the list as agreed, and all return its addresses.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import os
+import json
 import pathlib
+import re
 import time
+import uuid
+from collections.abc import Callable
+from typing import Any
 
+from tfdist.cluster.resolvers.shared_folder import SharedFolder, remove_old
 from tfdist.errors import ClusterError
-from tfdist.runtime.files import read_file
 from tfdist.runtime.log import logger
 
 _REPORT_EVERY = 10.0
+_LAST_WAIT = 5.0  # seconds for which rank 0 waits for the others to have read the list, before it removes the folder
+_LIST = "list"
+_OLD = 7 * 86400.0  # seconds after which what a start has left is removed by another
+_PREFIX = "tfdist-"
 _PASSING = (
     errno.ESTALE,
     errno.EIO,
     errno.EACCES,
     errno.EAGAIN,
 )  # of a file that has just been renamed, on storage of a network
+_found: dict[tuple[Any, ...], list[str]] = {}  # by what was asked: a rank may ask again, when the others do not
 
 
 def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout: float) -> list[str]:
-    """Returns the addresses of all ranks, in order, once all have written theirs.
+    """Returns the addresses of all ranks, in order, once all have written theirs and have agreed on them.
 
     Args:
-        folder: One that all ranks share; each job has a folder of its own in it.
-        job: What only this start of this job is called.
+        folder: One that all ranks share; each job has a folder of its own in it, which is removed in the end.
+        job: What this job is called, the same on all ranks. Jobs that run at the same time must differ in it.
         rank: This process's, from 0.
         size: How many there are.
         address: This process's.
         timeout: Seconds to wait for the others.
 
     Raises:
-        ClusterError: Some rank's address is not there after `timeout`, or is no address, or the folder cannot be written.
+        ClusterError: Some rank does not come in time, or its file is not one that this user's process has written, or the folder
+            cannot be written.
     """
-    place = pathlib.Path(folder, f"{job}-{size}")
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        partial = place / f".{rank}.{os.getpid()}"
-        partial.write_text(address)
-        partial.replace(place / str(rank))
-    except OSError as e:
-        raise ClusterError(f"rank {rank} cannot write its address to {place}: {e.strerror or e}.") from e
-    found: dict[int, str] = {}
-    began = reported = time.monotonic()
-    while True:
-        for other in set(range(size)) - set(found):
-            try:
-                if text := read_file(place / str(other)).decode():
-                    found[other] = text
-            except FileNotFoundError:
-                pass
-            except (OSError, ValueError) as e:
-                if getattr(e, "errno", None) in _PASSING:
-                    continue
+    asked = (folder, job, rank, size, address)
+    if asked not in _found:
+        name = f"{_PREFIX}{re.sub(r'[^A-Za-z0-9_.@-]', '_', job)}-{size}"
+        if rank == 0:
+            remove_old(pathlib.Path(folder), _PREFIX, _OLD)
+        meeting = _Meeting(pathlib.Path(folder, name), rank, size, address)
+        try:
+            _found[asked] = meeting.hold(timeout)
+        finally:
+            meeting.leave()
+    return list(_found[asked])
+
+
+class _Meeting:
+    def __init__(self, place: pathlib.Path, rank: int, size: int, address: str):
+        self._folder = SharedFolder(place)
+        self._rank, self._size = rank, size
+        self._mine = {"address": address, "token": uuid.uuid4().hex}
+        self._entries: dict[int, dict[str, Any]] = {0: self._mine} if rank == 0 else {}
+        self._missing = ""  # who is waited for
+        self._fault = ""  # why the last file could not be read
+        self._number = ""  # of the list that rank 0 has written
+        self._is_agreed = False
+
+    def hold(self, timeout: float) -> list[str]:
+        """Returns the addresses that all have agreed on."""
+        self._write(str(self._rank), self._mine)
+        look = self._collect if self._rank == 0 else self._confirm
+        began = reported = time.monotonic()
+        while (found := look()) is None:
+            now = time.monotonic()
+            if now - began > timeout:
+                fault = f" The last one could not be read: {self._fault}." if self._fault else ""
                 raise ClusterError(
-                    f"the address of rank {other} cannot be read from {place / str(other)}: {getattr(e, 'strerror', None) or e}. "
-                    "Remove that folder, and start again."
-                ) from e
-        if len(found) == size:
-            return [found[other] for other in range(size)]
-        missing = ", ".join(map(str, sorted(set(range(size)) - set(found))))
-        if (now := time.monotonic()) - began > timeout:
+                    f"Waited {timeout:.0f} s for {self._missing} in {self._folder.place}.{fault} Are they started, and do all "
+                    "hosts share this folder?"
+                )
+            if now - reported >= _REPORT_EVERY:
+                logger.info(f"waiting for {self._missing} in {self._folder.place}")
+                reported = now
+            time.sleep(min(max(0.1, time.monotonic() - now), 1.0))
+        self._is_agreed = True
+        return found
+
+    def leave(self) -> None:
+        """Removes this rank's file; the last one, which is rank 0 unless others are slow, removes the folder, too."""
+        with contextlib.suppress(OSError, ClusterError):
+            until = time.monotonic() + _LAST_WAIT
+            while self._is_agreed and self._rank == 0 and self._has_readers() and time.monotonic() < until:
+                time.sleep(0.02)
+            self._folder.remove(str(self._rank))
+            failed_alone = self._rank == 0 and not self._is_agreed
+            if failed_alone or (self._is_agreed and self._folder.names() == {_LIST}):
+                self._folder.remove(_LIST)
+            self._folder.rmdir()
+
+    def _has_readers(self) -> bool:
+        """Whether a rank has not read yet that all have agreed: then it removes its file, or, asking again, writes another token."""
+        names = self._folder.names()
+        there = {each: self._read(str(each), _is_entry, each) for each in range(1, self._size) if str(each) in names}
+        return any(entry and entry["token"] == self._entries[each]["token"] for each, entry in there.items())
+
+    def _collect(self) -> list[str] | None:
+        """Rank 0: writes the list of who is there; returns the addresses once all have confirmed it."""
+        names = self._folder.names()
+        changed = False
+        for other in range(1, self._size):
+            if str(other) not in names or not (entry := self._read(str(other), _is_entry, other)):
+                continue
+            if entry["token"] != self._entries.get(other, {}).get("token"):
+                changed = True
+            self._entries[other] = entry
+        if len(self._entries) < self._size:
+            self._missing = f"the addresses of rank {_join(set(range(self._size)) - self._entries.keys())}"
+            return None
+        entries = [self._entries[each] for each in range(self._size)]
+        members = [[entry["address"], entry["token"]] for entry in entries]
+        if changed or not self._number:
+            self._number = uuid.uuid4().hex
+            self._write(_LIST, {"number": self._number, "members": members, "agreed": False})
+        late = {each for each in range(1, self._size) if entries[each].get("confirms") != self._number}
+        if late:
+            self._missing = f"rank {_join(late)} to confirm the addresses (an earlier start may have left its file)"
+            return None
+        self._write(_LIST, {"number": self._number, "members": members, "agreed": True})
+        return [entry["address"] for entry in entries]
+
+    def _confirm(self) -> list[str] | None:
+        """Another rank: confirms the list that rank 0 has written; returns its addresses once all have."""
+        names = self._folder.names()
+        absent = {each for each in range(self._size) if str(each) not in names}
+        self._missing = f"the addresses of rank {_join(absent)}" if absent else "the list of addresses by rank 0"
+        if _LIST not in names or not (found := self._read(_LIST, self._is_list, 0)):
+            return None
+        members = found["members"]
+        if members[self._rank] != [self._mine["address"], self._mine["token"]]:
+            return None  # an earlier start's, or one that still has an earlier file of this rank
+        if found["agreed"]:
+            return [address for address, _ in members]
+        self._missing = "all ranks to confirm the addresses"
+        if self._mine.get("confirms") != found["number"]:
+            self._mine["confirms"] = found["number"]
+            self._write(str(self._rank), self._mine)
+        return None
+
+    def _is_list(self, found: Any) -> bool:
+        pairs = found["members"] if isinstance(found, dict) and isinstance(found.get("members"), list) else []
+        texts = [each for pair in pairs if isinstance(pair, list) and len(pair) == 2 for each in pair]
+        whole = len(pairs) == self._size and len(texts) == 2 * self._size and all(isinstance(t, str) for t in texts)
+        return whole and isinstance(found.get("number"), str) and isinstance(found.get("agreed"), bool)
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        try:
+            self._folder.write(name, json.dumps(content).encode())
+        except OSError as e:
             raise ClusterError(
-                f"Waited {timeout:.0f} s for the addresses of rank {missing} in {place}. Are they started, and do all hosts "
-                "share this folder?"
-            )
-        if now - reported >= _REPORT_EVERY:
-            logger.info(f"waiting for the addresses of rank {missing} in {place}")
-            reported = now
-        time.sleep(0.1)
+                f"rank {self._rank} cannot write its address to {self._folder.place}: {e.strerror or e}."
+            ) from e
+
+    def _read(self, name: str, is_sound: Callable[[Any], bool], rank: int) -> dict[str, Any] | None:
+        """Returns what a file holds, or None if it is not there, or cannot be read for now."""
+        try:
+            if not (text := self._folder.read(name)):
+                return None  # storage of a network may show a file before what it holds
+            content = json.loads(text)
+            if is_sound(content):
+                return content
+            raise ValueError
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as e:
+            why = getattr(e, "strerror", None) or "it holds something else than addresses"
+            if getattr(e, "errno", None) in _PASSING:
+                self._fault = why
+                return None
+            raise ClusterError(
+                f"the address of rank {rank} cannot be read from {self._folder.place / name}: {why}. "
+                "Remove that folder, and start again."
+            ) from e
+
+
+def _is_entry(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(name), str) for name in ("address", "token"))
+
+
+def _join(ranks: set[int]) -> str:
+    """Returns ranks as a list in words."""
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,120 @@
+"""A folder on shared storage in which processes of one user leave small files for each other. No TensorFlow here.
+
+Nothing that another user has put there is trusted, and no link is followed. Who "this user" is tells a file that this process has written
+there: storage of a network may show other numbers of users than the hosts have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import re
+import stat
+import time
+import uuid
+
+_TRIES = 20
+_OURS = re.compile(r"\d+|list|\.(\d+|list)\.[0-9a-f]{32}")  # names of files in it
+
+
+class SharedFolder:
+    """The folder. It is made when the first file is written.
+
+    Args:
+        place: Its path.
+    """
+
+    def __init__(self, place: pathlib.Path):
+        self.place = place
+        self._owner: int | None = None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file, which is whole whenever somebody sees it.
+
+        Raises:
+            OSError: It cannot be written, or the folder is a link or another user's.
+        """
+        for attempt in range(_TRIES):
+            try:
+                return self._write(name, content)
+            except FileNotFoundError:  # another process has just removed the folder
+                if attempt == _TRIES - 1:
+                    raise
+                time.sleep(0.05)
+
+    def _write(self, name: str, content: bytes) -> None:
+        self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(self.place)
+        if stat.S_ISLNK(found.st_mode):
+            raise OSError(errno.ELOOP, "it is a link, and should be a folder", str(self.place))
+        partial = self.place / f".{name}.{uuid.uuid4().hex}"
+        try:
+            # O_EXCL follows no link.
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb") as file:
+                self._owner = os.fstat(descriptor).st_uid
+                if found.st_uid != self._owner:
+                    raise OSError(errno.EPERM, "the folder belongs to another user", str(self.place))
+                file.write(content)
+            partial.replace(self.place / name)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+    def read(self, name: str) -> bytes:
+        """Returns what a file holds.
+
+        Raises:
+            OSError: It cannot be read, or is a link, a named pipe or another user's.
+        """
+        try:
+            descriptor = os.open(self.place / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError as e:
+            if e.errno == errno.ELOOP:
+                raise OSError(errno.ELOOP, "expected a regular file, and found a link", e.filename) from None
+            raise
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                kind = "expected a regular file, and found a named pipe, a folder or a device"
+                raise OSError(errno.EINVAL, kind, str(self.place / name))
+            if found.st_uid != self._owner:
+                raise OSError(errno.EPERM, "it belongs to another user", str(self.place / name))
+            return file.read()
+
+    def names(self) -> set[str]:
+        """Returns the names of the files; asking also has storage of a network look for new ones."""
+        try:
+            return set(os.listdir(self.place))
+        except OSError:
+            return set()
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.place / name).unlink()
+
+    def rmdir(self) -> None:
+        """Removes the folder.
+
+        Raises:
+            OSError: It is not empty.
+        """
+        self.place.rmdir()
+
+
+def remove_old(folder: pathlib.Path, prefix: str, seconds: float) -> None:
+    """Removes the folders in `folder` that begin with `prefix`, that nothing has changed for so long, and that hold such files alone."""
+    with contextlib.suppress(OSError):
+        for place in folder.iterdir():
+            with contextlib.suppress(OSError):
+                found = os.lstat(place)
+                if not (place.name.startswith(prefix) and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
+                    continue
+                if time.time() - found.st_mtime < seconds or not all(map(_OURS.fullmatch, os.listdir(place))):
+                    continue
+                for name in os.listdir(place):
+                    (place / name).unlink()
+                place.rmdir()

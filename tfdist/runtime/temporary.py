@@ -1,0 +1,105 @@
+"""Temporary folders, of which none stays for long when its process is killed. No TensorFlow here.
+
+A task that a supervisor has started makes them in the supervisor's own folder, which goes with it. Any other process makes them where
+temporary files go, and first removes those of dead processes: the lock of a live one tells them apart, also where each container
+counts processes for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import re
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+
+from tfdist.runtime import progress
+from tfdist.runtime.log import logger
+from tfdist.runtime.write_errors import WriteError, reason
+
+_NEW = "tfdist-new-"  # how folders are called that have no lock yet
+_folders: set[str] = set()  # those of this process
+_warned: set[str] = set()
+
+
+@contextlib.contextmanager
+def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterator[str]:
+    """Makes a folder, and removes it at the end.
+
+    Args:
+        otherwise: A folder in which to make it where temporary files cannot be written; None means nowhere.
+
+    Raises:
+        WriteError: It cannot be made.
+    """
+    try:
+        folder, lock = _make(otherwise)
+    except OSError as e:
+        raise WriteError(
+            f"cannot make a temporary folder in {os.environ.get('TMPDIR') or '/tmp'}: {reason(e)}. Free the disk, or set TMPDIR "
+            "to a folder on another one."
+        ) from e
+    _folders.add(folder)
+    try:
+        yield folder
+    finally:
+        _folders.discard(folder)
+        _warned.discard(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def is_temporary(path: str) -> bool:
+    """Returns whether a path lies in a folder that `temporary_folder` has made in this process."""
+    return any(path.startswith(folder + os.sep) for folder in _folders)
+
+
+def warn_once(path: str, error: BaseException) -> None:
+    """Warns that a file in a temporary folder cannot be written, once for each folder."""
+    folder = next(each for each in _folders if path.startswith(each + os.sep))
+    if folder not in _warned:
+        _warned.add(folder)
+        logger.warning(
+            f"cannot write temporary files in {folder}: {reason(error)}; the training goes on without them. Free the disk, or set "
+            "TMPDIR to a folder on another one."
+        )
+
+
+def _make(otherwise: str | os.PathLike[str] | None) -> tuple[str, int]:
+    """Returns a new folder, and what holds its lock."""
+    try:
+        parent = progress.task_files() or tempfile.gettempdir()
+        prefix = f"tfdist-{re.sub(r'[^A-Za-z0-9_.]', '_', socket.gethostname())}-"
+        _remove_left(parent, prefix)
+        new = tempfile.mkdtemp(prefix=_NEW, dir=parent)
+    except OSError:
+        if otherwise is None:
+            raise
+        prefix, new = ".tfdist-", tempfile.mkdtemp(prefix=_NEW, dir=os.path.abspath(otherwise))
+    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):  # then nobody else can lock it, either
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # Under a name by which others find it only now: they would take it for a dead process's.
+    folder = os.path.join(os.path.dirname(new), prefix + os.path.basename(new).removeprefix(_NEW))
+    os.rename(new, folder)
+    return folder, lock
+
+
+def _remove_left(parent: str, prefix: str) -> None:
+    """Removes this user's folders of this host whose processes have ended."""
+    for path in pathlib.Path(parent).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            found = os.lstat(path)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
