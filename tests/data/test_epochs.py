@@ -141,7 +141,9 @@ def test_arrays_are_given_to_a_traced_function_and_not_held_by_its_graph():
 
 
 @pytest.mark.parametrize("piece", [2**28, 5 * 400, 1])
-@pytest.mark.parametrize("source", ["epochs", "from_tensor_slices", "with a list", "from_tensors", "tensor", "within map"])
+@pytest.mark.parametrize(
+    "source", ["epochs", "from_tensor_slices", "with a list", "from_tensors", "tensor", "within map"]
+)
 def test_arrays_reach_workers_in_pieces_with_the_values_of_whole_ones(monkeypatch, source, piece):
     monkeypatch.setattr(sent_arrays, "PIECE", piece)
     monkeypatch.setattr(sent_arrays, "SMALLEST", 100)
@@ -155,9 +157,7 @@ def test_arrays_reach_workers_in_pieces_with_the_values_of_whole_ones(monkeypatc
         if source == "from_tensors":
             return tf.data.Dataset.from_tensors({"x": x, "y": (names, labels)})
         if source == "within map":
-            return tf.data.Dataset.range(2).flat_map(
-                lambda _: tf.data.Dataset.from_tensor_slices(x)
-            )
+            return tf.data.Dataset.range(2).flat_map(lambda _: tf.data.Dataset.from_tensor_slices(x))
         given = {"x": outside} if source == "tensor" else {"x": x, "y": (names, x[:, 0])}
         if source == "with a list":
             given["y"] = labels
@@ -168,7 +168,9 @@ def test_arrays_reach_workers_in_pieces_with_the_values_of_whole_ones(monkeypatc
     sent = made.dataset(0)
     assert sent.element_spec == expected.element_spec
     assert sent.cardinality() == expected.cardinality()
-    tf.nest.map_structure(np.testing.assert_array_equal, list(sent.as_numpy_iterator()), list(expected.as_numpy_iterator()))
+    tf.nest.map_structure(
+        np.testing.assert_array_equal, list(sent.as_numpy_iterator()), list(expected.as_numpy_iterator())
+    )
     constants = [op for each in traced for op in graph_lib.nodes(each.graph) if op.op == "Const"]
     assert max(op.ByteSize() for op in constants) < 1500  # small ones stay
     assert isinstance(vars(tf.data.Dataset)["from_tensor_slices"], staticmethod)
@@ -188,9 +190,12 @@ def test_graphs_of_arrays_do_not_grow_with_them():
 
 
 def test_tensors_too_large_for_a_graph_are_refused_in_a_sentence(monkeypatch):
-    monkeypatch.setattr(worker_dataset, "_LARGEST", 10_000)
+    monkeypatch.setattr(sent_arrays, "LARGEST", 10_000)
     x = np.zeros((100, 100), np.float32)
     with pytest.raises(
-        ConfigError, match=r"tensors of 2 GB and more .* let it read files, .* give the arrays themselves to tfdist\.data"
+        ConfigError,
+        match=r"tensors of 2 GB and more .* let it read files, .* give the arrays themselves to tfdist\.data",
     ):
         worker_dataset.WorkerDataset(lambda context: tf.data.Dataset.from_tensors(tf.constant(x) + 1), 2)
+    with pytest.raises(ConfigError, match="tensors of 2 GB and more"):
+        worker_dataset.WorkerDataset(lambda context: tf.data.Dataset.from_tensors(np.zeros((200, 100), np.float32)), 2)

@@ -238,7 +238,9 @@ def replacing_dataset_sources(slices: Callable[..., Any], tensors: Callable[...,
         for (name, own), other in zip(before.items(), (slices, tensors), strict=True):
             replaced = functools.partial(other, getattr(tf.data.Dataset, name))
             setattr(
-                tf.data.Dataset, name, staticmethod(tf.autograph.experimental.do_not_convert(functools.wraps(own)(replaced)))
+                tf.data.Dataset,
+                name,
+                staticmethod(tf.autograph.experimental.do_not_convert(functools.wraps(own)(replaced))),
             )
         try:
             yield

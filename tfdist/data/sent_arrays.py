@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist.compat import tf_internals
 
 PIECE = 2**28  # bytes of a tensor at most, if an example has not more; sending one takes several times its size
+LARGEST = 2_000_000_000  # bytes; of one message of protobuf, such as a tensor or a graph
 SMALLEST = 2**16  # bytes of an array that `from_tensor_slices` does not leave to the graph
 
 _Cut = tuple[int, Sequence[tf.Tensor]]  # rows of each piece but the last, and the pieces
@@ -112,6 +113,6 @@ def _whole(original: Callable[..., tf.data.Dataset], tensors: Any, name: str | N
 
 
 def _replaced(tensors: Any, leaves: Sequence[Any]) -> Any:
-    """Returns `tensors` with each large array as one tensor."""
-    new = [cut(leaf, len(leaf))[1][0] if _is_large(leaf) else leaf for leaf in leaves]
+    """Returns `tensors` with each large array as one tensor, if one message can hold it: a graph says that it cannot either."""
+    new = [cut(leaf, len(leaf))[1][0] if _is_large(leaf) and _bytes(leaf) < LARGEST else leaf for leaf in leaves]
     return tf_internals.dataset_structure(tensors, new)

@@ -25,7 +25,6 @@ _OUTSIDE = (
     "function, or give Trainer.fit the data themselves, which the chief then reads and sends."
 )
 
-_LARGEST = 2_000_000_000  # bytes; a graph has one message of protobuf
 _TOO_LARGE = (
     "The dataset function makes tensors of 2 GB and more out of arrays, which do not fit into a TensorFlow graph: let it read files, "
     "such as TFRecords, which the workers can open, or give the arrays themselves to tfdist.data.epochs or from_tensor_slices."
@@ -118,7 +117,7 @@ class WorkerDataset:
                     _OUTSIDE.format("a variable, table or iterator")
                     + " A lookup table is the chief's wherever it is created: let a layer of the model look up."
                 )
-        if sum(_bytes(op) for op in traced.graph.get_operations() if op.type == "Const") > _LARGEST:
+        if sum(_bytes(op) for op in traced.graph.get_operations() if op.type == "Const") > sent_arrays.LARGEST:
             raise ConfigError(_TOO_LARGE)
         graph = traced.graph.as_graph_def()
         nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
