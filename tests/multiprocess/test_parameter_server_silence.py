@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -75,6 +76,8 @@ class RolesOnTwoHosts(Roles):
     def send(self, what, task):
         assert task == self.away
         state = {"stop": "down", "continue": "up"}[what]
+        if what == "continue":
+            time.sleep(15)  # longer than a worker would wait for a chief that has ended
         end = r"$(ip -o link | sed -n 's/^[0-9]*: \(tf[^@:]*\).*/\1/p')"
         subprocess.run([*self.hosts[1], "sh", "-c", f"ip link set {end} {state}"], check=True)
 
