@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import ctypes
+import gc
 import inspect
 import re
 
@@ -89,6 +90,32 @@ def test_tasks_are_connected_by_a_function_of_the_c_interface():
     with tf_cluster.releasing_lock():
         assert getattr(context.pywrap_tfe, tf_cluster.TF_CONNECT) is not bound
     assert getattr(context.pywrap_tfe, tf_cluster.TF_CONNECT) is bound
+
+
+def test_functions_are_added_and_removed_by_the_c_interface(monkeypatch):
+    moved = "seam functions: TensorFlow adds functions elsewhere, with the interpreter's lock held"
+    names = tf_cluster.TF_ADD_FUNCTION, tf_cluster.TF_REMOVE_FUNCTION
+    assert f"pywrap_tfe.{names[0]}(self._handle, c_func)" in inspect.getsource(context.Context.add_c_function), moved
+    assert f"pywrap_tfe.{names[1]}(self._handle, name)" in inspect.getsource(context.Context.remove_function), moved
+    for name in names:
+        monkeypatch.setattr(context.pywrap_tfe, name, getattr(context.pywrap_tfe, name))
+    tf_cluster.register_functions_without_lock()
+    assert all(getattr(context.pywrap_tfe, name).__module__ == tf_cluster.__name__ for name in names), moved
+    function = tf.function(lambda x: x + 1)
+    assert function(2).numpy() == 3
+    name = function.get_concrete_function(2).name
+    assert context.context().has_function(name), moved
+    del function
+    gc.collect()
+    assert not context.context().has_function(name), moved
+    with pytest.raises(tf.errors.OpError):
+        context.context().remove_function("none_of_this_name")
+
+
+def test_datasets_are_made_of_components_as_nest_tells():
+    leaves = tf_internals.dataset_leaves({"x": 1, "y": (2, [3, 4])})
+    assert leaves == [1, 2, [3, 4]], "seam components: TensorFlow takes a list for several"
+    assert tf_internals.dataset_structure({"x": 1, "y": (2, 3)}, [4, 5, 6]) == {"x": 4, "y": (5, 6)}
 
 
 def test_checkpoints_are_written_by_one_method():

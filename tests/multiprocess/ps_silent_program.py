@@ -1,4 +1,5 @@
-"""A task of a parameter-server cluster is stopped at step 20. Arguments: the task, and where: `fit`, `evaluate` or `predict`.
+"""A task of a parameter-server cluster is stopped at step 20. Arguments: the task, and where: `fit`, `function` (`fit`, with
+data that workers make), `evaluate` or `predict`.
 
 After a worker, all three go on without it; then it continues, and must come back.
 """
@@ -19,6 +20,8 @@ trainer = tfdist.Trainer("parameter_server", start_timeout=120)
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
+
+import tfdist.data  # noqa: E402
 
 TASK, WHERE = sys.argv[1:]
 BACK = []
@@ -59,6 +62,13 @@ with trainer.scope():
 at_step = AtStep()
 if WHERE == "fit":
     history = trainer.fit(model, x, y, batch_size=10, epochs=2, callbacks=[at_step], verbose=0).history
+    assert len(history["loss"]) == 2
+if WHERE == "function":
+
+    def make(context):
+        return tfdist.data.epochs((x, y), context, 10, seed=1)
+
+    history = trainer.fit(model, make, steps_per_epoch=60, epochs=2, callbacks=[at_step], verbose=0).history
     assert len(history["loss"]) == 2
 evaluated, predicting = ([at_step] if where == WHERE else None for where in ("evaluate", "predict"))
 loss = trainer.evaluate(model, x, y, batch_size=10, verbose=0, callbacks=evaluated)

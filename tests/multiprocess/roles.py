@@ -49,8 +49,14 @@ class Roles:
         environ |= {"TF_CONFIG": self.cluster.to_tf_config(TaskSpec(kind, int(index))), "ROLES": str(self.folder)}
         with (self.folder / f"{kind}-{index}.log").open("ab") as log:
             self.processes[task] = subprocess.Popen(
-                self.command, env=environ, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+                self.command_of(task), env=environ, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
             )
+
+    def command_of(self, task: str) -> list[str]:
+        return self.command
+
+    def send(self, what: str, task: str) -> None:
+        self.processes[task].send_signal(SIGNALS[what])
 
     def log(self, task: str) -> str:
         return (self.folder / f"{task.replace(':', '-')}.log").read_text()
@@ -66,7 +72,7 @@ class Roles:
                     self.processes[task].send_signal(signal.SIGKILL)
                     self.processes[task].wait()
                 elif what in SIGNALS:
-                    self.processes[task].send_signal(SIGNALS[what])
+                    self.send(what, task)
                 else:
                     self.start(task)
                 path.rename(path.with_suffix(".done"))

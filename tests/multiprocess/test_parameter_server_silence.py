@@ -1,17 +1,21 @@
 """A worker or server that is stopped: nothing ends, and nothing answers."""
 
+import subprocess
 import sys
+import time
 
 import pytest
 
+from tests.helpers import two_hosts
 from tests.multiprocess.roles import Roles
+from tfdist.cluster import ClusterSpec
 
 # Without the fork server: a signal to its client would stop the client.
 COMMAND = [sys.executable, "-m", "tests.multiprocess.ps_silent_program"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("where", ["fit", "function", "evaluate", "predict"])
 def test_the_others_go_on_without_a_stopped_worker_which_comes_back(tmp_path, where):
     with Roles([*COMMAND, "worker:1", where], tmp_path / "roles", workers=2, ps=1) as roles:
         assert roles.wait("chief:0", 180) == 0, roles.log("chief:0")
@@ -24,7 +28,7 @@ def test_the_others_go_on_without_a_stopped_worker_which_comes_back(tmp_path, wh
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("where", ["fit", "function", "evaluate", "predict"])
 def test_a_stopped_server_ends_the_job_by_name(tmp_path, where):
     with Roles([*COMMAND, "ps:0", where], tmp_path / "roles", workers=2, ps=1) as roles:
         assert roles.wait("chief:0", 180) == 1, roles.log("chief:0")
@@ -37,3 +41,60 @@ def test_a_stopped_server_ends_the_job_by_name(tmp_path, where):
         )
         assert sum(sentence in line for line in log.splitlines()) == 1, log
         assert [roles.wait(task, 30) for task in ("worker:0", "worker:1")] == [1, 1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("call", ["checkpoint", "first_fit_call", "function", "read", "assign", "save", "exit"])
+def test_whatever_the_chief_does_with_a_stopped_server_ends(tmp_path, call):
+    command = [sys.executable, "-m", "tests.multiprocess.ps_silent_call_program", call]
+    with Roles(command, tmp_path / "roles", workers=1, ps=1) as roles:
+        assert roles.wait("chief:0", 150) == 1, roles.log("chief:0")
+        log = roles.log("chief:0")
+        assert "it happens" in log and "it went on" not in log
+        if call != "exit":
+            assert "chief:0 waits for ps:0" in log
+        if call in ("first_fit_call", "save"):
+            assert "tfdist.errors.ClusterError: ps:0 is lost" in log
+        assert roles.wait("worker:0", 30) == 1
+
+
+class RolesOnTwoHosts(Roles):
+    """One worker or server is on a host of its own: to stop it is to unplug that host, without a word to its connections."""
+
+    def __init__(self, command, folder, hosts, away):
+        super().__init__(command, folder, workers=2, ps=1)
+        self.hosts, self.away = hosts, away
+        jobs = {job: list(addresses) for job, addresses in self.cluster.jobs.items()}
+        for task in self.cluster.tasks():
+            port = self.cluster.address(task).rsplit(":", 1)[1]
+            jobs[task.type][task.index] = f"{two_hosts.ADDRESSES[str(task) == away]}:{port}"
+        self.cluster = ClusterSpec(jobs)
+
+    def command_of(self, task):
+        return [*self.hosts[task == self.away], *self.command]
+
+    def send(self, what, task):
+        assert task == self.away
+        state = {"stop": "down", "continue": "up"}[what]
+        if what == "continue":
+            time.sleep(15)  # longer than a worker would wait for a chief that has ended
+        end = r"$(ip -o link | sed -n 's/^[0-9]*: \(tf[^@:]*\).*/\1/p')"
+        subprocess.run([*self.hosts[1], "sh", "-c", f"ip link set {end} {state}"], check=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("away", ["worker:1", "ps:0"])
+def test_a_host_is_unplugged(tmp_path, away):
+    if reason := two_hosts.missing():
+        pytest.skip(reason)
+    with (
+        two_hosts.two(tmp_path) as hosts,
+        RolesOnTwoHosts([*COMMAND, away, "fit"], tmp_path / "roles", hosts, away) as roles,
+    ):
+        assert roles.wait("chief:0", 180) == (away == "ps:0"), roles.log("chief:0")
+        log = roles.log("chief:0")
+        assert f"chief:0 waits for {away}" in log
+        if away == "ps:0":
+            assert "tfdist.errors.ClusterError: ps:0 is lost, and with it the variables it held" in log
+        else:
+            assert "worker:1 is back" in log and "all steps" in log

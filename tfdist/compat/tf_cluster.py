@@ -71,6 +71,7 @@ def abort_collectives(code: int, message: str) -> None:
 
 TF_SERVES = "_std_server_started"
 TF_CONNECT = "TFE_EnableCollectiveOps"
+TF_ADD_FUNCTION, TF_REMOVE_FUNCTION = "TFE_ContextAddFunction", "TFE_ContextRemoveFunction"
 TF_STATUS = ("TF_NewStatus", "TF_GetCode", "TF_Message", "TF_DeleteStatus")
 
 
@@ -99,16 +100,41 @@ def _connect(context: Any, server_def: bytes) -> None:
         context: The capsule of TensorFlow's context.
         server_def: A serialized `ServerDef`.
     """
+    _call(TF_CONNECT, context, ctypes.c_char_p(server_def), ctypes.c_size_t(len(server_def)))
+
+
+def register_functions_without_lock() -> None:
+    """Has TensorFlow add functions to the other tasks, and remove them, without the interpreter's lock; it waits until all answer.
+
+    Of the operations on a cluster of parameter servers these are the ones whose binding holds the lock. They are part of the first call
+    of a `tf.function`, of `fit` and of checkpoints. A system whose TensorFlow hides its C interface keeps the binding.
+    """
+    if hasattr(ctypes.CDLL(None), TF_ADD_FUNCTION):
+        setattr(eager_context.pywrap_tfe, TF_ADD_FUNCTION, _add_function)
+        setattr(eager_context.pywrap_tfe, TF_REMOVE_FUNCTION, _remove_function)
+
+
+def _add_function(context: Any, function: Any) -> None:
+    # An object of pybind11 is Python's head, and the pointer.
+    pointer = ctypes.c_void_p.from_address(id(function) + object.__basicsize__)
+    _call(TF_ADD_FUNCTION, context, pointer)
+
+
+def _remove_function(context: Any, name: str | bytes) -> None:
+    _call(TF_REMOVE_FUNCTION, context, ctypes.c_char_p(tf.compat.as_bytes(name)))
+
+
+def _call(name: str, context: Any, *arguments: Any) -> None:
+    """Calls a function of TensorFlow's C interface without the interpreter's lock; raises what its status tells."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.argtypes, pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
     library = ctypes.CDLL(None)
-    connect, new, code, message, delete = (getattr(library, name) for name in (TF_CONNECT, *TF_STATUS))
-    connect.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p]
+    new, code, message, delete = (getattr(library, each) for each in TF_STATUS)
     new.restype, message.restype = ctypes.c_void_p, ctypes.c_char_p
     code.argtypes = message.argtypes = delete.argtypes = [ctypes.c_void_p]
     status = new()
     try:
-        connect(pointer(context, None), server_def, len(server_def), status)
+        getattr(library, name)(ctypes.c_void_p(pointer(context, None)), *arguments, ctypes.c_void_p(status))
         if number := code(status):
             text = message(status).decode(errors="replace")
             raise errors.exception_type_from_error_code(number)(None, None, text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from tensorflow.python.data.ops.cache_op import CacheDataset
 from tensorflow.python.data.ops.random_op import _RandomDataset as RandomDataset
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
+from tensorflow.python.data.util import nest as dataset_nest
 from tensorflow.python.distribute.distribute_utils import regroup
 from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.eager import context as eager_context
@@ -207,6 +209,44 @@ def dataset_kind(dataset: tf.data.Dataset) -> str:
 def dataset_numbers(dataset: tf.data.Dataset, names: Sequence[str]) -> dict[str, int]:
     """Returns numbers with which a dataset was made, as `seed` and `buffer_size` of one that `shuffle` has made."""
     return {name: int(getattr(dataset, TF_NUMBER.format(name))) for name in names}
+
+
+def dataset_leaves(structure: Any) -> list[Any]:
+    """Returns the components of what a dataset is made of, as `from_tensor_slices` takes it: a list is one of them."""
+    leaves: list[Any] = dataset_nest.flatten(structure)
+    return leaves
+
+
+def dataset_structure(structure: Any, leaves: Sequence[Any]) -> Any:
+    """Returns a structure with other components."""
+    return dataset_nest.pack_sequence_as(structure, leaves)
+
+
+_SOURCES = threading.RLock()  # of those that replace them
+
+
+@contextlib.contextmanager
+def replacing_dataset_sources(slices: Callable[..., Any], tensors: Callable[..., Any]) -> Iterator[None]:
+    """Within it, `tf.data.Dataset.from_tensor_slices` and `from_tensors` are other functions, in all threads.
+
+    Args:
+        slices: Is called as `slices(from_tensor_slices, tensors, name=None)`, with TensorFlow's own.
+        tensors: Likewise, of `from_tensors`.
+    """
+    with _SOURCES:
+        before = {name: vars(tf.data.Dataset)[name] for name in ("from_tensor_slices", "from_tensors")}
+        for (name, own), other in zip(before.items(), (slices, tensors), strict=True):
+            replaced = functools.partial(other, getattr(tf.data.Dataset, name))
+            setattr(
+                tf.data.Dataset,
+                name,
+                staticmethod(tf.autograph.experimental.do_not_convert(functools.wraps(own)(replaced))),
+            )
+        try:
+            yield
+        finally:
+            for name, own in before.items():
+                setattr(tf.data.Dataset, name, own)
 
 
 # Checkpoints

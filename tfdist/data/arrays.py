@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.compat import tf_internals
 from tfdist.config.batch_size import per_replica_batch_size
+from tfdist.data import sent_arrays
 from tfdist.data.graph import walk
 from tfdist.data.resume import STARTING_AT
 from tfdist.errors import ConfigError
@@ -55,8 +56,7 @@ def epochs(
     replicas = context.num_replicas_in_sync
     batch_size = per_replica_batch_size(global_batch_size, replicas)
     pipelines = context.num_input_pipelines
-    with tf.init_scope():  # so that a function that is traced is given them, and does not hold them as constants
-        tensors = tf.nest.map_structure(lambda each: each if tf.is_tensor(each) else tf.constant(each), arrays)
+    tensors = [sent_arrays.cut(each) for each in tf.nest.flatten(arrays)]
 
     @tf.autograph.experimental.do_not_convert
     def order(epoch: tf.Tensor) -> tf.data.Dataset:
@@ -70,7 +70,7 @@ def epochs(
         return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(dealt, mine))
 
     def batch(indices: tf.Tensor) -> Any:
-        taken = tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), tensors)
+        taken = tf.nest.pack_sequence_as(arrays, [sent_arrays.gather(each, indices) for each in tensors])
         return load(taken) if load else taken
 
     if not load:  # AutoGraph takes half a second when it is first used

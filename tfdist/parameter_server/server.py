@@ -17,6 +17,8 @@ from tfdist.runtime.preemption import GRACE_SECONDS, Preemption
 
 _POLL_SECONDS, _POLL_SECONDS_IF_PREEMPTED = 1.0, 0.2  # seconds
 _MISSES = 3  # a chief that is busy may miss one
+# Of a host that is unplugged, this one or the chief's. The chief takes back a worker that it has given up for this.
+_CUT_OFF = ("no answer", "no route to host", "network is unreachable", "host is down")
 
 
 def serve(
@@ -34,7 +36,7 @@ def serve(
     Args:
         cluster: The cluster, which has a chief.
         task: This process's task.
-        start_timeout: Seconds to wait for the chief.
+        start_timeout: Seconds to wait for the chief, and later for one whose host does not answer.
         grace_seconds: How long the process may take to end after SIGTERM.
 
     Raises:
@@ -55,14 +57,16 @@ def serve(
         cluster, [cluster.chief], start_timeout, serving=True
     )  # it waits for the others itself
     heard.training = True
-    misses, told = 0, False
-    while misses < _MISSES:
+    misses, told, heard_of_chief = 0, False, time.monotonic()
+    while misses < _MISSES and time.monotonic() - heard_of_chief < start_timeout:
         if heard.requested and not told:
             told = True
             if task.type == "ps":
                 termination.announce_preemption(cluster, task)
         time.sleep(_POLL_SECONDS_IF_PREEMPTED if told else _POLL_SECONDS)
-        misses = misses + 1 if reachability.unreachable_reason(cluster.address(cluster.chief)) else 0
+        reason = reachability.unreachable_reason(cluster.address(cluster.chief))
+        if reason not in _CUT_OFF:
+            misses, heard_of_chief = misses + 1 if reason else 0, time.monotonic()
     code = termination.read_exit_code(cluster, task)
     if code is None:
         code = exit_status.PREEMPTED if heard.requested else 1

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 
-from tfdist.cluster import ClusterSpec, TaskSpec, connections, reachability, silent_tasks
+from tfdist.cluster import ClusterSpec, TaskSpec, connections, greeting, reachability, silent_tasks
+from tfdist.compat import tf_cluster
 from tfdist.parameter_server import termination
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
@@ -44,6 +45,7 @@ class Watch:
         self._tasks = [task for task in cluster.tasks() if task.type in self._limits]
         self._silent = silent_tasks.SilentTasks(cluster, cluster.chief)
         self.given_up: dict[TaskSpec, str] = {}
+        tf_cluster.register_functions_without_lock()  # or these threads would wait with the call
         atexit.register(self._leave)
         threading.Thread(target=self._watch, daemon=True, name="tfdist-watch").start()
         threading.Thread(target=self._shut_down, daemon=True, name="tfdist-shut-down").start()
@@ -84,10 +86,15 @@ class Watch:
                 connections.shut_down(endpoints[task])
 
     def _leave(self) -> None:
-        """Ends the process if a task is given up: TensorFlow's own end would wait for it."""
-        if self.given_up:
+        """Ends the process at once if a task does not answer: TensorFlow's own end would wait for it without end."""
+        if self.given_up or any(map(self._is_silent, self._tasks)):
             termination.publish_exit_code(self._cluster)
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(exit_status.expected_exit_code())
+
+    def _is_silent(self, task: TaskSpec) -> bool:
+        greeted = greeting.encode_greeting(self._cluster, task)
+        reason = reachability.unreachable_reason(self._cluster.address(task), expected=greeted, serving=True)
+        return bool(reason) and reason not in reachability.ENDED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import tf_internals
+from tfdist.data import sent_arrays
 from tfdist.errors import ConfigError
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.traced_step import TracedStep
@@ -23,10 +25,9 @@ _OUTSIDE = (
     "function, or give Trainer.fit the data themselves, which the chief then reads and sends."
 )
 
-_LARGEST = 2_000_000_000  # bytes; a graph has one message of protobuf
 _TOO_LARGE = (
     "The dataset function makes tensors of 2 GB and more out of arrays, which do not fit into a TensorFlow graph: let it read files, "
-    "such as TFRecords, which the workers can open, or use tfdist.data.epochs, for arrays of less than 2 GB each."
+    "such as TFRecords, which the workers can open, or give the arrays themselves to tfdist.data.epochs or from_tensor_slices."
 )
 
 
@@ -53,12 +54,15 @@ class WorkerDataset:
         self._function = function
         self.pipelines = pipelines
         self._traced: dict[int, Callable[[], tf.data.Dataset]] = {}
+        self._tracing = threading.Lock()
+        self._sent: dict[Any, Any] = {}  # arrays, as tensors that all pipelines share
         self.element_spec = self.dataset(0).element_spec
 
     def dataset(self, pipeline: int) -> tf.data.Dataset:
         """Makes the dataset of a pipeline, on the device that is in force."""
-        if pipeline not in self._traced:
-            self._traced[pipeline] = self._trace(pipeline)
+        with self._tracing:
+            if pipeline not in self._traced:
+                self._traced[pipeline] = self._trace(pipeline)
         return self._traced[pipeline]()
 
     def example_batch(self) -> Any:
@@ -90,7 +94,7 @@ class WorkerDataset:
 
         def make() -> tf.data.Dataset:
             # So that a map's `if` is converted, as it is outside of functions.
-            with tf_internals.autograph_as_outside_of_functions():
+            with tf_internals.autograph_as_outside_of_functions(), sent_arrays.sent(self._sent):
                 return self._function(context)
 
         try:
@@ -113,7 +117,7 @@ class WorkerDataset:
                     _OUTSIDE.format("a variable, table or iterator")
                     + " A lookup table is the chief's wherever it is created: let a layer of the model look up."
                 )
-        if sum(_bytes(op) for op in traced.graph.get_operations() if op.type == "Const") > _LARGEST:
+        if sum(_bytes(op) for op in traced.graph.get_operations() if op.type == "Const") > sent_arrays.LARGEST:
             raise ConfigError(_TOO_LARGE)
         graph = traced.graph.as_graph_def()
         nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
