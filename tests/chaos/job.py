@@ -59,7 +59,12 @@ class Job:
         told = json.dumps([dataclasses.asdict(fault) for fault in schedule])
         command = [sys.executable, "-m", "tests.chaos.training", self.kind, str(self.folder), told]
         own = [f"--max_restarts={RESTARTS}", f"--log_dir={self.folder / 'logs'}"]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "TMPDIR": str(self.folder / "tmp")}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "TMPDIR": str(self.folder / "tmp"),
+        }
         environ.pop("TF_CONFIG", None)
         environ |= dict([self._mark.split("=")])
         began, over = time.monotonic(), threading.Event()
@@ -105,7 +110,7 @@ class Job:
 
     def _read(self, task: str) -> dict[str, str]:
         path = self.folder / "phases" / f"{task}.task"
-        _until(path.exists, 60)  # it may be the last one to start
+        until(path.exists, 60)  # it may be the last one to start
         found: dict[str, str] = json.loads(path.read_text())
         return found
 
@@ -146,12 +151,8 @@ def small_disk(folder: pathlib.Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def ends_within(job: Job, seconds: float) -> bool:
-    """Returns whether no process of a job is left in time: the guardian ends after the launcher."""
-    return _until(lambda: not job.alive(), seconds)
-
-
-def _until(condition: Callable[[], object], seconds: float) -> bool:
+def until(condition: Callable[[], object], seconds: float) -> bool:
+    """Waits for a condition; returns whether it was met in time."""
     ends = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > ends:

@@ -17,7 +17,10 @@ GRID = len(KINDS) * len(FAULTS) * len(PHASES)
 # At how many times of a phase its fault may happen, at most.
 _TIMES = {"training": 25, "saving": 3, "validation": 4}
 _LONGER_THAN_ANY_LIMIT = {KINDS[0]: 75.0, KINDS[1]: 45.0}  # seconds
-_LONG_EVERY, _SECOND_EVERY = 12, 5  # seeds, of which one has a long fault, or a second one
+_LONG_EVERY, _SECOND_EVERY = (
+    3,
+    5,
+)  # of so many rounds of faults one has long ones; of so many seeds one has a second fault
 assert math.gcd(len(FAULTS), len(PHASES)) == 1
 
 
@@ -67,7 +70,9 @@ class Schedule:
         return self.has_link or any(fault.what == "full" for fault in self.faults)
 
     def __str__(self) -> str:
-        told = ", ".join(f"{f.what} {f.victim} at {f.phase} {f.number} of {f.task}, {f.seconds:g} s" for f in self.faults)
+        told = ", ".join(
+            f"{f.what} {f.victim} at {f.phase} {f.number} of {f.task}, {f.seconds:g} s" for f in self.faults
+        )
         return f"{self.kind}: {told}"
 
 
@@ -79,7 +84,7 @@ def draw(seed: int) -> Schedule:
     chance = random.Random(seed)
     kind = KINDS[(seed + seed // len(FAULTS)) % 2]
     what, place = FAULTS[seed % len(FAULTS)], seed % len(PHASES)
-    faults = [_draw_fault(chance, kind, what, PHASES[place], seed % _LONG_EVERY in (1, 8))]
+    faults = [_draw_fault(chance, kind, what, PHASES[place], seed // len(FAULTS) % _LONG_EVERY == 2)]
     if seed % _SECOND_EVERY == 0:
         later = PHASES[chance.randint(place, len(PHASES) - 1)]
         faults.append(_draw_fault(chance, kind, chance.choice(("kill", "stop")), later, False))

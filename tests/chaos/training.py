@@ -90,7 +90,12 @@ keras.utils.set_random_seed(3)
 x, y, validation = x[:EXAMPLES], y[:EXAMPLES], (validation[0][:64], validation[1][:64])
 with trainer.scope():
     layers = keras.layers
-    hidden = [layers.Dense(64, use_bias=False), layers.BatchNormalization(momentum=0.9), layers.ReLU(), layers.Dropout(0.3)]
+    hidden = [
+        layers.Dense(64, use_bias=False),
+        layers.BatchNormalization(momentum=0.9),
+        layers.ReLU(),
+        layers.Dropout(0.3),
+    ]
     model = keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), Traced(), *hidden, layers.Dense(10)])
     model.compile(
         keras.optimizers.Adam(3e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.chaos.job import RESTARTS, Job, ends_within, small_disk
+from tests.chaos.job import RESTARTS, Job, small_disk, until
 from tests.chaos.schedules import FOLDERS, KINDS, LAUNCHER, Schedule
 from tests.helpers import two_hosts
 
@@ -144,10 +144,11 @@ def _differences(kind: str, found: Weights | None, expected: Weights) -> list[st
 def _left(job: Job, code: int) -> list[str]:
     """Returns what a job has left, a sentence each."""
     found = []
-    if not ends_within(job, 15):
+    if not until(lambda: not job.alive(), 15):  # the guardian ends after the launcher
         found.append(f"processes are left: {job.alive()}")
-    if not job.hosts and (ports := job.taken_ports()):
-        found.append(f"ports are taken: {ports}")
+    # A process that ends has no environment any more before it has closed its sockets.
+    if not job.hosts and not until(lambda: not job.taken_ports(), 15):
+        found.append(f"ports are taken: {job.taken_ports()}")
     killed = code == -9  # the launcher has removed nothing
     files = [path.name for path in (job.folder / "tmp").iterdir() if not path.name.startswith(_TENSORFLOWS)]
     if files and not killed:
@@ -155,7 +156,11 @@ def _left(job: Job, code: int) -> list[str]:
     if code == 0:
         kept = {"output", "out", "phases", *FOLDERS}
         own = sorted(path.name for path in job.folder.iterdir() if path.name not in kept)
-        own += [f"out/{path.name}" for path in (job.folder / "out").iterdir() if path.name not in ("result.npz", "model.keras")]
+        own += [
+            f"out/{path.name}"
+            for path in (job.folder / "out").iterdir()
+            if path.name not in ("result.npz", "model.keras")
+        ]
         own += [f"backup/{path.name}" for path in (job.folder / "backup").glob("*")]
         if own:
             found.append(f"it has left {own}")
