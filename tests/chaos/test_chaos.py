@@ -32,6 +32,19 @@ def test_a_job_ends_in_the_same_bits_or_in_a_sentence(tmp_path, seed, references
     assert not result["wrong"], f"seed {seed}, {result}"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", schedules.KINDS)
+def test_a_link_that_comes_back_in_time_costs_no_restart(tmp_path, kind, references):
+    if reason := faults.missing():
+        pytest.skip(reason)
+    chief = schedules.TASKS[kind][0]
+    fault = schedules.Fault("unplug", "training", chief, 5, schedules.LINK, 18.0)
+    result = verdict.run(schedules.Schedule(0, kind, (fault,)), tmp_path, references)
+    assert not result["wrong"], result
+    assert result["end"] in ("bits", "steps") and not result["told"], result
+
+
 def test_seeds_draw_every_fault_at_every_phase_of_every_kind_of_cluster():
     drawn = [schedules.draw(seed) for seed in range(schedules.GRID)]
     assert {(each.kind, each.faults[0].what, each.faults[0].phase) for each in drawn} == {

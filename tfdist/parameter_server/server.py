@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, reachability
+from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, reachability, silent_tasks
 from tfdist.parameter_server import termination
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
@@ -17,6 +17,7 @@ from tfdist.runtime.preemption import GRACE_SECONDS, Preemption
 
 _POLL_SECONDS, _POLL_SECONDS_IF_PREEMPTED = 1.0, 0.2  # seconds
 _MISSES = 3  # a chief that is busy may miss one
+_GIVEN_UP = 60.0  # seconds without an answer: the chief itself waits for a task whose host or network is down
 
 
 def serve(
@@ -56,13 +57,16 @@ def serve(
     )  # it waits for the others itself
     heard.training = True
     misses, told = 0, False
-    while misses < _MISSES:
+    silent = silent_tasks.SilentTasks(cluster, task)
+    while misses < _MISSES and max(silent.seconds.values(), default=0.0) < _GIVEN_UP:
         if heard.requested and not told:
             told = True
             if task.type == "ps":
                 termination.announce_preemption(cluster, task)
         time.sleep(_POLL_SECONDS_IF_PREEMPTED if told else _POLL_SECONDS)
-        misses = misses + 1 if reachability.unreachable_reason(cluster.address(cluster.chief)) else 0
+        reason = reachability.unreachable_reason(cluster.address(cluster.chief))
+        misses = misses + 1 if reason in reachability.ENDED else 0
+        silent.note({cluster.chief} if reason and not misses else ())
     code = termination.read_exit_code(cluster, task)
     if code is None:
         code = exit_status.PREEMPTED if heard.requested else 1
