@@ -102,6 +102,17 @@ def test_a_mount_that_is_gone_is_no_new_training(tmp_path, monkeypatch):
     assert not progress.had_backup(str(mount / "backup"))
 
 
+def test_of_a_folder_that_is_a_volume_the_backups_are_removed_and_it_stays(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("no right to mount a volume")
+    try:
+        write(tmp_path, 7)
+        Storage(str(tmp_path), 0, 1).remove_all()
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
 @pytest.mark.parametrize("name", ["step-7", "step-7/shared.index", "checkpoint"])
 def test_another_users_is_refused(tmp_path, name):
     if os.geteuid() != 0:

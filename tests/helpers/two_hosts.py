@@ -24,25 +24,11 @@ def missing() -> str:
 
 
 @contextlib.contextmanager
-def two(folder: pathlib.Path) -> Iterator[list[list[str]]]:
-    """Makes them; yields for each the words that run a command on it.
-
-    Args:
-        folder: For a file of their names, `NAMES`, which stand for `ADDRESSES`.
-    """
+def joined() -> Iterator[list[tuple[str, str]]]:
+    """Makes two network namespaces, with `ADDRESSES`; yields for each its name, and that of its end of the link."""
     mine = f"{os.getpid() % 10**7}x{next(_COUNT)}"
     spaces = [f"tfdist{mine}{letter}" for letter in "ab"]
     ends = [f"tf{mine}{letter}" for letter in "ab"]
-    known = folder / "hosts"
-    known.write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(ADDRESSES, NAMES, strict=True)))
-
-    def ip(*words: str, check: bool = True) -> None:
-        subprocess.run(["ip", *words], check=check, capture_output=True)
-
-    def on(space: str, name: str) -> list[str]:
-        own = f'hostname {name} && mount --bind {known} /etc/hosts && exec "$@"'
-        return ["nsenter", f"--net=/run/netns/{space}", "unshare", "--mount", "--uts", "sh", "-c", own, "sh"]
-
     try:
         for space in spaces:
             ip("netns", "add", space)
@@ -52,7 +38,30 @@ def two(folder: pathlib.Path) -> Iterator[list[list[str]]]:
             ip("-n", space, "address", "add", f"{address}/24", "dev", end)
             ip("-n", space, "link", "set", end, "up")
             ip("-n", space, "link", "set", "lo", "up")
-        yield [on(space, name) for space, name in zip(spaces, NAMES, strict=True)]
+        yield list(zip(spaces, ends, strict=True))
     finally:
         for space in spaces:
             ip("netns", "delete", space, check=False)
+
+
+@contextlib.contextmanager
+def two(folder: pathlib.Path) -> Iterator[list[list[str]]]:
+    """Makes them; yields for each the words that run a command on it.
+
+    Args:
+        folder: For a file of their names, `NAMES`, which stand for `ADDRESSES`.
+    """
+    known = folder / "hosts"
+    known.write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(ADDRESSES, NAMES, strict=True)))
+
+    def on(space: str, name: str) -> list[str]:
+        own = f'hostname {name} && mount --bind {known} /etc/hosts && exec "$@"'
+        return ["nsenter", f"--net=/run/netns/{space}", "unshare", "--mount", "--uts", "sh", "-c", own, "sh"]
+
+    with joined() as hosts:
+        yield [on(space, name) for (space, _), name in zip(hosts, NAMES, strict=True)]
+
+
+def ip(*words: str, check: bool = True) -> None:
+    """Runs `ip`."""
+    subprocess.run(["ip", *words], check=check, capture_output=True)

@@ -243,8 +243,8 @@ class Storage:
         try:
             if not tf.io.gfile.listdir(self.folder):
                 tf.io.gfile.rmtree(self.folder)
-        except tf.errors.NotFoundError:
-            pass
+        except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError, tf.errors.PermissionDeniedError):
+            pass  # another rank was faster; or it is a volume, or in a folder of somebody else's: it stays, empty
 
     def is_complete(self, point: SavePoint) -> bool:
         """Returns whether all ranks have written a backup, and none has begun to remove it."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, reachability
+from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, reachability, silent_tasks
 from tfdist.parameter_server import termination
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
@@ -17,8 +17,6 @@ from tfdist.runtime.preemption import GRACE_SECONDS, Preemption
 
 _POLL_SECONDS, _POLL_SECONDS_IF_PREEMPTED = 1.0, 0.2  # seconds
 _MISSES = 3  # a chief that is busy may miss one
-# Of a host that is unplugged, this one or the chief's. The chief takes back a worker that it has given up for this.
-_CUT_OFF = ("no answer", "no route to host", "network is unreachable", "host is down")
 
 
 def serve(
@@ -57,16 +55,17 @@ def serve(
         cluster, [cluster.chief], start_timeout, serving=True
     )  # it waits for the others itself
     heard.training = True
-    misses, told, heard_of_chief = 0, False, time.monotonic()
-    while misses < _MISSES and time.monotonic() - heard_of_chief < start_timeout:
+    misses, told = 0, False
+    silent = silent_tasks.SilentTasks(cluster, task)
+    while misses < _MISSES and max(silent.seconds.values(), default=0.0) < start_timeout:
         if heard.requested and not told:
             told = True
             if task.type == "ps":
                 termination.announce_preemption(cluster, task)
         time.sleep(_POLL_SECONDS_IF_PREEMPTED if told else _POLL_SECONDS)
         reason = reachability.unreachable_reason(cluster.address(cluster.chief))
-        if reason not in _CUT_OFF:
-            misses, heard_of_chief = misses + 1 if reason else 0, time.monotonic()
+        misses = misses + 1 if reason in reachability.ENDED else 0
+        silent.note({cluster.chief} if reason and not misses else ())
     code = termination.read_exit_code(cluster, task)
     if code is None:
         code = exit_status.PREEMPTED if heard.requested else 1
