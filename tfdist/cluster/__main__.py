@@ -90,8 +90,8 @@ def _flags() -> flags.FlagValues:
         name for name, traits in STRATEGIES.items() if traits.asynchronous
     ]  # others train in any cluster, or without
     flags.DEFINE_enum("strategy", None, suited, "What the cluster must suit, for `check`.", flag_values=values)
-    sources = ["auto", "none", *discovery.RESOLVERS]
-    flags.DEFINE_enum("source", "auto", sources, "Who is asked for the cluster.", flag_values=values)
+    sources = f"auto, none, {', '.join(discovery.RESOLVERS)}, or one that a distribution has installed"
+    flags.DEFINE_string("source", "auto", f"Who is asked for the cluster: {sources}.", flag_values=values)
     flags.DEFINE_integer("ps", 0, "How many ranks are parameter servers.", lower_bound=0, flag_values=values)
     for name, text in cluster_lib.FLAGS.items():
         flags.DEFINE_string(name, "", text, flag_values=values)
@@ -144,7 +144,7 @@ def show(found: ResolvedCluster | None, style: str) -> str:
         return {
             "json": json.dumps({"source": None, "cluster": None, "task": None}),
             "table": "No cluster in the environment: one process on this machine. "
-            f"(Not set: {', '.join(sign for sign, _ in discovery.RESOLVERS.values())}.)",
+            f"(Not set: {', '.join(discovery.signals())}.)",
         }.get(style, "")
     cluster, task = found.cluster, found.task
     environ = {"TF_CONFIG": cluster.to_tf_config(task), **found.environ}

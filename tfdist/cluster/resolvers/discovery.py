@@ -9,21 +9,26 @@ Who is asked, in this order, and the variable that tells it is there:
     sagemaker    SM_HOSTS
     kubernetes   TFDIST_PODS, which the manifests of `python -m tfdist.cluster emit` set
 
-A new one is a function of the variables, and a line in `RESOLVERS`.
+A new one is a function of the variables, and a line in `RESOLVERS`. Those of installed distributions (`tfdist/config/plugins.py`) come after
+these, sorted by name.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from tfdist.cluster.preflight import START_TIMEOUT
 from tfdist.cluster.resolvers import environment, kubernetes, open_mpi, sagemaker, slurm, tf_config
 from tfdist.cluster.resolvers import hosts as hosts_lib
 from tfdist.cluster.resolvers.environment import Environment, RankAddresses, ResolvedCluster
 from tfdist.cluster.resolvers.gpus import assign_gpus
-from tfdist.cluster.spec import ClusterTask
-from tfdist.errors import ConfigError, collect_errors, unknown_name_message
+from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec
+from tfdist.config import plugins, registry
+from tfdist.config.plugins import Plugin
+from tfdist.errors import ClusterError, ConfigError, collect_errors, format_value, told, unknown_name_message
 
 
 def resolve(
@@ -37,7 +42,7 @@ def resolve(
 
     Args:
         environ: The environment; None means this process's.
-        source: Who is asked: one of `RESOLVERS`; `"auto"`, all of them in their order; `"none"`.
+        source: Who is asked: one of `RESOLVERS` or of the installed ones; `"auto"`, all of them in their order; `"none"`.
         ps: How many ranks are parameter servers, where the environment tells ranks and no roles: rank 0 is then the chief, the
             last `ps` ranks are servers, and those between are workers. 0 makes all of them workers.
         timeout: Seconds to wait for the others, where the environment does not tell their addresses.
@@ -47,8 +52,6 @@ def resolve(
         ConfigError: With every fault of what the environment describes, or it tells nothing of `source`.
         ClusterError: The others have not told their addresses in time.
     """
-    if source not in ("auto", "none", *RESOLVERS):
-        raise ConfigError(unknown_name_message("cluster source", source, ("auto", "none", *RESOLVERS)))
     environ = os.environ if environ is None else environ
     if any(given.values()):
         if source != "auto":
@@ -56,10 +59,12 @@ def resolve(
         placed = hosts_lib.cluster(ps=ps, **given)
         share = assign_gpus(Environment(environ, timeout), *placed)
         return ResolvedCluster(*placed, "hosts", {name: text for name, text in given.items() if text}, share)
-    if source in RESOLVERS and not environ.get(sign := RESOLVERS[source][0]):
-        raise ConfigError(f"the environment tells of no cluster of {source}: {sign} is not set.")
-    for name in RESOLVERS if source == "auto" else () if source == "none" else (source,):
-        if found := _ask(name, Environment(environ, timeout), ps):
+    for name, sign, resolver in _asked(source):
+        if sign and not environ.get(sign):
+            if source == "auto":
+                continue
+            raise ConfigError(f"the environment tells of no cluster of {source}: {sign} is not set.")
+        if found := _ask(name, sign, resolver, Environment(environ, timeout), ps):
             return found
     return None
 
@@ -89,9 +94,53 @@ def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | N
     return found.apply() if found else None
 
 
-def _ask(name: str, variables: Environment, ps: int) -> ResolvedCluster | None:
-    sign, resolver = RESOLVERS[name]
-    if not variables.get(sign):
+def signals() -> list[str]:
+    """Returns the variables of which one must be set for the environment to tell of a cluster."""
+    installed = plugins.find("cluster source", _RESERVED)
+    return [
+        *(sign for sign, _ in RESOLVERS.values()),
+        *(plugin.variable for plugin in installed.values() if plugin.variable),
+    ]
+
+
+def _asked(source: str) -> Iterator[tuple[str, str, _Resolver]]:
+    """Yields the name, variable and function of each resolver that `source` names.
+
+    Installed ones are looked for last, so that nobody waits for it who has a cluster already.
+    """
+    yield from ((name, *RESOLVERS[name]) for name in RESOLVERS if source in ("auto", name))
+    if source in ("none", *RESOLVERS):
+        return
+    installed = plugins.find("cluster source", _RESERVED)
+    if source not in ("auto", *installed):
+        raise ConfigError(unknown_name_message("cluster source", source, (*_RESERVED, *installed)))
+    for name, plugin in installed.items():
+        if source == name or (source == "auto" and plugin.variable):
+            yield name, plugin.variable, functools.partial(_ask_plugin, name, plugin)
+
+
+def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddresses | ClusterTask | None:
+    """Imports an installed resolver, and asks it."""
+    resolver = registry.load("cluster source", name, plugin)
+    try:
+        found = resolver(variables)
+    except (ConfigError, ClusterError):
+        raise
+    except Exception as e:
+        raise ConfigError(f"the resolver of distribution {plugin.distributions[0]} raises {told(e)}.") from e
+    if found is None or isinstance(found, RankAddresses):
+        return found
+    match found:
+        case (ClusterSpec(), TaskSpec()):
+            return ClusterTask(*found)
+    raise ConfigError(
+        f"the resolver of distribution {plugin.distributions[0]} must return RankAddresses, a pair of ClusterSpec and TaskSpec, "
+        f"or None. Received: {format_value(found)}."
+    )
+
+
+def _ask(name: str, sign: str, resolver: _Resolver, variables: Environment, ps: int) -> ResolvedCluster | None:
+    if sign and not variables.get(sign):
         return None
     faults: list[str] = []
     with collect_errors(faults):
@@ -106,11 +155,14 @@ def _ask(name: str, variables: Environment, ps: int) -> ResolvedCluster | None:
     raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
 
 
+_Resolver: TypeAlias = Callable[[Environment], RankAddresses | ClusterTask | None]
+
 # By name, the variable that tells of it, and the resolver, in the order in which they are asked.
-RESOLVERS: dict[str, tuple[str, Callable[[Environment], RankAddresses | ClusterTask | None]]] = {
+RESOLVERS: dict[str, tuple[str, _Resolver]] = {
     "tf_config": ("TF_CONFIG", tf_config.resolve),
     "open_mpi": ("OMPI_COMM_WORLD_SIZE", open_mpi.resolve),
     "slurm": ("SLURM_STEP_ID", slurm.resolve),
     "sagemaker": ("SM_HOSTS", sagemaker.resolve),
     "kubernetes": ("TFDIST_PODS", kubernetes.resolve),
 }
+_RESERVED = ("auto", "none", *RESOLVERS)

@@ -1,0 +1,1 @@
+"""A task, a compressor and a resolver that tfdist finds by their entry points."""

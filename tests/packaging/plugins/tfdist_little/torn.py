@@ -1,0 +1,3 @@
+"""A module that needs what is not installed."""
+
+import tfdist_not_there  # noqa: F401
