@@ -10,7 +10,7 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in [*sorted(ROOT.glob("[!C]*.md")), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 SHOWN_ONLY = "<!-- shown only -->"
 _FENCE = re.compile(

@@ -6,6 +6,7 @@ import importlib.util
 import pathlib
 import re
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -78,6 +79,20 @@ def test_the_resolver_finds_the_cluster(example):
     resolve = example("tfdist/cluster/resolvers/mysched.py").resolve
     found = resolve(Environment({"MYSCHED_HOSTS": "a,b", "MYSCHED_RANK": "1", "TFDIST_PORT": "99"}))
     assert found == (["a:99", "b:99"], 1)
+
+
+def test_the_entry_points_name_the_examples(example):
+    from tfdist.config import plugins
+
+    (block,) = [block for block in blocks("toml") if block.page == "docs/extending.md"]
+    groups = tomllib.loads(block.text)["project"]["entry-points"]
+    assert groups.keys() == set(plugins.GROUPS.values())
+    folders = {"circle": "", "scaled_fp16": "tfdist/compression/", "mysched": "tfdist/cluster/resolvers/"}
+    for entries in groups.values():
+        ((name, target),) = entries.items()
+        module, attribute = target.removeprefix("my_package.").split(":")
+        assert name.partition(".")[0] == module
+        assert hasattr(example(f"{folders[module]}{module}.py"), attribute)
 
 
 def test_the_job_trains_what_it_is_told(example):

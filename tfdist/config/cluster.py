@@ -14,7 +14,7 @@ class ClusterConfig:
         workers: Training tasks to start on this machine, one process each, where there is no cluster.
         ps: Parameter servers: so many more processes, and a chief on top; or so many of the ranks that a scheduler has started.
         evaluator: 1 starts one process more on this machine, which evaluates each backup beside the training; 0 does not.
-        source: Who is asked for the cluster: one of `tfdist.cluster.resolvers.discovery.RESOLVERS`, `"auto"` for all in turn, or `"none"`.
+        source: Who is asked for the cluster: one of `tfdist.cluster.resolvers.discovery.RESOLVERS`, an installed one, `"auto"` for all in turn, or `"none"`.
         hosts: Or the training tasks' addresses, as `host1:2222,host2:2222`; likewise `ps_hosts`, the parameter servers', or
             `hostfile`, a file with a line `host slots=2` for each host.
         task: Which of them this process is, as `worker:1`; empty means the one that is on this host.

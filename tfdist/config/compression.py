@@ -151,7 +151,7 @@ class CompressionConfig:
     """How gradients are compressed on their way to the other replicas; what the compressor does not take must stay as it is.
 
     Attributes:
-        name: One of `COMPRESSORS`, or your own compressor as `package.module:Class`.
+        name: One of `COMPRESSORS`, an installed one, or your own compressor as `package.module:Class`.
         options: Options of the compressor, by name. Those of older compressors are fields here, too; an option counts more.
     """
 

@@ -31,7 +31,7 @@ class TrainConfig:
     """One training run.
 
     Attributes:
-        task: What to train: a name of `registry.TASKS`, or your own `package.module:Class` (see `tfdist.Task`).
+        task: What to train: a name of `registry.TASKS`, an installed task's, or your own `package.module:Class` (see `tfdist.Task`).
         task_options: A dataclass of the task's own, its `Options`.
         strategy: Which `tf.distribute` strategy.
         cluster: The tasks to start on this machine, where the environment describes no cluster.
