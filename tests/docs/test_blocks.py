@@ -31,7 +31,13 @@ def test_other_blocks_are_run_by_their_own_test(page):
 
 
 def test_blocks_are_of_languages_that_a_test_runs_or_show_output():
-    known = {"python": "here", "bash": "test_commands.py", "toml": "test_extending.py", "mermaid": "a picture", "": "output"}
+    known = {
+        "python": "here",
+        "bash": "test_commands.py",
+        "toml": "test_extending.py",
+        "mermaid": "a picture",
+        "": "output",
+    }
     assert not [(block.page, block.language) for block in blocks() if block.language not in known]
     # What a command prints begins with the name of a task, or of a part of the package; a command does not.
     words = (
