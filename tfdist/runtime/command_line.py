@@ -1,0 +1,71 @@
+"""What all commands share: how flags are read, and how a process ends whose output nobody reads. No TensorFlow here."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import flags
+
+from tfdist.errors import ConfigError, unknown_name_message
+from tfdist.runtime import interrupt
+from tfdist.runtime.log import logger
+
+
+def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool = False) -> list[str]:
+    """Sets flags from a command line; returns what is left: the program's name, and what is no flag.
+
+    Args:
+        values: The flags that there are.
+        argv: The program's name and its arguments. Dashes in names of flags stand for underscores.
+        known_only: Whether to leave unknown flags to the caller.
+
+    Raises:
+        ConfigError: A flag is unknown.
+        Error: Of absl: a value is none that the flag can have.
+    """
+    try:
+        left: list[str] = values([argv[0], *_underscored(values, argv[1:])], known_only=known_only)
+    except flags.UnrecognizedFlagError as e:
+        raise unknown_flag(f"--{e.flagname}", values) from e
+    return left
+
+
+def unknown_flag(written: str, values: flags.FlagValues) -> ConfigError:
+    """Returns the error for a flag that there is not, with the nearest one."""
+    return ConfigError(unknown_name_message("flag", written, [f"--{name}" for name in values if len(name) > 1]))
+
+
+def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Returns a command's exit code; after Ctrl-C, or where nobody reads its output (`--help | head`), a shell's for that signal."""
+    try:
+        code = main(argv)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        logger.error(interrupt.MESSAGE)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> Iterator[str]:
+    """Yields arguments with underscores for the dashes in names of flags that there are; values stay as they are."""
+    following = iter(arguments)
+    for argument in following:
+        name, equals, value = argument.partition("=")
+        known = re.sub(r"(?<=\w)-(?=\w)", "_", name)
+        flag = known.lstrip("-")
+        if argument == "--":
+            yield argument
+            yield from following
+        elif not name.startswith("-") or (flag not in values and flag.removeprefix("no") not in values):
+            yield argument
+        else:
+            yield known + equals + value
+            if not equals and flag in values and not values[flag].boolean:
+                yield from (each for each in [next(following, None)] if each is not None)
