@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tfdist.errors import ConfigError, unknown_name_message
-from tfdist.runtime import command_line, interrupt
+from tfdist.runtime import entry, interrupt
 from tfdist.version import __version__
 
 # The module of each command, and what the help says of it.
@@ -29,12 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The program's name and its arguments. None means those of this process, which the command may then end.
     """
     if argv is not None:
-        return command_line.run(_main, argv)
+        return entry.run(_main, argv)
     interrupt.before_imports()
     # As `python -m` has it: tasks of one's own are looked for in the current folder.
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    code = command_line.run(functools.partial(_main, imported=interrupt.after_imports), sys.argv)
+    code = entry.run(functools.partial(_main, imported=interrupt.after_imports), sys.argv)
     train = sys.modules.get("tfdist.train")
     if train and "tensorflow" in sys.modules:
         train.leave(code)
@@ -49,9 +49,9 @@ def _main(argv: Sequence[str], imported: Callable[[], None] = lambda: None) -> i
     elif word == "--version":
         print(f"tfdist {__version__}")
     elif name in COMMANDS:
-        command = importlib.import_module(COMMANDS[name][0])
+        module = importlib.import_module(COMMANDS[name][0])
         imported()
-        return int(command.main([f"tfdist {name}", *rest]))
+        return int(module.main([f"tfdist {name}", *rest]))
     else:
         known = ("--help", "--version") if word.startswith("-") else COMMANDS
         what = "flag" if word.startswith("-") else "command"

@@ -37,14 +37,14 @@ def test_a_folder_of_backups_is_shown_as_a_table(capsys, backups):
     assert folder == str(backups)
     assert [row.split()[0] for row in rows] == ["step-14", "step-7"], "the newest first"
     cells = rows[0].replace(" MB", "MB").split()
-    assert heads.split() == "backup step epoch written tasks replicas size task strategy state".split()
+    assert " ".join(heads.split()) == "backup step epoch written tasks replicas size task strategy state"
     assert (cells[1:3], cells[5:7], cells[8:]) == (["14", "1"], ["2", "4"], ["-", "-", "whole"])
 
 
 def test_all_checksums_are_verified_and_what_is_damaged_is_named(capsys, backups):
     flip(backups / "step-14/rank-1.data-00000-of-00001")
-    (backups / "step-21").mkdir()
     write(backups, 28, ranks=2, keep=9)
+    (backups / "step-21").mkdir()
     flip(backups / "step-28/manifest.json")
     before = sorted((path, path.stat().st_mtime_ns) for path in backups.rglob("*"))
     code, out, err = run(capsys, "show", backups, "--json")
@@ -84,12 +84,25 @@ def test_faulty_words_are_one_sentence_each(capsys, backups, tmp_path):
     (tmp_path / "there.keras").touch()
     for words, said in {
         ("shwo", "x"): "unknown command 'shwo'; did you mean 'show'? Known: export, show.",
-        ("show",): "Usage: tfdist backup show DIR [--json], or tfdist backup export DIR OUT.keras [--step=N]. Received: show",
+        (
+            "show",
+        ): "Usage: tfdist backup show DIR [--json], or tfdist backup export DIR OUT.keras [--step=N]. Received: show",
         ("show", backups, "--jsno"): "unknown flag '--jsno'; did you mean '--json'? Known: --help, --json, --step.",
-        ("show", tmp_path / "no"): f"'{tmp_path}/no' is no folder; give a run's work directory, or the folder of its backups.",
+        (
+            "show",
+            tmp_path / "no",
+        ): f"'{tmp_path}/no' is no folder; give a run's work directory, or the folder of its backups.",
         ("export", backups, "a.h5"): "The model's file must end in '.keras'. Received: 'a.h5'.",
-        ("export", backups, tmp_path / "there.keras"): f"{tmp_path}/there.keras exists already; choose another name for the model.",
-        ("export", backups, tmp_path / "out.keras"): f"'{backups}' has no config.json of a run beside it, which says how to build the "
+        (
+            "export",
+            backups,
+            tmp_path / "there.keras",
+        ): f"{tmp_path}/there.keras exists already; choose another name for the model.",
+        (
+            "export",
+            backups,
+            tmp_path / "out.keras",
+        ): f"'{backups}' has no config.json of a run beside it, which says how to build the "
         "model. Give the work directory of a run of tfdist train; for a script, build the model in it, and call fit with the same backup_dir.",
     }.items():
         assert run(capsys, *words) == (2, "", f"tfdist: {said}\n")

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from tfdist.compat import keras_backend
-from tfdist.config import files
+from tfdist.config import command_line, files
 from tfdist.errors import BackupError, ConfigError, format_value, told, unknown_name_message
-from tfdist.runtime import command_line
+from tfdist.runtime import entry
 from tfdist.runtime.log import logger, print_always
 from tfdist.runtime.write_errors import WriteError
 
@@ -78,7 +78,9 @@ def find_backups(given: str) -> tuple[str, pathlib.Path | None]:
         return given, None
     folder = pathlib.Path(given)
     if not folder.is_dir():
-        raise ConfigError(f"{format_value(given)} is no folder; give a run's work directory, or the folder of its backups.")
+        raise ConfigError(
+            f"{format_value(given)} is no folder; give a run's work directory, or the folder of its backups."
+        )
     for workdir in (folder, folder.absolute().parent):
         config = workdir / "config.json"
         if not config.is_file():
@@ -131,4 +133,4 @@ def _export(folder: str, config: pathlib.Path | None, path: str, step: int | Non
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, sys.argv))
+    sys.exit(entry.run(main, sys.argv))

@@ -92,7 +92,7 @@ def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:
 def table(found: Sequence[Listed]) -> str:
     """Returns backups as a table, with a line for each that is not whole."""
     heads = ("backup", "step", "epoch", "written", "tasks", "replicas", "size", "task", "strategy", "state")
-    rows = [heads]
+    rows: list[tuple[str, ...]] = [heads]
     for each in found:
         cells = each.described()
         written = each.written and f"{datetime.datetime.fromtimestamp(each.written):%Y-%m-%d %H:%M:%S}"

@@ -28,11 +28,11 @@ from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.cluster.validation import parameter_server_faults
-from tfdist.config import STRATEGIES
+from tfdist.config import STRATEGIES, command_line
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import flags as flags_lib
 from tfdist.errors import ClusterError, ConfigError, truncate, unknown_name_message
-from tfdist.runtime import command_line
+from tfdist.runtime import entry
 from tfdist.runtime.log import TO_STDERR, logger, print_always
 
 COMMANDS = ("show", "check", "emit")
@@ -183,4 +183,4 @@ def show(found: ResolvedCluster | None, style: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, sys.argv))
+    sys.exit(entry.run(main, sys.argv))

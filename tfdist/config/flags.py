@@ -93,7 +93,9 @@ def read(argv: Sequence[str], description: str | None) -> Command | None:
     path = _config_path(arguments)
     if not path:
         list(_valid_arguments(TrainConfig(), arguments, faults))
-        unknown = [fault for fault in faults if fault.startswith("unknown flag")]  # the rest depends on the configuration
+        unknown = [
+            fault for fault in faults if fault.startswith("unknown flag")
+        ]  # the rest depends on the configuration
         missing = (
             "--config is missing: a preset's name, such as digits, or a Python file whose get_config() returns a tfdist.TrainConfig. "
             f"Presets: {', '.join(files.preset_names())}."

@@ -18,10 +18,11 @@ from tfdist.runtime import interrupt
 if __name__ == "__main__":
     interrupt.before_imports()
 
+from tfdist.config import command_line
 from tfdist.errors import ConfigError
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import command_line
+from tfdist.runtime import entry
 from tfdist.runtime.log import logger, print_always
 
 
@@ -79,9 +80,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except (ConfigError, flags.Error) as e:
         hint = (
-            ""
-            if "--" in arguments
-            else " Write the command behind --: python -m tfdist.launch --workers=2 -- COMMAND."
+            "" if "--" in arguments else " Write the command behind --: python -m tfdist.launch --workers=2 -- COMMAND."
         )
         print(f"{e}{hint if isinstance(e.__cause__, flags.UnrecognizedFlagError) else ''}", file=sys.stderr)
         return 2
@@ -94,4 +93,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     interrupt.after_imports()
-    sys.exit(command_line.run(main, sys.argv))
+    sys.exit(entry.run(main, sys.argv))

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from tfdist.config import command_line
 from tfdist.errors import ConfigError, format_value
-from tfdist.runtime import command_line
+from tfdist.runtime import entry
 
 
 def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
@@ -78,4 +79,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, sys.argv))
+    sys.exit(entry.run(main, sys.argv))

@@ -12,8 +12,8 @@ import pytest
 from absl import flags
 
 from tfdist import __main__ as command
+from tfdist.config import command_line
 from tfdist.errors import ConfigError
-from tfdist.runtime import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 

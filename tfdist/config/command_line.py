@@ -1,18 +1,13 @@
-"""What all commands share: how flags are read, and how a process ends whose output nobody reads. No TensorFlow here."""
+"""How all commands but `tfdist train` read their flags. No TensorFlow here."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import flags
 
 from tfdist.errors import ConfigError, unknown_name_message
-from tfdist.runtime import interrupt
-from tfdist.runtime.log import logger
 
 
 def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool = False) -> list[str]:
@@ -37,20 +32,6 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool =
 def unknown_flag(written: str, values: flags.FlagValues) -> ConfigError:
     """Returns the error for a flag that there is not, with the nearest one."""
     return ConfigError(unknown_name_message("flag", written, [f"--{name}" for name in values if len(name) > 1]))
-
-
-def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Returns a command's exit code; after Ctrl-C, or where nobody reads its output (`--help | head`), a shell's for that signal."""
-    try:
-        code = main(argv)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        logger.error(interrupt.MESSAGE)
-        return 128 + signal.SIGINT
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    return code
 
 
 def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> Iterator[str]:
