@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tests.helpers.launched_job import until
 from tfdist import __main__ as command
-from tfdist import train as train_lib
 from tfdist.tasks.digits import Digits
 
 SCRIPT = pathlib.Path(sys.executable).parent / "tfdist"
@@ -119,20 +118,3 @@ def test_what_a_backup_does_not_fit_is_refused(killed, tmp_path, capsys):
     assert command.main(["tfdist", "backup", "export", str(killed), str(tmp_path / "a.keras"), "--step=1"]) == 1
     assert "holds no whole backup of step 1." in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
-
-
-def test_each_task_is_started_by_the_module_whatever_the_commands_name_is(monkeypatch, tmp_path):
-    """The console script's path may not be on the hosts' or the tasks' PATH."""
-    started = []
-
-    class Launcher:
-        def __init__(self, words, *arguments, **options):
-            started.append(words)
-
-        def run(self):
-            return 0
-
-    monkeypatch.setattr(train_lib, "Launcher", Launcher)
-    flags = ["--config=digits_multi_worker", f"--workdir={tmp_path}"]
-    assert command.main(["/somewhere/tfdist", "train", *flags]) == 0
-    assert started == [[sys.executable, "-m", "tfdist.train", *flags]]
