@@ -1,78 +1,79 @@
-"""Writes the files that a task of one's own begins with. No TensorFlow here.
-
-    tfdist new-task my_task [--dir=.]   # the same: python -m tfdist new-task my_task
-
-`my_task` is then a package in `--dir`: the task, a configuration that trains it, and their test.
-"""
+"""The command `tfdist`: finds the command that is named, and leaves the rest to it. No TensorFlow here."""
 
 from __future__ import annotations
 
-import importlib.resources
-import importlib.util
-import keyword
-import pathlib
-import re
+import functools
+import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from absl import flags
+from tfdist.errors import ConfigError, unknown_name_message
+from tfdist.runtime import entry, interrupt
+from tfdist.version import __version__
 
-from tfdist.errors import ConfigError, format_value
-
-
-def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
-    """Writes the package of a new task.
-
-    Args:
-        name: The package's name; the class is called the same in capitals, `MyTask` for `my_task`.
-        folder: Where the package goes.
-
-    Returns:
-        The package's folder.
-
-    Raises:
-        ConfigError: The name is no Python identifier, is another package's, or exists in `folder`.
-        OSError: The files cannot be written.
-    """
-    class_name = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    if not all(each.isidentifier() and not keyword.iskeyword(each) for each in (name, class_name)):
-        raise ConfigError(
-            f"The name of a task must be a Python identifier, such as my_task. Received: {format_value(name)}."
-        )
-    package = folder / name
-    if package.exists():
-        raise ConfigError(f"{package} exists already; choose another name, or another folder with --dir.")
-    if importlib.util.find_spec(name):
-        raise ConfigError(
-            f"{name} is the name of a module that Python finds already, and the task would hide; choose another one."
-        )
-    package.mkdir(parents=True)
-    names = {"my_task": name, "MyTask": class_name}
-    for template in (importlib.resources.files("tfdist.tasks") / "starter").iterdir():
-        text = re.sub("|".join(names), lambda found: names[found[0]], template.read_text(encoding="utf-8"))
-        (package / template.name.removesuffix(".txt")).write_text(text, encoding="utf-8")
-    return package
+# The module of each command, and what the help says of it.
+COMMANDS = {
+    "train": ("tfdist.train", "train what a preset or a config file says"),
+    "launch": ("tfdist.launch.__main__", "run a script as several tasks on this machine, and restart them"),
+    "cluster": ("tfdist.cluster.__main__", "show or check the cluster found here, emit jobs for schedulers"),
+    "backup": ("tfdist.backup.__main__", "show the backups of a run, export a model from one"),
+    "new-task": ("tfdist.tasks.new_task", "write the files that a task of your own begins with"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code: 0, or 2 for a faulty command line."""
-    argv = sys.argv if argv is None else argv
-    values = flags.FlagValues()
-    flags.DEFINE_string("dir", ".", "Where the package goes.", flag_values=values)
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
-    try:
-        words = values(list(argv))[1:]
-        if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
-            return 0
-        if len(words) != 2 or words[0] != "new-task":
-            raise ConfigError(f"Usage: tfdist new-task NAME [--dir=DIR]. Received: {' '.join(argv[1:]) or 'nothing'}")
-        package = new_task(words[1], pathlib.Path(values.dir))
-    except (ConfigError, OSError, flags.Error) as e:
-        print(e, file=sys.stderr)
+    """Runs the command that is named; returns its exit code, or 2 where there is no such command.
+
+    Args:
+        argv: The program's name and its arguments. None means those of this process, which the command may then end.
+    """
+    if argv is not None:
+        return entry.run(_main, argv)
+    interrupt.before_imports()
+    # As `python -m` has it: tasks of one's own are looked for in the current folder.
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    code = entry.run(functools.partial(_main, imported=interrupt.after_imports), sys.argv)
+    train = sys.modules.get("tfdist.train")
+    if train and "tensorflow" in sys.modules:
+        train.leave(code)
+    return code
+
+
+def _main(argv: Sequence[str], imported: Callable[[], None] = lambda: None) -> int:
+    word, rest = (argv[1], argv[2:]) if len(argv) > 1 else ("", [])
+    name = word.replace("_", "-")
+    if word in ("--help", "-h"):
+        print(_help())
+    elif word == "--version":
+        print(f"tfdist {__version__}")
+    elif name in COMMANDS:
+        module = importlib.import_module(COMMANDS[name][0])
+        imported()
+        return int(module.main([f"tfdist {name}", *rest]))
+    else:
+        known = ("--help", "--version") if word.startswith("-") else COMMANDS
+        what = "flag" if word.startswith("-") else "command"
+        usage = ConfigError("Usage: tfdist COMMAND [FLAGS]; tfdist --help lists the commands.")
+        print(unknown_name_message(what, word, known) if word else usage, file=sys.stderr)
         return 2
-    print(f"{package}: in {package.parent}, run python -m tfdist.train --config={package.name}/config.py")
     return 0
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"    tfdist {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"tfdist {__version__}: Keras 3 model.fit on every tf.distribute strategy",
+            "",
+            *lines,
+            "",
+            "tfdist COMMAND --help explains the flags of a command. Dashes and underscores in their names are equivalent.",
+            "python -m tfdist.train is the same as tfdist train, and likewise for launch, cluster and backup.",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Trains what a config file says: `python -m tfdist.train --config=configs/digits.py --workdir=DIR`.
+"""Trains what a preset or a config file says: `tfdist train --config=digits --workdir=DIR`.
 
+`python -m tfdist.train` is the same command.
 With a cluster in the environment (TF_CONFIG) this process is one task of it. Without one, and with
 `--config.cluster.workers=2`, it starts that many tasks on this machine and watches them. Fields of the configuration
 are set as `--config.optimizer.momentum=0.9`. Exit code 0 means that the training has finished; 2, that the
@@ -52,8 +53,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `python -m tfdist.train`; returns the exit code."""
+    """Runs `tfdist train`; returns the exit code."""
     print_always()
+    task_versions.script = __file__  # the same, whichever way the command was started
     try:
         exit_status.exit_code = _main(argv)
         sys.stdout.flush()
@@ -266,7 +268,7 @@ def _import_frameworks() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process, once what is registered for its end has run; for `python -m tfdist.train` alone.
+    """Ends this process, once what is registered for its end has run; for the command `tfdist train` alone.
 
     To take TensorFlow down as well would need a second, on a busy machine many, in which tasks that are done with it first are
     missed by the others ("stopped sending heartbeats").

@@ -23,7 +23,7 @@ ROWS = [
     {"backup", "gradients", "presets"},
     {"monitoring", "step"},
     {"parameter_server", "training"},
-    {"train", "__main__", "cluster.__main__", "launch.__main__", "tfdist"},
+    {"train", "__main__", "backup.__main__", "cluster.__main__", "launch.__main__", "tfdist"},
 ]
 # These, with what is in them, import no TensorFlow, or do it inside the functions that need it.
 WITHOUT_TENSORFLOW = {
@@ -184,7 +184,18 @@ def test_loading_tensorflow_would_be_noticed(run, code):
         (["-m", "tfdist.cluster", "show"], 0),
         (["-m", "tfdist.cluster", "check"], 0),
         (["-m", "tfdist", "--help"], 0),
+        (["-m", "tfdist", "--version"], 0),
         (["-m", "tfdist"], 2),
+        (["-m", "tfdist", "trian"], 2),
+        (["-m", "tfdist", "--hlep"], 2),
+        (["-m", "tfdist", "train", "--help"], 0),
+        (["-m", "tfdist", "train", "--config=digits", "--wrokdir=unused"], 2),
+        (["-m", "tfdist", "cluster", "show", "--fromat=json"], 2),
+        (["-m", "tfdist", "backup", "--help"], 0),
+        (["-m", "tfdist", "backup", "show", "no_such_folder"], 2),
+        (["-m", "tfdist", "backup", "show", "docs"], 1),
+        (["-m", "tfdist", "backup", "export", "docs", "unused.keras"], 2),
+        (["-m", "tfdist.backup", "exprot"], 2),
         (["-m", "tfdist.launch", "--help"], 0),
         (["-m", "tfdist.launch"], 2),
     ],

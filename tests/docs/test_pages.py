@@ -74,7 +74,8 @@ def test_fields_of_the_configuration_exist(page):
     known |= {f"compression.options.{o}" for name in COMPRESSORS for o in CompressionConfig(name).option_fields()}
     known |= {f"optimizer.options.{o}" for name in OPTIMIZERS for o in OptimizerConfig(name).option_fields()}
     known |= {"task_options.units", "compression.options.scale"}  # of the examples in extending.md
-    named = set(re.findall(r"--config\.([A-Za-z_]\w*(?:\.\w+)*)", PAGES[page]))
+    found = re.findall(r"--config\.([A-Za-z_]\w*(?:[.-]\w+)*)", PAGES[page])
+    named = {name.replace("-", "_") for name in found}
     assert named <= known, f"{page} names {named - known}"
 
 

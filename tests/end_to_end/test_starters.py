@@ -64,8 +64,8 @@ def test_the_console_script_is_the_command():
             ["new-task", "json"],
             "json is the name of a module that Python finds already, and the task would hide; choose another one.\n",
         ),
-        (["new_task", "a"], "Usage: tfdist new-task NAME [--dir=DIR]. Received: new_task a --dir={tmp}\n"),
-        (["new-task", "a", "--dirs=b"], "Unknown command line flag 'dirs'. Did you mean: dir ?\n"),
+        (["new_task", "a", "b"], "Usage: tfdist new-task NAME [--dir=DIR]. Received: a b --dir={tmp}\n"),
+        (["new-task", "a", "--dirs=b"], "unknown flag '--dirs'; did you mean '--dir'? Known: --dir, --help.\n"),
     ],
 )
 def test_what_the_command_refuses_is_one_sentence_and_no_file(words, said, tmp_path, capsys):

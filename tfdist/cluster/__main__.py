@@ -1,9 +1,10 @@
 """What a training that is started here would use, and how schedulers are told to start one. No TensorFlow here.
 
-    python -m tfdist.cluster show [--format=table|json|env|shell]
-    python -m tfdist.cluster check [--connect] [--strategy=parameter_server]   # exit code 2 where it is not sound
-    python -m tfdist.cluster emit --target=slurm|kubernetes --config=FILE --workdir=DIR [flags of tfdist.train]
+    tfdist cluster show [--format=table|json|env|shell]
+    tfdist cluster check [--connect] [--strategy=parameter_server]   # exit code 2 where it is not sound
+    tfdist cluster emit --target=slurm|kubernetes --config=FILE --workdir=DIR [flags of tfdist train]
 
+`python -m tfdist.cluster` is the same command.
 Where a cluster comes from, and in which order the environment is asked, is said in `tfdist/cluster/resolvers/discovery.py`.
 """
 
@@ -27,12 +28,14 @@ from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.cluster.validation import parameter_server_faults
-from tfdist.config import STRATEGIES
+from tfdist.config import STRATEGIES, command_line
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import flags as flags_lib
-from tfdist.errors import ClusterError, ConfigError, truncate
+from tfdist.errors import ClusterError, ConfigError, truncate, unknown_name_message
+from tfdist.runtime import entry
 from tfdist.runtime.log import TO_STDERR, logger, print_always
 
+COMMANDS = ("show", "check", "emit")
 FORMATS = ("table", "json", "env", "shell")
 TARGETS = {"slurm": slurm.script, "kubernetes": kubernetes.manifests}
 _LINGER = 5.0  # seconds
@@ -45,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     print_always()
     values = _flags()
     try:
-        words: list[str] = values(list(argv), known_only=True)[1:]
+        words = command_line.read_flags(values, argv, known_only=True)[1:]
         if not 0 <= values.timeout < float("inf"):
             raise ConfigError(f"--timeout must be 0 or more seconds, and finite. Received: {values.timeout}.")
         command, rest = words[0] if words else "", words[1:]
@@ -54,7 +57,12 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if command == "emit":
             return _emit(values, rest)
-        if command not in ("show", "check") or rest:
+        wrong = [word for word in words if word.startswith("-")]
+        if wrong:
+            raise command_line.unknown_flag(wrong[0].partition("=")[0], values)
+        if command and command not in COMMANDS:
+            raise ConfigError(unknown_name_message("command", command, COMMANDS))
+        if not command or rest:
             raise ConfigError(
                 f"Usage: python -m tfdist.cluster show|check|emit, with the flags that --help lists. "
                 f"Received: {' '.join(argv[1:]) or 'nothing'}"
@@ -175,4 +183,4 @@ def show(found: ResolvedCluster | None, style: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(entry.run(main, sys.argv))

@@ -21,6 +21,7 @@ _MOST = 4096  # bytes of what a task says
 _MAY_DIFFER = ("python", "numpy", "script")
 
 configuration = ""  # a checksum of it, where there is one
+script = ""  # its path, where it is not the main module's
 
 
 @functools.cache
@@ -36,8 +37,8 @@ def _packages() -> dict[str, str]:
 
 def own() -> dict[str, str]:
     """Returns what this task runs: versions, and checksums of its script and its configuration."""
-    script = pathlib.Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
-    found = {**_packages(), "script": checksum(script.read_bytes()) if script.is_file() else ""}
+    path = pathlib.Path(script or getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    found = {**_packages(), "script": checksum(path.read_bytes()) if path.is_file() else ""}
     return {**found, "configuration": configuration}
 
 

@@ -92,10 +92,15 @@ def read(argv: Sequence[str], description: str | None) -> Command | None:
     arguments = [_expand_cluster_flag(argument) for argument in arguments]
     path = _config_path(arguments)
     if not path:
-        raise ConfigError(
+        list(_valid_arguments(TrainConfig(), arguments, faults))
+        unknown = [
+            fault for fault in faults if fault.startswith("unknown flag")
+        ]  # the rest depends on the configuration
+        missing = (
             "--config is missing: a preset's name, such as digits, or a Python file whose get_config() returns a tfdist.TrainConfig. "
             f"Presets: {', '.join(files.preset_names())}."
         )
+        raise ConfigError([missing, *unknown])
     config = files.load(path)
     task = _last_value(arguments, "config.task") or config.task
     if isinstance(task, str) and (task != config.task or config.task_options is None):

@@ -1,6 +1,6 @@
 """Starts, watches, restarts and ends the tasks of a cluster on this machine. No TensorFlow here.
 
-    python -m tfdist.launch --workers=2 --max_restarts=3 -- python script.py --its --flags
+    tfdist launch --workers=2 --max-restarts=3 -- python script.py --its --flags   # or: python -m tfdist.launch
 
 Every task gets a TF_CONFIG of its own. Its output is shown behind its name and kept in `LOG_DIR/<task>.log`. The first
 task that fails is named with the reason, and ends all others, or has them start again. No process is left over, whatever is
@@ -18,9 +18,11 @@ from tfdist.runtime import interrupt
 if __name__ == "__main__":
     interrupt.before_imports()
 
+from tfdist.config import command_line
 from tfdist.errors import ConfigError
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
+from tfdist.runtime import entry
 from tfdist.runtime.log import logger, print_always
 
 
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     command = arguments[split + 1 :]
     try:
-        rest = values([argv[0], *arguments[:split]])[1:]
+        rest = command_line.read_flags(values, [argv[0], *arguments[:split]])[1:]
         if values.help:
             print(f"{__doc__}\n{values.get_help()}")
             return 0
@@ -78,12 +80,12 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except (ConfigError, flags.Error) as e:
         hint = (
-            ""
-            if "--" in arguments
-            else ". Write the command behind --: python -m tfdist.launch --workers=2 -- COMMAND."
+            "" if "--" in arguments else " Write the command behind --: python -m tfdist.launch --workers=2 -- COMMAND."
         )
-        print(f"{e}{hint if isinstance(e, flags.UnrecognizedFlagError) else ''}", file=sys.stderr)
+        print(f"{e}{hint if isinstance(e.__cause__, flags.UnrecognizedFlagError) else ''}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `--help | head`
+        raise
     except OSError as e:
         logger.error(f"cannot start the tasks: {e}")
         return 2
@@ -91,4 +93,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     interrupt.after_imports()
-    sys.exit(main(sys.argv))
+    sys.exit(entry.run(main, sys.argv))

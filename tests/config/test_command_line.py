@@ -1,0 +1,106 @@
+"""What the commands share: dashes in names of flags, unknown names, and output that nobody reads."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+
+from tfdist import __main__ as command
+from tfdist.config import command_line
+from tfdist.errors import ConfigError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def values():
+    values = flags.FlagValues()
+    flags.DEFINE_integer("max_restarts", 0, "", flag_values=values)
+    flags.DEFINE_string("log_dir", "", "", flag_values=values)
+    flags.DEFINE_bool("dry_run", True, "", flag_values=values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "left"),
+    [
+        (["--max-restarts=3"], (3, "", True), []),
+        (["--max-restarts", "3", "a-b"], (3, "", True), ["a-b"]),
+        (["-max_restarts=3"], (3, "", True), []),
+        (["--nodry-run"], (0, "", False), []),
+        (["--log-dir=a-b=c-d"], (0, "a-b=c-d", True), []),
+        (["--log-dir", "--max-restarts"], (0, "--max-restarts", True), []),  # a value, whatever it looks like
+        (["--dry-run", "--log-dir=x"], (0, "x", True), []),
+        (["a", "--", "--max-restarts=3"], (0, "", True), ["a", "--max-restarts=3"]),
+    ],
+)
+def test_dashes_in_names_are_underscores_and_values_stay(values, arguments, expected, left):
+    assert command_line.read_flags(values, ["program", *arguments])[1:] == left
+    assert (values.max_restarts, values.log_dir, values.dry_run) == expected
+
+
+def test_what_is_left_to_the_caller_stays_as_it_is(values):
+    left = ["--config.save-freq=3", "--x-y"]
+    arguments = ["program", "--max-restarts=1", *left]
+    assert command_line.read_flags(values, arguments, known_only=True) == ["program", *left]
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest(values):
+    known = "Known: --dry_run, --log_dir, --max_restarts."
+    with pytest.raises(ConfigError) as raised:
+        command_line.read_flags(values, ["program", "--max-restart=3"])
+    assert str(raised.value) == f"unknown flag '--max-restart'; did you mean '--max_restarts'? {known}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["trian", "--config=digits"],
+            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, launch, new-task, train.\n",
+        ),
+        (["--verison"], "unknown flag '--verison'; did you mean '--version'? Known: --help, --version.\n"),
+        ([], "Usage: tfdist COMMAND [FLAGS]; tfdist --help lists the commands.\n"),
+        (["cluster", "chek"], "unknown command 'chek'; did you mean 'check'? Known: check, emit, show.\n"),
+        (
+            ["launch", "--max-restart=1", "--", "true"],
+            "unknown flag '--max-restart'; did you mean '--max_restarts'? Known: --grace_seconds, --help, --log_dir, --max_restarts, "
+            "--netns, --ps, --workers.\n",
+        ),
+        (["train", "--config=digit"], "tfdist: --config=digit: no such file, and no preset; did you mean 'digits'? "),
+        (["train", "--wrokdir=x"], "tfdist: --config is missing: "),
+        (["train", "--wrokdir=x"], "tfdist: unknown flag --wrokdir; did you mean '--workdir'? "),
+    ],
+)
+def test_a_wrong_name_suggests_the_nearest(capsys, words, said):
+    assert command.main(["tfdist", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and (said == err if said.endswith("\n") else said in err)
+
+
+def test_help_names_every_command_and_each_names_both_ways_to_start_it(capsys):
+    assert command.main(["tfdist", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, (module, _) in command.COMMANDS.items():
+        assert f"    tfdist {name} " in shown
+        assert command.main(["tfdist", name, "--help"]) == 0
+        assert f"tfdist {name} " in (of_command := capsys.readouterr().out)
+        assert f"python -m {module.removesuffix('.__main__')}" in of_command
+
+
+@pytest.mark.parametrize("name", ["", *command.COMMANDS])
+def test_a_reader_that_goes_away_is_no_traceback(name):
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "tfdist", *([name] if name else []), "--help"]
+    try:
+        done = subprocess.run(words, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

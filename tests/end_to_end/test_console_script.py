@@ -1,0 +1,66 @@
+"""The console script `tfdist`: what is different from `python -m`."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.launched_job import until
+from tfdist import __main__ as command
+from tfdist import train as train_lib
+from tfdist.cluster import task_versions
+
+SCRIPT = pathlib.Path(sys.executable).parent / "tfdist"
+ROOT = pathlib.Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_modules_of_the_current_folder_are_found(tmp_path):
+    (tmp_path / "mine.py").write_text("EPOCHS = -3\n")
+    (tmp_path / "settings.py").write_text(
+        "import mine\nimport tfdist\ndef get_config():\n    return tfdist.TrainConfig(epochs=mine.EPOCHS, global_batch_size=8)\n"
+    )
+    words = [SCRIPT, "train", "--config=settings.py"]
+    done = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "tfdist: epochs must be 1 or more, and finite. Received: -3.\n")
+
+
+def test_each_task_is_started_by_the_module_whatever_the_commands_name_is(monkeypatch, tmp_path):
+    """The console script's path may not be on the hosts' or the tasks' PATH."""
+    started = []
+
+    class Launcher:
+        def __init__(self, words, *arguments, **options):
+            started.append(words)
+
+        def run(self):
+            return 0
+
+    monkeypatch.setattr(train_lib, "Launcher", Launcher)
+    monkeypatch.setattr(task_versions, "script", "")
+    flags = ["--config=digits_multi_worker", f"--workdir={tmp_path}"]
+    assert command.main(["/somewhere/tfdist", "train", *flags]) == 0
+    assert started == [[sys.executable, "-m", "tfdist.train", *flags]]
+    # Hosts whose scripts differ by the path of Python in their first line train the same.
+    assert task_versions.own()["script"] == task_versions.checksum(pathlib.Path(train_lib.__file__).read_bytes())
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_a_training_with_one_line(tmp_path):
+    words = [SCRIPT, "train", "--config=digits", "--workdir=run", "--config.epochs=10000"]
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        process = subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=err)
+    try:
+        until(lambda: process.poll() is not None or b"Epoch 3/" in (tmp_path / "out").read_bytes(), 90)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.wait()
+    said = (tmp_path / "err").read_text()
+    assert "Traceback" not in said and said.count("tfdist: ended by Ctrl-C (SIGINT)") == 1, said

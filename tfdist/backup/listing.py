@@ -1,0 +1,131 @@
+"""Which backups a folder holds, and whether they are whole: for who looks at them without training."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.backup import contents, files
+from tfdist.backup.files import CorruptBackupError, ReadError, UnreadableBackupError
+from tfdist.backup.save_point import SavePoint
+from tfdist.backup.search import FORMAT
+from tfdist.backup.storage import MANIFEST, SHARED, Storage
+from tfdist.errors import BackupError
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """One backup.
+
+    Attributes:
+        point: When in the training it was taken.
+        state: `"whole"`, `"unfinished"`, `"damaged"` or `"unreadable"`.
+        why: Why it is not whole; empty where it is.
+        written: When it was completed, in seconds since 1970; None where it was not.
+        bytes: The size of its files.
+        manifest: What describes it; empty where that cannot be read.
+    """
+
+    point: SavePoint
+    state: str
+    why: str
+    written: float | None
+    bytes: int
+    manifest: Mapping[str, Any]
+
+    def described(self) -> dict[str, Any]:
+        """Returns it as plain values, for JSON."""
+        config = self.manifest.get("about", {}).get("config", {})
+        return {
+            "backup": self.point.folder,
+            "step": self.point.step,
+            "epoch": self.manifest.get("position", {}).get("epoch"),
+            "written": self.written,
+            "tasks": self.manifest.get("tasks"),
+            "replicas": self.manifest.get("replicas"),
+            "bytes": self.bytes,
+            "state": self.state,
+            "why": self.why,
+            "task": config.get("task"),
+            "strategy": config.get("strategy", {}).get("name"),
+        }
+
+
+def read(folder: str) -> list[Listed]:
+    """Returns the backups of a folder, the newest first; all their files are read.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        BackupError: The folder cannot be read.
+    """
+    storage = Storage(folder, 0, 1)
+    try:
+        points = storage.points()
+    except ReadError as e:
+        raise BackupError(f"{e}") from e
+    return [_read(storage, point) for point in points]
+
+
+def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:
+    """Returns a backup's manifest, once the files are there that it names, but for what these hold.
+
+    Args:
+        storage: Where it is.
+        point: When it was taken.
+
+    Raises:
+        CorruptBackupError: It is not whole.
+        UnreadableBackupError: It cannot be read, or another version of tfdist has written it.
+    """
+    manifest = storage.read_manifest(point)
+    if manifest.get("format") != FORMAT:
+        raise UnreadableBackupError(f"{storage.path(point)} was written by another version of tfdist")
+    contents.check_manifest(manifest, point, storage.path(point, MANIFEST))
+    return manifest
+
+
+def table(found: Sequence[Listed]) -> str:
+    """Returns backups as a table, with a line for each that is not whole."""
+    heads = ("backup", "step", "epoch", "written", "tasks", "replicas", "size", "task", "strategy", "state")
+    rows: list[tuple[str, ...]] = [heads]
+    for each in found:
+        cells = each.described()
+        written = each.written and f"{datetime.datetime.fromtimestamp(each.written):%Y-%m-%d %H:%M:%S}"
+        cells |= {"written": written, "size": f"{each.bytes / 1e6:.1f} MB"}
+        rows.append(tuple("-" if cells[head] is None else str(cells[head]) for head in heads))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, *(f"{each.point.folder}: {each.why}" for each in found if each.why)])
+
+
+def _read(storage: Storage, point: SavePoint) -> Listed:
+    state, why, manifest = "whole", "", {}
+    try:
+        if storage.is_unfinished(point):
+            state, why = "unfinished", f"{storage.path(point)} was not finished"
+        else:
+            manifest = check_manifest(storage, point)
+            shared = storage.read_part(point, SHARED)
+            for rank in range(manifest["tasks"]):
+                contents.check_tensors(manifest, shared, storage.read_part(point, f"rank-{rank}"), storage.path(point))
+    except CorruptBackupError as e:
+        state, why = "damaged", str(e)
+    except UnreadableBackupError as e:
+        state, why = "unreadable", str(e)
+    written = storage.written_at(point) / 1e9 if storage.is_complete(point) else None
+    return Listed(point, state, why, written, _size(storage, point), manifest)
+
+
+def _size(storage: Storage, point: SavePoint) -> int:
+    total = 0
+    for name in files.list_folder(storage.path(point)):
+        try:
+            total += files.size(os.path.join(storage.path(point), name)) or 0
+        except ReadError:  # a link, or a folder: not counted
+            pass
+    return total

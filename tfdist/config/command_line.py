@@ -1,0 +1,52 @@
+"""How all commands but `tfdist train` read their flags. No TensorFlow here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from absl import flags
+
+from tfdist.errors import ConfigError, unknown_name_message
+
+
+def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool = False) -> list[str]:
+    """Sets flags from a command line; returns what is left: the program's name, and what is no flag.
+
+    Args:
+        values: The flags that there are.
+        argv: The program's name and its arguments. Dashes in names of flags stand for underscores.
+        known_only: Whether to leave unknown flags to the caller.
+
+    Raises:
+        ConfigError: A flag is unknown.
+        Error: Of absl: a value is none that the flag can have.
+    """
+    try:
+        left: list[str] = values([argv[0], *_underscored(values, argv[1:])], known_only=known_only)
+    except flags.UnrecognizedFlagError as e:
+        raise unknown_flag(f"--{e.flagname}", values) from e
+    return left
+
+
+def unknown_flag(written: str, values: flags.FlagValues) -> ConfigError:
+    """Returns the error for a flag that there is not, with the nearest one."""
+    return ConfigError(unknown_name_message("flag", written, [f"--{name}" for name in values if len(name) > 1]))
+
+
+def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> Iterator[str]:
+    """Yields arguments with underscores for the dashes in names of flags that there are; values stay as they are."""
+    following = iter(arguments)
+    for argument in following:
+        name, equals, value = argument.partition("=")
+        known = re.sub(r"(?<=\w)-(?=\w)", "_", name)
+        flag = known.lstrip("-")
+        if argument == "--":
+            yield argument
+            yield from following
+        elif not name.startswith("-") or (flag not in values and flag.removeprefix("no") not in values):
+            yield argument
+        else:
+            yield known + equals + value
+            if not equals and flag in values and not values[flag].boolean:
+                yield from (each for each in [next(following, None)] if each is not None)

@@ -1,0 +1,82 @@
+"""Writes the files that a task of one's own begins with. No TensorFlow here.
+
+    tfdist new-task my_task [--dir=.]   # the same: python -m tfdist.tasks.new_task my_task
+
+`my_task` is then a package in `--dir`: the task, a configuration that trains it, and their test.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import keyword
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfdist.config import command_line
+from tfdist.errors import ConfigError, format_value
+from tfdist.runtime import entry
+
+
+def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
+    """Writes the package of a new task.
+
+    Args:
+        name: The package's name; the class is called the same in capitals, `MyTask` for `my_task`.
+        folder: Where the package goes.
+
+    Returns:
+        The package's folder.
+
+    Raises:
+        ConfigError: The name is no Python identifier, is another package's, or exists in `folder`.
+        OSError: The files cannot be written.
+    """
+    class_name = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    if not all(each.isidentifier() and not keyword.iskeyword(each) for each in (name, class_name)):
+        raise ConfigError(
+            f"The name of a task must be a Python identifier, such as my_task. Received: {format_value(name)}."
+        )
+    package = folder / name
+    if package.exists():
+        raise ConfigError(f"{package} exists already; choose another name, or another folder with --dir.")
+    if importlib.util.find_spec(name):
+        raise ConfigError(
+            f"{name} is the name of a module that Python finds already, and the task would hide; choose another one."
+        )
+    package.mkdir(parents=True)
+    names = {"my_task": name, "MyTask": class_name}
+    for template in (importlib.resources.files("tfdist.tasks") / "starter").iterdir():
+        text = re.sub("|".join(names), lambda found: names[found[0]], template.read_text(encoding="utf-8"))
+        (package / template.name.removesuffix(".txt")).write_text(text, encoding="utf-8")
+    return package
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code: 0, or 2 for a faulty command line."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("dir", ".", "Where the package goes.", flag_values=values)
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    try:
+        words = command_line.read_flags(values, argv)[1:]
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        if len(words) != 1:
+            raise ConfigError(f"Usage: tfdist new-task NAME [--dir=DIR]. Received: {' '.join(argv[1:]) or 'nothing'}")
+        package = new_task(words[0], pathlib.Path(values.dir))
+    except BrokenPipeError:  # `--help | head`
+        raise
+    except (ConfigError, OSError, flags.Error) as e:
+        print(e, file=sys.stderr)
+        return 2
+    print(f"{package}: in {package.parent}, run tfdist train --config={package.name}/config.py")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run(main, sys.argv))
