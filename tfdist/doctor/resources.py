@@ -88,7 +88,7 @@ def cpu_quota(root: pathlib.Path = ROOT, own: str | None = None) -> float | None
             if (file := folder / "cpu.max").exists():
                 quota, period = file.read_text().split()
             else:
-                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                quota, period = ((folder / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
             if float(quota) > 0:  # ValueError for "max"
                 found.append(float(quota) / float(period))
     return min(found, default=None)
