@@ -18,6 +18,7 @@ COMMANDS = {
     "launch": ("tfdist.launch.__main__", "run a script as several tasks on this machine, and restart them"),
     "cluster": ("tfdist.cluster.__main__", "show or check the cluster found here, emit jobs for schedulers"),
     "backup": ("tfdist.backup.__main__", "show the backups of a run, export a model from one"),
+    "doctor": ("tfdist.doctor.__main__", "say what this machine and environment give, and what to mend"),
     "new-task": ("tfdist.tasks.new_task", "write the files that a task of your own begins with"),
 }
 

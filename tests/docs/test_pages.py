@@ -20,6 +20,7 @@ from tfdist import CompressionConfig, TrainConfig
 from tfdist.cluster import __main__ as cluster_command
 from tfdist.config import COMPRESSORS, OptimizerConfig, flags
 from tfdist.config.optimizer import OPTIMIZERS
+from tfdist.doctor import __main__ as doctor_command
 from tfdist.launch import __main__ as launch_command
 
 COMMANDS = sorted(
@@ -101,6 +102,8 @@ def parse(module: str, arguments: list[str]) -> None:
     elif module == "tfdist.cluster":
         assert [word for word in arguments if not word.startswith("-")] in (["show"], ["check"])
         assert quietly(cluster_command.main, [module, *arguments, "--help"]) == 0
+    elif module == "tfdist.doctor":
+        assert quietly(doctor_command.main, [module, *arguments, "--help"]) == 0
     else:
         raise AssertionError(f"mark the block as shown only, or parse {module} here")
 
@@ -113,7 +116,7 @@ def quietly(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
 def test_the_search_for_commands_finds_them():
     found = {command.split()[2] for command in COMMANDS}
-    assert found == {"tfdist.train", "tfdist.launch", "tfdist.cluster"}
+    assert found == {"tfdist.train", "tfdist.launch", "tfdist.cluster", "tfdist.doctor"}
     assert len(COMMANDS) > 20
 
 

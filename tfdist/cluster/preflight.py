@@ -48,14 +48,19 @@ def wait_until_reachable(
     started = reported = now = clock()
     said: dict[str, dict[str, str]] = {}
 
+    def named(task: TaskSpec) -> str:
+        return f"{task} at {cluster.address(task)}"
+
     def why_not(task: TaskSpec, seconds: float) -> str:
         def heard(line: bytes) -> None:
-            said[f"{task} at {cluster.address(task)}"] = task_versions.decode(line)
+            said[named(task)] = task_versions.decode(line)
 
         return reachability.unreachable_reason(
             cluster.address(task), seconds, greeting.encode_greeting(cluster, task), serving, heard
         )
 
+    tasks = list(tasks)
+    chief = named(cluster.chief) if cluster.chief in tasks else ""
     inquiry = reachability.ReachabilityProbe(why_not)
     while absent := inquiry.ask(tasks, min(reachability.ANSWER_TIMEOUT, max(0.1, started + timeout - now))):
         now = clock()
@@ -70,7 +75,7 @@ def wait_until_reachable(
             reported = now
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
-    different = list(task_versions.differences(said))
+    different = list(task_versions.differences(said, chief))
     for is_fault, sentence in different:
         logger.log(logging.ERROR if is_fault else logging.WARNING, sentence, extra=TO_STDERR)
     if faults := [sentence for is_fault, sentence in different if is_fault]:

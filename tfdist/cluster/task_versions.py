@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
+_TITLES = {"tensorflow": "TensorFlow", "keras": "Keras", "numpy": "NumPy", "python": "Python"}
 _MOST = 4096  # bytes of what a task says
 
 # What must be the same is said with an error, the rest with a line.
@@ -61,16 +62,23 @@ def decode(line: bytes) -> dict[str, str]:
     return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
-def differences(others: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[bool, str]]:
-    """Yields how others differ from this task: whether that is an error, and a sentence.
+def differences(others: Mapping[str, Mapping[str, str]], chief: str = "") -> Iterator[tuple[bool, str]]:
+    """Yields how tasks differ from the chief: whether that is an error, and a sentence.
 
     Args:
         others: For each, by name, what it runs.
+        chief: The chief's name in `others`; empty if this task is the chief.
     """
-    mine = own()
-    for task, theirs in others.items():
-        for name in mine.keys() & theirs.keys():
-            if mine[name] and theirs[name] and mine[name] != theirs[name]:
-                what = f"another {name}" if name in ("script", "configuration") else f"{name} {theirs[name]}"
-                here = "" if name in ("script", "configuration") else f", and this task {mine[name]}"
-                yield name not in _MAY_DIFFER, f"{task} has {what}{here}"
+    expected, title = (
+        (others[chief], "the chief") if others.get(chief) else (own(), "this task" if chief else "the chief")
+    )
+    tasks = {**others, "this task": own()}
+    for task, theirs in tasks.items():
+        for name in expected:
+            here, there = expected[name], theirs.get(name)
+            if here and there and here != there:
+                if name in ("script", "configuration"):
+                    sentence = f"{task} has another {name} than {title}"
+                else:
+                    sentence = f"{task} runs {_TITLES.get(name, name)} {there}, {title} {here}"
+                yield name not in _MAY_DIFFER, sentence

@@ -155,11 +155,14 @@ def parameter_server(
     proxies.bypass_proxies(spec)
     if task.type != "chief":
         with greeting.listening_for_peers(spec, task):
-            pass
+            # Versions are compared before TensorFlow's server takes the port, which tells none.
+            preflight.wait_until_reachable(spec, [spec.chief], start_timeout)
         server.serve(spec, task, start_timeout, grace_seconds)
     with greeting.listening_for_peers(spec, task):
-        # TensorFlow would wait in silence.
-        preflight.wait_until_reachable(spec, [other for other in spec.tasks() if other != task], start_timeout)
+        # TensorFlow would wait in silence; and each of the others compares versions before it serves.
+        others = [other for other in spec.tasks() if other != task]
+        preflight.wait_until_reachable(spec, others, start_timeout)
+        preflight.wait_until_reachable(spec, others, start_timeout, serving=True)
     with preflight.startup_watchdog(spec, task, start_timeout):
         made = ParameterServerStrategy(spec, config.placement, start_timeout)
     atexit.register(termination.publish_exit_code, spec)

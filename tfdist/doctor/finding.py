@@ -1,0 +1,42 @@
+"""What a check reports. No TensorFlow here."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from tfdist.errors import truncate
+
+OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
+_PASSWORD = re.compile(r"[^\s'\"/=,]+:[^\s'\"/=,]*@")
+
+
+class Finding(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        level: `"ok"`; `"note"`, worth knowing; `"warning"`, a run may suffer; `"error"`, a run would fail.
+        what: What was looked at.
+        value: What was found.
+        remedy: What to do; empty for nothing.
+    """
+
+    level: str
+    what: str
+    value: str
+    remedy: str = ""
+
+
+def shorten(value: str) -> str:
+    """Returns a variable's value so that it can be printed: cut, and with control characters escaped."""
+    return printable(truncate(value)) or "(empty)"
+
+
+def printable(text: str) -> str:
+    """Returns a text without `user:password@`, and with control characters escaped: a variable must not steer a terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in _PASSWORD.sub("", text))
+
+
+def format_bytes(count: float) -> str:
+    """Returns a number of bytes for a reader, such as `1.5 GiB`."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -1,0 +1,68 @@
+"""Folders that a run writes to: whether it can, and their free room. No TensorFlow here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+
+from tfdist.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, format_bytes, shorten
+from tfdist.runtime.write_errors import reason
+
+_LEAST_TEMPORARY, _LEAST_WORKDIR, _LEAST_SHARED = 100 * 2**20, 2**30, 128 * 2**20  # bytes
+
+
+def check(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yields findings about the current folder, that of temporary files and shared memory."""
+    try:
+        current = os.getcwd()
+    except OSError:
+        yield Finding(ERROR, "current folder", "does not exist any more", "cd to a folder that exists")
+    else:
+        yield _writable("current folder", current, _LEAST_WORKDIR, "give --workdir a folder elsewhere")
+    yield from _temporary(environ)
+    yield _shared_memory("/dev/shm")
+
+
+def _temporary(environ: Mapping[str, str]) -> Iterator[Finding]:
+    elsewhere = "free the disk, or set TMPDIR to a folder that can be written"
+    if folder := environ.get("TMPDIR"):
+        yield _writable("TMPDIR", folder, _LEAST_TEMPORARY, elsewhere)
+        if not cannot_write(folder):
+            return
+    tried = [environ.get("TEMP"), environ.get("TMP"), "/tmp", "/var/tmp", "/usr/tmp"]  # as Python's tempfile
+    folders = [each for each in tried if each]
+    usable = next((each for each in folders if cannot_write(each) == ""), None)
+    if usable is None:
+        yield Finding(ERROR, "temporary files", f"none of {', '.join(map(shorten, folders))} can be written", elsewhere)
+    else:
+        yield _writable("temporary files", usable, _LEAST_TEMPORARY, elsewhere)
+
+
+def _writable(what: str, folder: str, least: int, remedy: str) -> Finding:
+    if why := cannot_write(folder):
+        return Finding(WARNING, what, f"{shorten(folder)} cannot be written: {why}", remedy)
+    free = shutil.disk_usage(folder).free
+    value = f"{shorten(folder)}, {format_bytes(free)} free"
+    return Finding(OK, what, value) if free >= least else Finding(WARNING, what, value, remedy)
+
+
+def _shared_memory(folder: str) -> Finding:
+    if not os.path.isdir(folder):
+        return Finding(NOTE, folder, "not there", "NCCL needs it for several GPUs: mount a tmpfs there")
+    found = _writable(folder, folder, _LEAST_SHARED, "docker run --shm-size=1g: NCCL exchanges gradients there")
+    return found._replace(what="shared memory")
+
+
+def cannot_write(folder: str) -> str:
+    """Returns why no file can be written in a folder, or an empty text. Leaves none."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as e:
+        return reason(e)
+    except ValueError:  # a null byte
+        return "no name of a folder"
+    return ""
