@@ -126,6 +126,6 @@ def test_the_demo_is_the_job_that_its_test_runs():
 
 def test_commands_are_run_or_say_where():
     """What is new in a page fails here, unless it is tfdist's or the reader's script, which test_commands_run runs."""
-    other = [command for command in RUN if not command.startswith(("python -m tfdist.", "python script.py"))]
+    other = [command for command in RUN if not command.startswith(("python -m tfdist.", "tfdist ", "python script.py"))]
     assert not other, "mark its block as shown only, or name the test that runs it in ELSEWHERE"
     assert set(RUN) >= QUICK, "a page no longer has these"
