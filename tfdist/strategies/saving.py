@@ -167,6 +167,10 @@ def _files_at(path: str) -> str:
     return " ".join(described)
 
 
+# What a variable of a parameter server that is lost raises: no fault of the file.
+_OF_TASKS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+
+
 @contextlib.contextmanager
 def beside(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yields a name beside `path`; what is written under it (a file, a folder, a checkpoint's files) replaces what is at `path`.
@@ -183,6 +187,8 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
         yield partial
         for written in sorted(_beginning_with(partial)):  # a checkpoint's index comes after its data
             _put(written, path + written.removeprefix(partial))
+    except _OF_TASKS:
+        raise
     except (OSError, tf.errors.OpError) as e:
         if not temporary.is_temporary(path):
             raise write_error(path, e) from e
