@@ -63,7 +63,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
     [
         (
             ["trian", "--config=digits"],
-            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, launch, new-task, train.\n",
+            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, doctor, launch, new-task, train.\n",
         ),
         (["--verison"], "unknown flag '--verison'; did you mean '--version'? Known: --help, --version.\n"),
         ([], "Usage: tfdist COMMAND [FLAGS]; tfdist --help lists the commands.\n"),
