@@ -67,9 +67,14 @@ def collect_errors(faults: list[str]) -> Iterator[None]:
         faults += e.faults
 
 
+_RENAMED = {"implementation": "transport, of which 'ring' is 'grpc'", "ring": "'grpc'"}
+
+
 def unknown_name_message(what: str, received: str, known: Iterable[str]) -> str:
     """Returns the sentence for a name that is not in a list of known names."""
     known = sorted(known)
+    if (new := _RENAMED.get(str(received).lstrip("-").rpartition(".")[2])) is not None:
+        return f"unknown {what} {format_value(received)}; it is now called {new}."
     return f"unknown {what} {format_value(received)}{did_you_mean(received, known)} Known: {', '.join(known)}."
 
 

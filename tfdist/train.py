@@ -244,7 +244,8 @@ def train(
     if config.nan_policy == "skip":
         report["skipped_updates"] = sum(int(number.numpy()) for number in skipped_updates(model))
     summary = summary_lib.summarize(
-        config, trainer.cluster, replicas, history, throughput, wire_bytes, report, started, goodput.report()
+        config, trainer.cluster, replicas, history, throughput, wire_bytes, report, started, goodput.report(),
+        getattr(trainer.strategy, "transport", None),
     )
     if trainer.is_chief:
         summary["training"] = backup.training_id if backup else ""

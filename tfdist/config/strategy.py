@@ -10,7 +10,8 @@ from tfdist.config.strategy_traits import STRATEGIES, StrategyTraits, find_trait
 from tfdist.errors import ConfigError, format_value, unknown_name_message
 
 PLACEMENTS = ("round_robin", "by_bytes")
-IMPLEMENTATIONS = ("auto", "ring", "nccl")
+TENSORFLOW_TRANSPORTS = ("auto", "grpc", "nccl")
+TRANSPORTS = (*TENSORFLOW_TRANSPORTS, "mpi")
 
 
 MAX_VIRTUAL_CPUS = 256
@@ -27,7 +28,9 @@ class StrategyConfig:
         name: One of `STRATEGIES`, or your own factory as `"package.module:function"` (see docs/extending.md).
         devices: Device names, as `"GPU:0,GPU:1"` or a list of them, or a number of virtual CPUs of this process.
             Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
-        implementation: How collectives of `multi_worker_mirrored` travel: `"auto"`, `"ring"` or `"nccl"`.
+        transport: How gradients travel between the workers of `multi_worker_mirrored`: by TensorFlow's `"grpc"` or `"nccl"` (GPUs),
+            or by `"mpi"` (CPUs, workers that mpirun or srun has started). `"auto"` measures what is there. Under `mirrored`:
+            `"nccl"`, or `"grpc"`, by one device.
         bucket_bytes: `multi_worker_mirrored` sums gradients in buckets of so many bytes, which travel while backward computes
             the others; 0 means one sum of all. `bf16`, `fp16` and `int8` cut larger gradients; `powersgd` and `topk`, which
             need a gradient whole, count its bytes as they send them.
@@ -43,7 +46,7 @@ class StrategyConfig:
 
     name: str = "one_device"
     devices: str = ""
-    implementation: str = "auto"
+    transport: str = "auto"
     bucket_bytes: int = 4_000_000
     gather_loss_bytes: int = 1_000_000
     timeout_seconds: float = 0.0
@@ -82,8 +85,10 @@ class StrategyConfig:
         except ConfigError as e:
             yield from e.faults
             return
-        if self.implementation not in IMPLEMENTATIONS:
-            yield unknown_name_message("strategy.implementation", self.implementation, IMPLEMENTATIONS)
+        if self.transport not in TRANSPORTS:
+            yield unknown_name_message("strategy.transport", self.transport, TRANSPORTS)
+        elif self.transport not in TENSORFLOW_TRANSPORTS and self.name in STRATEGIES and not self.traits.several_processes:
+            yield f"strategy.transport={self.transport} is for multi_worker_mirrored. Received: strategy {self.name}; leave it out."
         if self.placement not in PLACEMENTS:
             yield unknown_name_message("strategy.placement", self.placement, PLACEMENTS)
         limits = ("bucket_bytes", "gather_loss_bytes", "timeout_seconds")

@@ -166,14 +166,15 @@ _SAME = (
 )
 
 # Of the strategy: a field that is not named here may differ.
-_SAME_OF_STRATEGY = ("name", "devices", "implementation", "bucket_bytes", "gather_loss_bytes", "placement")
+_SAME_OF_STRATEGY = ("name", "devices", "bucket_bytes", "gather_loss_bytes", "placement")
 
 
 def fixed(config: TrainConfig) -> dict[str, Any]:
     """Returns what of the configuration must be the same in a run that goes on, and on all tasks."""
     same = {name: value for name, value in to_dict(config).items() if name in _SAME}
     same["strategy"] = {name: same["strategy"][name] for name in _SAME_OF_STRATEGY}
-    same["strategy"]["timeout_seconds"] = StrategyConfig().timeout_seconds  # may differ; older backups hold it
+    # May differ; older backups hold them.
+    same["strategy"] |= {"timeout_seconds": StrategyConfig().timeout_seconds, "implementation": "auto"}
     return same
 
 

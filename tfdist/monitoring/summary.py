@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -30,6 +31,7 @@ def summarize(
     server_report: dict[str, Any],
     started: float,
     goodput: dict[str, Any],
+    transport: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns the summary of a training.
 
@@ -43,12 +45,14 @@ def summarize(
         server_report: What is reported of parameter servers.
         started: The `time.perf_counter()` of the start.
         goodput: Where the wall time of the whole run went, from `Goodput.report`.
+        transport: How gradients travel between the workers, `name` and `reason`; None where they do not.
     """
     return {
         "task": config.task,
         "strategy": config.strategy.name,
         "num_replicas": replicas,
         "cluster": {job: len(addresses) for job, addresses in cluster.jobs.items()} if cluster else {"worker": 1},
+        "transport": transport,
         "batch_size": throughput.global_batch_size,
         "seed": config.seed,
         "epochs": len(history.epoch),

@@ -56,7 +56,7 @@ def create_strategy(
         start_timeout: Seconds to wait for the other tasks.
         grace_seconds: How long workers and servers that are told to go (SIGTERM) wait for the chief to save.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
-            `implementation="ring"`, `bucket_bytes=4_000_000`, `gather_loss_bytes=1_000_000`,
+            `transport="grpc"`, `bucket_bytes=4_000_000`, `gather_loss_bytes=1_000_000`,
             `timeout_seconds=600`.
 
     Returns:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import ClusterTask
-from tfdist.collectives import hardware
+from tfdist.collectives import hardware, transport_choice
 from tfdist.compat import tf_cluster, tf_internals
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
@@ -34,11 +34,13 @@ class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWo
     Attributes:
         bucket_bytes: How large the buckets are in which gradients are summed; 0 means one sum of all.
         unlike_processors: Each worker's number of threads, if their processors differ; else empty.
+        transport: How gradients travel, `name`, and the `reason`.
         notes: Numbers by which this worker tells the others something at the next step, `[n]` float32, or None.
     """
 
     bucket_bytes = 0
     unlike_processors: tuple[int, ...] = ()
+    transport: Mapping[str, str] = transport_choice.GRPC
     notes: tf.Variable | None = None
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None):
@@ -91,7 +93,7 @@ def multi_worker_mirrored(
     The first call starts TensorFlow's server in this process, after all tasks have reached the barrier.
 
     Args:
-        config: The configuration: `implementation` and `timeout_seconds` of the collectives, and `bucket_bytes`.
+        config: The configuration: `transport` and `timeout_seconds` of the collectives, and `bucket_bytes`.
         cluster: The cluster and this process's task in it, or None to train on this host alone.
         start_timeout: Seconds to wait for the other tasks.
 
@@ -100,7 +102,8 @@ def multi_worker_mirrored(
 
     Raises:
         ClusterError: A task cannot be reached in time, this task's port is taken, or tasks run different versions.
-        ConfigError: The cluster has parameter servers, this task is an evaluator, or TensorFlow was already in use.
+        ConfigError: The cluster has parameter servers, this task is an evaluator, TensorFlow was already in use, or the
+            transport is none for these workers.
     """
     if cluster is None and (hint := discovery.misconfiguration_hint()):
         logger.warning(f"training on this host alone, though {hint}.")
@@ -129,7 +132,9 @@ def multi_worker_mirrored(
             watched = preflight.startup_barrier(spec, task, start_timeout)
     options = tf.distribute.experimental.CommunicationOptions(
         timeout_seconds=config.timeout_seconds or None,
-        implementation=tf.distribute.experimental.CommunicationImplementation[config.implementation.upper()],
+        implementation=tf.distribute.experimental.CommunicationImplementation[
+            {"grpc": "RING", "nccl": "NCCL"}.get(config.transport, "AUTO")
+        ],
     )
     try:
         with tf_cluster.releasing_lock(), watched:
@@ -141,6 +146,11 @@ def multi_worker_mirrored(
     strategy.cluster_task, strategy.bucket_bytes = cluster, config.bucket_bytes
     _broadcast_seed(strategy)
     strategy.unlike_processors = hardware.unlike_processors(strategy, strategy.num_workers)
+    if cluster is not None:
+        workers = spec.training_tasks()
+        strategy.transport, strategy.communicator = transport_choice.choose(
+            strategy, list(map(str, workers)), workers.index(task), config.transport, config.timeout_seconds
+        )
     if resolver:
         atexit.unregister(_exit_barrier)  # for a strategy before this one
         atexit.register(_exit_barrier)

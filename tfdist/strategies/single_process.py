@@ -75,7 +75,7 @@ def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
 
     Args:
         config: The configuration: `devices` names the devices, by default all GPUs, or all CPUs without one;
-            `implementation` says how gradients are summed.
+            `transport` says how gradients are summed.
 
     Returns:
         A `MirroredStrategy`.
@@ -87,9 +87,9 @@ def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     # NCCL is TensorFlow's choice wherever there are GPUs. On CPUs it copies through one device, which has no packs.
     operations = {
         "auto": lambda: None,
-        "ring": tf.distribute.ReductionToOneDevice,
+        "grpc": tf.distribute.ReductionToOneDevice,
         "nccl": lambda: tf.distribute.NcclAllReduce(num_packs=1),
-    }[config.implementation]()
+    }[config.transport]()
     return MirroredStrategy(config.device_names or None, operations)
 
 

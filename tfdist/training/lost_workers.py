@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, missing_tasks, reachability, silent_tasks
-from tfdist.compat import tf_cluster
+from tfdist.collectives.calls import abort_collectives
 from tfdist.errors import ClusterError
 from tfdist.training import mismatch
 
@@ -58,7 +58,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
             elif max(silent.seconds.values(), default=0.0) >= _GIVEN_UP:
                 lost = f"{silent.sentence()} {_REMEDY}"
             if lost and not done.is_set():
-                tf_cluster.abort_collectives(tf.errors.UNAVAILABLE, f"{_TOLD}{lost}")
+                abort_collectives(tf.errors.UNAVAILABLE, f"{_TOLD}{lost}")
                 return
             before = set(ended)
 

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.collectives.calls import abort_collectives
 from tfdist.compat import call_stack, tf_cluster
 from tfdist.replicas.batch_splitting import ENDED_EARLY
 from tfdist.step.execution import Execution
@@ -47,7 +48,7 @@ def explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpEr
     if not ended and not _MISMATCH.search(error.message):
         return ""
     if ended and isinstance(error, tf.errors.InvalidArgumentError):  # here, and not what another worker has sent
-        tf_cluster.abort_collectives(tf.errors.ABORTED, ENDED_EARLY)
+        abort_collectives(tf.errors.ABORTED, ENDED_EARLY)
         call += ", without data left"
     calls = "; ".join(f"{each} was in {call}" for each, call in _exchange(cluster, task, call))
     if ended:

@@ -1,0 +1,135 @@
+"""Exchanges between processes by a `BufferTransport`, which TensorFlow's graph calls with its tensors' memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.collectives.buffers import BufferTransport
+from tfdist.collectives.calls import Calls
+from tfdist.collectives.communicator import Result
+from tfdist.collectives.cross_process import CrossProcessCommunicator
+from tfdist.collectives.requests import unflatten
+from tfdist.compat import tf_cluster
+
+_GATE = (3,)  # a shape that no other collective has, so that TensorFlow tells where ranks do different things
+
+
+class BufferedCommunicator(CrossProcessCommunicator):
+    """Ranks in several processes, one in each, which exchange NumPy arrays.
+
+    TensorFlow runs functions of Python that have effects in the order in which they were traced, in loops and conditions, too. That is
+    the order of the buckets: backward yields them so, and it is the same on all ranks.
+
+    Args:
+        strategy: Which runs them.
+        transport: What moves the arrays.
+        timeout_seconds: How long an exchange may take; 0 means for ever.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.MultiWorkerMirroredStrategy, transport: BufferTransport, timeout_seconds: float = 0
+    ):
+        super().__init__(strategy)
+        self.transport, self.calls = transport, Calls(timeout_seconds)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._zero = tf_cluster.ResourceVariable(0.0)
+
+    def run(self, exchanges: Sequence[Generator[Any, Any, Result]], lane: int = 0) -> list[Result]:
+        if lane:
+            return super().run(exchanges, lane)
+        with tf.control_dependencies([self._gate()]):  # what follows waits for what is in here
+            return super().run(exchanges, lane)
+
+    def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        with tf.control_dependencies([self._gate()]):
+            (every,) = self._call("gather", self.transport.all_gather, tensors[0], [tensors[0].dtype])
+        return [tf.reshape(every, [-1, *tensors[0].shape[1:]])]
+
+    def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
+        (mine,) = slices
+        values, indices = self._call(
+            "rows", self._gather_rows, [mine.values, mine.indices], [mine.values.dtype, mine.indices.dtype]
+        )
+        values.set_shape([None, mine.values.shape[1]])
+        indices.set_shape([None])
+        return [tf.IndexedSlices(values, indices, mine.dense_shape)]
+
+    def _gather_rows(self, values: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        counts = self.transport.all_gather(np.array(len(indices), np.int64))
+
+        def gathered(rows: np.ndarray) -> np.ndarray:
+            padded = np.zeros((counts.max(), *rows.shape[1:]), rows.dtype)
+            padded[: len(rows)] = rows
+            every = self.transport.all_gather(padded)
+            return np.concatenate([part[:count] for part, count in zip(every, counts, strict=True)])
+
+        return gathered(values), gathered(indices)
+
+    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
+        (values,) = tensors
+        totals = list(values)
+
+        def reduce(numbers: np.ndarray) -> np.ndarray:
+            self.transport.all_reduce(numbers[:-1], largest)
+            return numbers
+
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            places = [p for p, value in enumerate(values) if value.dtype == dtype and value.shape.num_elements() != 0]
+            if not places:
+                continue
+            same = [values[place] for place in places]
+            # The sums are put where the numbers were, so nothing else may read these: neither a variable nor what TensorFlow takes
+            # for a constant. A last number that is none makes the concatenation new memory in any case.
+            last = tf.cast(self._zero.read_value(), dtype)[tf.newaxis]
+            numbers = tf.concat([*(tf.reshape(value, [-1]) for value in same), last], 0)
+            (total,) = self._call("largest" if largest else "sum", reduce, numbers, [dtype])
+            total.set_shape(numbers.shape)
+            for place, value in zip(places, unflatten(total, [*same, last])[:-1], strict=True):
+                totals[place] = value
+        return [totals]
+
+    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        (every,) = self._call("all_gather", self.transport.all_gather, tensors[0], [tensors[0].dtype])
+        every.set_shape([self.size, *tensors[0].shape])
+        return [every]
+
+    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        (rows,) = self._call("all_to_all", self.transport.all_to_all, tensors[0], [tensors[0].dtype])
+        rows.set_shape(tensors[0].shape)
+        return [rows]
+
+    def _gate(self) -> tf.Tensor:
+        """Returns a tensor that is there once all ranks are at the same place of the same step.
+
+        A small collective of TensorFlow's, that of a step begins with it: it tells where another rank does something else, has no data
+        left or has ended. It waits for nothing of this step, and passes during the forward pass.
+        """
+        return self._launch(tf_cluster.all_reduce, self._launchers[0], tf.zeros(_GATE), merge_op="Add")
+
+    def _call(self, kind: str, function: Callable[..., Any], given: Any, types: list[tf.DType]) -> list[tf.Tensor]:
+        """Returns what a function makes of arrays, which runs in its turn."""
+        inputs = given if isinstance(given, list) else [given]
+
+        def checked(*arrays: np.ndarray) -> Any:
+            found = self.calls(lambda: self._checked(kind, function, arrays))
+            return found
+
+        with tf.device("CPU:0"):
+            found = tf.numpy_function(checked, inputs, types)
+        return list(found) if isinstance(found, (list, tuple)) else [found]
+
+    def _checked(self, kind: str, function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> Any:
+        """Calls a function of arrays once it is sure that the other ranks do the same: a library may wait for ever, or mix numbers."""
+        shapes = [array.shape[1:] if kind == "rows" else array.shape for array in arrays]
+        text = f"{kind} of {[array.dtype.name for array in arrays]} {shapes}"
+        number = zlib.crc32(text.encode())
+        both = np.array([number, -number], np.int64)
+        self.transport.all_reduce(both, largest=True)
+        if both[0] != -both[1]:
+            raise ValueError(f"Shape mismatch in the collective instance: not all ranks ask for a {text}.")
+        return function(*arrays)
