@@ -6,16 +6,16 @@ import re
 import sys
 
 import tfdist
+from tests.multiprocess import harness
 
 strategy_name, out, *parts = sys.argv[1:]
-trainer = tfdist.Trainer(strategy_name, **({"devices": 2} if strategy_name == "mirrored" else {}))
+trainer = tfdist.Trainer(strategy_name, **({"devices": 2} if strategy_name == "mirrored" else harness.transport()))
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tests.compression import test_compressors  # noqa: E402
-from tests.multiprocess import harness  # noqa: E402
 from tfdist.collectives.factory import communicator_for  # noqa: E402
 from tfdist.compression.base import BucketedReduction  # noqa: E402
 from tfdist.gradients.optimizer import get_reduction  # noqa: E402

@@ -6,8 +6,6 @@ Elsewhere the same cases go through the Trainer.
 
 import contextlib
 import functools
-import json
-import os
 import sys
 import warnings
 
@@ -18,8 +16,9 @@ trainer = None
 if name not in ("stock", "arithmetic"):
     import tfdist
 
-    trainer = tfdist.Trainer(name, **({"devices": 2} if name in ("mirrored", "central_storage") else {}))
-RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
+    options = {"devices": 2} if name in ("mirrored", "central_storage") else harness.transport()
+    trainer = tfdist.Trainer(name, **options)
+RANK = trainer.task.index if trainer else 0
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402

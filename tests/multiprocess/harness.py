@@ -5,6 +5,7 @@ import os
 import pathlib
 import pickle
 import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from tfdist.launch.launcher import Launcher
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT = 600
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+_TRANSPORT = "TRANSPORT_OF_TEST"
 
 
 def run(module: str, strategy: str, out: pathlib.Path, *args: str) -> list[dict[str, Any]]:
@@ -37,6 +40,32 @@ def run(module: str, strategy: str, out: pathlib.Path, *args: str) -> list[dict[
     code = Launcher(["timeout", str(TIMEOUT), *command], local_cluster(2), out / "logs", environ, output=shown).run()
     assert code == 0, shown.getvalue().decode()
     return [load(out, rank) for rank in range(2)]
+
+
+def transport() -> dict[str, str]:
+    """Returns the option that says how gradients travel, where a test has said so by `environ`."""
+    return {"transport": os.environ[_TRANSPORT]} if _TRANSPORT in os.environ else {}
+
+
+def mpi_environ(transport: str, **more: str) -> dict[str, str]:
+    """Returns the environment of programs that `mpirun` starts, whose gradients are to travel by `transport`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TF_CONFIG", "SLURM_", "OMPI_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", _TRANSPORT: transport, **more}
+
+
+def mpirun(module: str, out: pathlib.Path, *args: str, size: int = 2, transport: str = "mpi") -> list[dict[str, Any]]:
+    """Runs `tests.multiprocess.<module>` by Open MPI's `mpirun`, and returns each rank's results, as `run`."""
+    command = [*MPIRUN, "-np", str(size), sys.executable, "-m", f"tests.multiprocess.{module}", "multi_worker_mirrored"]
+    done = subprocess.run(
+        ["timeout", str(TIMEOUT), *command, str(out), *args],
+        env=mpi_environ(transport),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT + 30,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [load(out, rank) for rank in range(size)]
 
 
 def store(out: str, rank: int, results: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ import sys
 import time
 
 import tfdist
+from tests.multiprocess import harness
 from tests.multiprocess.roles import ask
 
 rank, how = int(sys.argv[1]), sys.argv[2]
-trainer = tfdist.Trainer("multi_worker_mirrored")
+trainer = tfdist.Trainer("multi_worker_mirrored", **harness.transport())
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402

@@ -5,7 +5,7 @@ import sys
 import tfdist
 from tests.multiprocess import harness
 
-trainer = tfdist.Trainer(sys.argv[1])
+trainer = tfdist.Trainer(sys.argv[1], **harness.transport())
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402

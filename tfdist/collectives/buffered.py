@@ -13,17 +13,18 @@ from tfdist.collectives.buffers import BufferTransport
 from tfdist.collectives.calls import Calls
 from tfdist.collectives.communicator import Result
 from tfdist.collectives.cross_process import CrossProcessCommunicator
-from tfdist.collectives.requests import unflatten
+from tfdist.collectives.requests import Cond, unflatten
 from tfdist.compat import tf_cluster
 
+_LAST = "tfdist_last_exchange"  # a collection of a graph: the exchange for which the next one waits
 _GATE = (3,)  # a shape that no other collective has, so that TensorFlow tells where ranks do different things
 
 
 class BufferedCommunicator(CrossProcessCommunicator):
     """Ranks in several processes, one in each, which exchange NumPy arrays.
 
-    TensorFlow runs functions of Python that have effects in the order in which they were traced, in loops and conditions, too. That is
-    the order of the buckets: backward yields them so, and it is the same on all ranks.
+    The arrays travel in the order in which their exchanges were traced. That is the order of the buckets: backward yields them so, and
+    it is the same on all ranks.
 
     Args:
         strategy: Which runs them.
@@ -47,8 +48,12 @@ class BufferedCommunicator(CrossProcessCommunicator):
 
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         with tf.control_dependencies([self._gate()]):
-            (every,) = self._call("gather", self.transport.all_gather, tensors[0], [tensors[0].dtype])
-        return [tf.reshape(every, [-1, *tensors[0].shape[1:]])]
+            (every,) = self._call("gather", self._gather_all, tensors[0], [tensors[0].dtype])
+        every.set_shape([None, *tensors[0].shape[1:]])
+        return [every]
+
+    def _gather_all(self, rows: np.ndarray) -> np.ndarray:
+        return np.concatenate(self.transport.all_gather(rows))
 
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         (mine,) = slices
@@ -116,12 +121,28 @@ class BufferedCommunicator(CrossProcessCommunicator):
         inputs = given if isinstance(given, list) else [given]
 
         def checked(*arrays: np.ndarray) -> Any:
-            found = self.calls(lambda: self._checked(kind, function, arrays))
-            return found
+            return self.calls(lambda: self._checked(kind, function, arrays))
 
-        with tf.device("CPU:0"):
-            found = tf.numpy_function(checked, inputs, types)
-        return list(found) if isinstance(found, (list, tuple)) else [found]
+        def call() -> list[tf.Tensor]:
+            with tf.device("CPU:0"):
+                found = tf.numpy_function(checked, inputs, types)
+            return list(found) if isinstance(found, (list, tuple)) else [found]
+
+        return _in_turn(call)
+
+    def _answer(self, asked: list[Any]) -> list[Any]:
+        if not isinstance(first := asked[0], Cond):
+            return super()._answer(asked)
+        (request,) = asked
+
+        def ended(branch: Callable[[], Any]) -> Any:
+            results = self.run([branch()], self._lane or 1)  # there is no gate in a condition
+            with tf.control_dependencies(_before()):
+                return tf.nest.map_structure(tf.identity, results)
+
+        return _in_turn(
+            lambda: tf.cond(first.condition, lambda: ended(request.if_true), lambda: ended(request.if_false))
+        )
 
     def _checked(self, kind: str, function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> Any:
         """Calls a function of arrays once it is sure that the other ranks do the same: a library may wait for ever, or mix numbers."""
@@ -133,3 +154,22 @@ class BufferedCommunicator(CrossProcessCommunicator):
         if both[0] != -both[1]:
             raise ValueError(f"Shape mismatch in the collective instance: not all ranks ask for a {text}.")
         return function(*arrays)
+
+
+def _in_turn(make: Callable[[], Any]) -> Any:
+    """Returns what is made, which waits for what was made in its turn before it, in the same graph.
+
+    TensorFlow's own order is that of operations that have effects, but not of conditions that read variables.
+    """
+    if tf.executing_eagerly():
+        return make()
+    with tf.control_dependencies(_before()):
+        made = make()
+    graph = tf.compat.v1.get_default_graph()
+    graph.get_collection_ref(_LAST)[:] = [tf.nest.flatten(made)[0]]
+    return made
+
+
+def _before() -> list[tf.Tensor]:
+    graph = tf.compat.v1.get_default_graph()  # which begins with its outer graph's collections
+    return [] if tf.executing_eagerly() else [each for each in graph.get_collection(_LAST) if each.graph is graph]
