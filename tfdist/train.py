@@ -244,7 +244,15 @@ def train(
     if config.nan_policy == "skip":
         report["skipped_updates"] = sum(int(number.numpy()) for number in skipped_updates(model))
     summary = summary_lib.summarize(
-        config, trainer.cluster, replicas, history, throughput, wire_bytes, report, started, goodput.report(),
+        config,
+        trainer.cluster,
+        replicas,
+        history,
+        throughput,
+        wire_bytes,
+        report,
+        started,
+        goodput.report(),
         getattr(trainer.strategy, "transport", None),
     )
     if trainer.is_chief:

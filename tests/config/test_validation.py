@@ -78,8 +78,8 @@ def test_every_file_in_configs_passes(path, monkeypatch):
     [
         ({"strategy": StrategyConfig("miror")}, "unknown strategy 'miror'; did you mean 'mirrored'?"),
         (
-            {"strategy": StrategyConfig(implementation="rin")},
-            "unknown strategy.implementation 'rin'; did you mean 'ring'?",
+            {"strategy": StrategyConfig(transport="grcp")},
+            "unknown strategy.transport 'grcp'; did you mean 'grpc'?",
         ),
         (
             {"backup": BackupConfig("batch")},

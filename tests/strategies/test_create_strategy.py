@@ -43,9 +43,7 @@ def test_devices_choose_by_number_name_and_list(trainer):
 
 def test_communication_options_pass_through(trainer):
     # Alone in its cluster, a multi-worker strategy needs no server.
-    strategy = tfdist.create_strategy(
-        "multi_worker_mirrored", implementation="ring", bucket_bytes=1000, timeout_seconds=5
-    )
+    strategy = tfdist.create_strategy("multi_worker_mirrored", transport="grpc", bucket_bytes=1000, timeout_seconds=5)
     options = strategy.extended._communication_options
     assert (strategy.bucket_bytes, options.timeout_seconds) == (1000, 5)
     assert options.implementation == tf.distribute.experimental.CommunicationImplementation.RING
@@ -56,7 +54,13 @@ def test_communication_options_pass_through(trainer):
     [
         (["mirrord"], {}, "did you mean 'mirrored'?"),
         (["mirrored"], {"device": 2}, "did you mean 'devices'?"),
-        (["multi_worker_mirrored"], {"implementation": "rings"}, "did you mean 'ring'?"),
+        (["multi_worker_mirrored"], {"transport": "grpcs"}, "did you mean 'grpc'?"),
+        (
+            ["multi_worker_mirrored"],
+            {"implementation": "ring"},
+            "it is now called transport, of which 'ring' is 'grpc'",
+        ),
+        (["mirrored"], {"transport": "mpi"}, "strategy.transport=mpi is for multi_worker_mirrored"),
         (["multi_worker_mirrored"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),
         (
             ["mirrored"],

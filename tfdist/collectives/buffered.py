@@ -33,7 +33,10 @@ class BufferedCommunicator(CrossProcessCommunicator):
     """
 
     def __init__(
-        self, strategy: tf.distribute.MultiWorkerMirroredStrategy, transport: BufferTransport, timeout_seconds: float = 0
+        self,
+        strategy: tf.distribute.MultiWorkerMirroredStrategy,
+        transport: BufferTransport,
+        timeout_seconds: float = 0,
     ):
         super().__init__(strategy)
         self.transport, self.calls = transport, Calls(timeout_seconds)

@@ -30,7 +30,9 @@ GRPC: Mapping[str, str] = types.MappingProxyType({"name": "grpc", "reason": "not
 _MEASURED, _REPEATS = 1_000_000, 7  # numbers of float32 that are summed, and how often
 _END_SECONDS = 10.0  # for which the end of a transport is waited for
 _DEVICES = "it moves arrays of one CPU, and each worker must have one replica, on its CPU: use nccl or grpc"
-_REFUSED = "MPI has connected other processes than the workers: start just the workers, all by one mpirun or srun --mpi=pmix"
+_REFUSED = (
+    "MPI has connected other processes than the workers: start just the workers, all by one mpirun or srun --mpi=pmix"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,11 @@ class StrategyConfig:
             return
         if self.transport not in TRANSPORTS:
             yield unknown_name_message("strategy.transport", self.transport, TRANSPORTS)
-        elif self.transport not in TENSORFLOW_TRANSPORTS and self.name in STRATEGIES and not self.traits.several_processes:
+        elif (
+            self.transport not in TENSORFLOW_TRANSPORTS
+            and self.name in STRATEGIES
+            and not self.traits.several_processes
+        ):
             yield f"strategy.transport={self.transport} is for multi_worker_mirrored. Received: strategy {self.name}; leave it out."
         if self.placement not in PLACEMENTS:
             yield unknown_name_message("strategy.placement", self.placement, PLACEMENTS)

@@ -1,0 +1,162 @@
+"""Workers whose gradients travel by MPI train what they train by TensorFlow's collectives, and what one process does."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.multiprocess import harness
+
+pytest.importorskip("mpi4py")
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed: make system-deps"),
+]
+
+# The last batch is a tail; rows of embeddings; a loop in the graph; compiled; a loss of the whole batch, gathered in the forward pass.
+CASES = ["short_last_batch", "executions_of_4", "compiled", "rows_of_words", "loss_of_one_number"]
+FULL_CASES = [*CASES, "metrics_with_state", "accumulation_with_everything", "eager", "mixed_bfloat16", "loss_scale"]
+PARTS = ["exchanges", "rows", "kinds"]  # of every compressor
+
+
+def quick_and_full(quick, full):
+    return [quick, pytest.param(full, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("cases", quick_and_full(CASES[:2], FULL_CASES))
+def test_two_ranks_train_what_one_process_does(runs, tmp_path, cases):
+    (stock,) = runs("stock", "fit_program", *cases)[0]
+    for results in harness.mpirun("fit_program", tmp_path, *cases):
+        for case in cases:
+            far = 2e-2 if case.startswith("mixed") else 2e-5
+            for mine, other in zip(results[case]["weights"], stock[case]["weights"], strict=True):
+                np.testing.assert_allclose(mine, other, atol=far, rtol=0, err_msg=case)
+
+
+@pytest.mark.full
+def test_two_ranks_train_what_they_do_by_grpc_to_the_bit(tmp_path):
+    mpi, grpc = (
+        harness.mpirun("fit_program", tmp_path / transport, *CASES, transport=transport)
+        for transport in ("mpi", "grpc")
+    )
+    for mine, other in zip(mpi, grpc, strict=True):
+        for case in CASES:
+            assert harness.difference(mine[case]["weights"], other[case]["weights"]) == 0, case
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 3])
+def test_compressors_exchange_what_they_do_by_grpc(tmp_path, size):
+    mpi, grpc = (
+        harness.mpirun("compression_program", tmp_path / transport, *PARTS, size=size, transport=transport)
+        for transport in ("mpi", "grpc")
+    )
+    for mine, other in zip(mpi, grpc, strict=True):
+        for name, steps in other["exchanges"].items():
+            for each in (mine["exchanges"][name], mpi[0]["exchanges"][name]):  # sums are the same on all ranks
+                sums, expected = ([step[0] for step in results] for results in (each, steps))
+                # Of three ranks the sums are rounded in another order.
+                assert harness.difference(sums, expected) <= (0 if size == 2 else 2e-2), name
+        assert harness.difference(mine["kinds"], other["kinds"]) == 0
+
+
+@pytest.mark.full
+def test_ranks_that_do_different_things_say_so(tmp_path):
+    for results in harness.mpirun("mismatch_program", tmp_path, "callback"):
+        assert results["said"].startswith("Workers did different things at once: worker:0 was in fit"), results["said"]
+
+
+@pytest.mark.full
+def test_a_rank_without_data_is_named(tmp_path):
+    for results in harness.mpirun("mismatch_program", tmp_path, "fit"):
+        assert results["said"].startswith("A dataset has fewer batches on some workers than on others"), results["said"]
+
+
+def lose(tmp_path, how, rank=1, *options):
+    """Starts two ranks of which one is lost amid training; returns mpirun's process, and where it writes."""
+    log = tmp_path / "log"
+    command = [*harness.MPIRUN, *options, "-np", "2", sys.executable, "-m", "tests.multiprocess.lost_worker_program"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, str(rank), how],
+            env=harness.mpi_environ("mpi"),
+            cwd=harness.ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    return process, log
+
+
+def end(process):
+    for each in [process, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+        each.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["kill", "error", "exit"])
+def test_a_rank_that_ends_amid_training_ends_all(tmp_path, how):
+    process, log = lose(tmp_path, how)
+    try:
+        assert process.wait(180) != 0
+        assert "it happens" in log.read_text(), log.read_text()
+    finally:
+        end(process)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stays_stopped_is_given_up_by_name(tmp_path):
+    process, log = lose(tmp_path, "stop")
+    try:
+        began = time.monotonic()
+        while "it happens" not in log.read_text():
+            assert time.monotonic() - began < 120, log.read_text()
+            time.sleep(0.2)
+        began = time.monotonic()
+        assert process.wait(150) != 0
+        assert 50 < time.monotonic() - began < 120
+        told = re.search(r"ClusterError: worker:0 waits for worker:1 at \S+: no answer for 6", log.read_text())
+        assert told, log.read_text()
+    finally:
+        end(process)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--start"], "MPI connects only what it has started: start the workers by mpirun"),
+        pytest.param([], "MPI waits for all that mpirun or srun has started", marks=pytest.mark.full),
+    ],
+)
+def test_who_cannot_use_mpi_is_told_so_on_all_workers(tmp_path, options, sentence):
+    """Without mpirun, or as a cluster within what mpirun has started."""
+    program = 'import tfdist; tfdist.Trainer("multi_worker_mirrored", transport="mpi")'
+    command = [
+        sys.executable,
+        "-m",
+        "tfdist.launch",
+        "--workers=2",
+        f"--log_dir={tmp_path}",
+        "--",
+        sys.executable,
+        "-c",
+        program,
+    ]
+    start = [] if options else [*harness.MPIRUN, "-np", "1"]
+    done = subprocess.run(
+        [*start, *command],
+        env=harness.mpi_environ("mpi"),
+        cwd=harness.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode != 0
+    for rank in range(2):
+        said = (tmp_path / f"worker-{rank}.log").read_text()
+        assert f"ConfigError: strategy.transport=mpi is not possible: {sentence}" in said, said + done.stderr
