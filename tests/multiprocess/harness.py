@@ -53,7 +53,9 @@ def mpi_environ(transport: str, **more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", _TRANSPORT: transport, **more}
 
 
-def mpirun(module: str, out: pathlib.Path, *args: str, size: int = 2, transport: str = "mpi") -> list[dict[str, Any]]:
+def mpirun(
+    module: str, out: pathlib.Path, *args: str, size: int = 2, transport: str = "mpi", ends_well: bool = True
+) -> list[dict[str, Any]]:
     """Runs `tests.multiprocess.<module>` by Open MPI's `mpirun`, and returns each rank's results, as `run`."""
     command = [*MPIRUN, "-np", str(size), sys.executable, "-m", f"tests.multiprocess.{module}", "multi_worker_mirrored"]
     done = subprocess.run(
@@ -64,7 +66,7 @@ def mpirun(module: str, out: pathlib.Path, *args: str, size: int = 2, transport:
         text=True,
         timeout=TIMEOUT + 30,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 or not ends_well, done.stdout + done.stderr
     return [load(out, rank) for rank in range(size)]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import functools
+import os
 import statistics
+import sys
 import time
 import types
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,7 +23,7 @@ from tfdist.collectives.cross_process import CrossProcessCommunicator
 from tfdist.collectives.ranks import Ranks
 from tfdist.collectives.requests import AllReduce
 from tfdist.config.strategy import TRANSPORTS
-from tfdist.errors import ConfigError, truncate
+from tfdist.errors import ClusterError, ConfigError, told, truncate
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
 
@@ -149,8 +150,16 @@ def _milliseconds(communicator: Communicator) -> float:
 
 def _end(communicator: BufferedCommunicator) -> None:
     """Ends a transport, unless the others may not do so, too: then this process ends as it is."""
-    if communicator.calls.ended or exit_status.expected_exit_code() not in (0, exit_status.PREEMPTED):
+    code = exit_status.expected_exit_code()
+    alone = code == 0 and exit_status.amid_training
+    if communicator.calls.ended or alone or code not in (0, exit_status.PREEMPTED):
         return
-    with contextlib.suppress(Exception):  # of a library, when all is done
+    try:
         communicator.calls(communicator.transport.close, _END_SECONDS)
+    except ClusterError:  # another one does not come: a library might wait for it even as the process ends
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    except Exception as e:  # when all is done
+        logger.warning(f"the exchange of gradients did not end in order: {told(e)}")
     communicator.calls.abort("the exchange of gradients has ended.")
