@@ -52,8 +52,8 @@ class Calls:
         with self._turn:
             future: concurrent.futures.Future[Result] = concurrent.futures.Future()
             with self._lock:
-                if self._aborted:
-                    raise ClusterError(self._aborted)
+                if sentence := self._aborted:
+                    raise ClusterError(sentence)
                 self._current = future
             self._queue.put((function, future))
             limit = timeout_seconds or self._timeout_seconds
@@ -67,12 +67,12 @@ class Calls:
                 self.abort(str(e))
                 raise
 
-    def abort(self, reason: str) -> None:
+    def abort(self, sentence: str) -> None:
         """Makes the call that is on its way, and all further ones, fail."""
         with self._lock:
-            self._aborted = self._aborted or reason or "a call has failed"
+            self._aborted = self._aborted or sentence or "a call has failed"
             with contextlib.suppress(concurrent.futures.InvalidStateError):
-                self._current.set_exception(ClusterError(reason))
+                self._current.set_exception(ClusterError(sentence))
 
 
 def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]]) -> None:
