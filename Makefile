@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test test-all slow lint docs system-deps clean
 
 demo: .venv/.installed
-	$(BIN)/python -m tfdist.train --config=configs/digits_multi_worker.py --workdir=runs/demo
+	$(BIN)/tfdist train --config=digits_multi_worker --workdir=runs/demo
 
 # One process more than there are cores, as much of the time tests wait for others to start; each takes whole files.
 JOBS ?= $(shell expr $$(nproc) + 1)

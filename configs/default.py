@@ -1,6 +1,6 @@
 """Digits on one device; every other configuration starts from this one.
 
-    python -m tfdist.train --config=configs/default.py --workdir=DIR
+    tfdist train --config=configs/default.py --workdir=DIR
 
 The same as the preset: `--config=default`. Copy it, and change what it returns.
 """

@@ -1,6 +1,6 @@
 """Digits: a small CNN with BatchNorm and Dropout on 1437 real images, on one device.
 
-    python -m tfdist.train --config=configs/digits.py --workdir=DIR
+    tfdist train --config=configs/digits.py --workdir=DIR
 
 The same as the preset: `--config=digits`. Copy it, and change what it returns.
 """

@@ -1,6 +1,6 @@
 """Digits in two processes of this machine, their gradients compressed: bfloat16 on the wire: half the bytes.
 
-    python -m tfdist.train --config=configs/digits_bf16.py --workdir=DIR
+    tfdist train --config=configs/digits_bf16.py --workdir=DIR
 
 The same as the preset: `--config=digits_bf16`. Copy it, and change what it returns.
 """

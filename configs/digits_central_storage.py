@@ -1,6 +1,6 @@
 """Digits under CentralStorageStrategy, on two virtual CPUs of one process.
 
-    python -m tfdist.train --config=configs/digits_central_storage.py --workdir=DIR
+    tfdist train --config=configs/digits_central_storage.py --workdir=DIR
 
 The same as the preset: `--config=digits_central_storage`. Copy it, and change what it returns.
 """

@@ -1,6 +1,6 @@
 """Digits in two processes of this machine, their gradients compressed: eight bits for each number: a quarter of the bytes.
 
-    python -m tfdist.train --config=configs/digits_int8.py --workdir=DIR
+    tfdist train --config=configs/digits_int8.py --workdir=DIR
 
 The same as the preset: `--config=digits_int8`. Copy it, and change what it returns.
 """

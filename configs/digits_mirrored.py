@@ -1,6 +1,6 @@
 """Digits under MirroredStrategy, on two virtual CPUs of one process.
 
-    python -m tfdist.train --config=configs/digits_mirrored.py --workdir=DIR
+    tfdist train --config=configs/digits_mirrored.py --workdir=DIR
 
 The same as the preset: `--config=digits_mirrored`. Copy it, and change what it returns.
 """

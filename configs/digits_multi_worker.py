@@ -1,6 +1,6 @@
 """Digits under MultiWorkerMirroredStrategy, in two processes of this machine.
 
-    python -m tfdist.train --config=configs/digits_multi_worker.py --workdir=DIR
+    tfdist train --config=configs/digits_multi_worker.py --workdir=DIR
 
 The same as the preset: `--config=digits_multi_worker`. Copy it, and change what it returns.
 """

@@ -1,6 +1,6 @@
 """Digits with parameter servers: a chief, two workers and two servers on this machine.
 
-    python -m tfdist.train --config=configs/digits_parameter_server.py --workdir=DIR
+    tfdist train --config=configs/digits_parameter_server.py --workdir=DIR
 
 The same as the preset: `--config=digits_parameter_server`. Copy it, and change what it returns.
 """

@@ -1,6 +1,6 @@
 """Digits in two processes of this machine, their gradients compressed: PowerSGD: thin matrices in place of gradients.
 
-    python -m tfdist.train --config=configs/digits_powersgd.py --workdir=DIR
+    tfdist train --config=configs/digits_powersgd.py --workdir=DIR
 
 The same as the preset: `--config=digits_powersgd`. Copy it, and change what it returns.
 """

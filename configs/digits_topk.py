@@ -1,6 +1,6 @@
 """Digits in two processes of this machine, their gradients compressed: top-k: the largest tenth of each gradient, with SGD and momentum.
 
-    python -m tfdist.train --config=configs/digits_topk.py --workdir=DIR
+    tfdist train --config=configs/digits_topk.py --workdir=DIR
 
 The same as the preset: `--config=digits_topk`. Copy it, and change what it returns.
 """

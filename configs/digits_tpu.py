@@ -1,6 +1,6 @@
 """Digits under TPUStrategy, on the cores of a TPU.
 
-    python -m tfdist.train --config=configs/digits_tpu.py --workdir=DIR
+    tfdist train --config=configs/digits_tpu.py --workdir=DIR
 
 The same as the preset: `--config=digits_tpu`. Copy it, and change what it returns.
 """

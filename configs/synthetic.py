@@ -1,6 +1,6 @@
 """An MLP of 10.5 M parameters on random numbers, for benchmarks and byte counts.
 
-    python -m tfdist.train --config=configs/synthetic.py --workdir=DIR
+    tfdist train --config=configs/synthetic.py --workdir=DIR
 
 The same as the preset: `--config=synthetic`. Copy it, and change what it returns.
 """

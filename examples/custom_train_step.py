@@ -1,8 +1,8 @@
 """A variational autoencoder of handwritten digits: a `keras.Model` with its own `train_step` and GradientTape.
 
-    python examples/custom_train_step.py                                          # one process
-    python -m tfdist.launch --workers=2 -- python examples/custom_train_step.py   # two processes
-    python -m tfdist.launch --workers=2 --ps=1 -- python examples/custom_train_step.py --strategy=parameter_server
+    python examples/custom_train_step.py                                # one process
+    tfdist launch --workers=2 -- python examples/custom_train_step.py   # two processes
+    tfdist launch --workers=2 --ps=1 -- python examples/custom_train_step.py --strategy=parameter_server
 
 It codes each image of 64 pixels by 8 numbers. Takes about 20 s on 2 cores; expect a loss below 25 nats per image held
 out. To know the mean of each pixel, and no more, has 27.2.

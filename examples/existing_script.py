@@ -1,7 +1,7 @@
 """A plain Keras script, and the two lines (marked) that make it train on several devices or machines.
 
-    python examples/existing_script.py                                          # one process
-    python -m tfdist.launch --workers=2 -- python examples/existing_script.py   # two processes
+    python examples/existing_script.py                                # one process
+    tfdist launch --workers=2 -- python examples/existing_script.py   # two processes
 
 It learns whether a point lies inside a circle. Takes about 10 s; expect an accuracy above 0.9.
 """

@@ -1,8 +1,8 @@
 """A GAN in a training loop of one's own: two networks, two optimizers, GradientTape, and a critic's gradient penalty.
 
-    python examples/gan_custom_loop.py                                          # one process
-    python -m tfdist.launch --workers=2 -- python examples/gan_custom_loop.py   # two processes
-    python -m tfdist.launch --workers=1 --ps=1 -- python examples/gan_custom_loop.py --strategy=parameter_server
+    python examples/gan_custom_loop.py                                # one process
+    tfdist launch --workers=2 -- python examples/gan_custom_loop.py   # two processes
+    tfdist launch --workers=1 --ps=1 -- python examples/gan_custom_loop.py --strategy=parameter_server
 
 It learns points on a circle, which lie around eight places. Takes about 30 s on 2 cores; expect an error below 0.2: the mean
 distance of made points from the nearest place, where 0.05 is that of real points and 1 that of the untrained network's.

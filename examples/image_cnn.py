@@ -1,8 +1,8 @@
 """Image classification: a ResNet-18 on JPEG images in folders, one folder for each class.
 
-    python examples/image_cnn.py                                          # one process
-    python -m tfdist.launch --workers=2 -- python examples/image_cnn.py   # two processes
-    python -m tfdist.launch --workers=2 --ps=1 -- python examples/image_cnn.py --strategy=parameter_server
+    python examples/image_cnn.py                                # one process
+    tfdist launch --workers=2 -- python examples/image_cnn.py   # two processes
+    tfdist launch --workers=2 --ps=1 -- python examples/image_cnn.py --strategy=parameter_server
 
 Where the folder `shapes` is missing, the script writes 2400 images to it: a circle, cross, square or triangle of any
 size and colour, somewhere on a noisy background. Takes about 2 minutes on 2 cores; expect a validation accuracy above 0.9.

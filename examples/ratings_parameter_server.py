@@ -1,8 +1,8 @@
 """Recommendation: embeddings of users and items learn ratings, with the variables on parameter servers.
 
-    python -m tfdist.launch --workers=2 --ps=1 -- python examples/ratings_parameter_server.py
-    python examples/ratings_parameter_server.py --strategy=one_device                                 # one process
-    python -m tfdist.launch --workers=2 -- python examples/ratings_parameter_server.py --strategy=multi_worker_mirrored
+    tfdist launch --workers=2 --ps=1 -- python examples/ratings_parameter_server.py
+    python examples/ratings_parameter_server.py --strategy=one_device                       # one process
+    tfdist launch --workers=2 -- python examples/ratings_parameter_server.py --strategy=multi_worker_mirrored
 
 A rating is 3, plus the product of the user's and the item's tastes, plus noise of deviation 0.5: no model has a smaller error,
 and to say 3 always has 1.5. Takes about 40 s on 2 cores; expect a root mean squared error below 0.6 on ratings held out.

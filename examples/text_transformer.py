@@ -1,8 +1,8 @@
 """A small transformer that predicts the next byte of English prose, beside a 3-gram model of the same text.
 
-    python examples/text_transformer.py                                          # one process
-    python -m tfdist.launch --workers=2 -- python examples/text_transformer.py   # two processes
-    python -m tfdist.launch --workers=2 --ps=1 -- python examples/text_transformer.py --strategy=parameter_server
+    python examples/text_transformer.py                                # one process
+    tfdist launch --workers=2 -- python examples/text_transformer.py   # two processes
+    tfdist launch --workers=2 --ps=1 -- python examples/text_transformer.py --strategy=parameter_server
 
 The text is the docstrings of Python's standard library, every tenth of which is held out. Takes about 2 minutes on 2 cores;
 expect a perplexity of the transformer below 6 on those held out. The 3-gram model's is about 7.3.

@@ -1,8 +1,8 @@
 """Transfer learning: a network learns the digits 0 to 4 and then, from 10 images of each, the digits 5 to 9.
 
-    python examples/transfer_learning.py                                          # one process
-    python -m tfdist.launch --workers=2 -- python examples/transfer_learning.py   # two processes
-    python -m tfdist.launch --workers=2 --ps=1 -- python examples/transfer_learning.py --strategy=parameter_server
+    python examples/transfer_learning.py                                # one process
+    tfdist launch --workers=2 -- python examples/transfer_learning.py   # two processes
+    tfdist launch --workers=2 --ps=1 -- python examples/transfer_learning.py --strategy=parameter_server
 
 Between both it is saved and loaded, as if others had trained it. First a new head learns on the frozen network, then all of
 it at a smaller rate. Takes about 20 s on 2 cores; expect an accuracy above 0.9 on the new digits.

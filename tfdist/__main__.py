@@ -47,7 +47,7 @@ def _main(argv: Sequence[str], imported: Callable[[], None] = lambda: None) -> i
     name = word.replace("_", "-")
     if word in ("--help", "-h"):
         print(_help())
-    elif word == "--version":
+    elif word == "--version" or (name in COMMANDS and list(rest) == ["--version"]):
         print(f"tfdist {__version__}")
     elif name in COMMANDS:
         module = importlib.import_module(COMMANDS[name][0])
@@ -72,7 +72,7 @@ def _help() -> str:
             *lines,
             "",
             "tfdist COMMAND --help explains the flags of a command. Dashes and underscores in their names are equivalent.",
-            "python -m tfdist.train is the same as tfdist train, and likewise for launch, cluster and backup.",
+            "python -m tfdist is the same as tfdist; python -m tfdist.train as tfdist train, and so for launch, cluster, backup, doctor.",
         ]
     )
 

@@ -1,6 +1,6 @@
 """How `my_task` is trained, in the folder that holds `my_task`:
 
-python -m tfdist.train --config=my_task/config.py --workdir=runs/my_task
+tfdist train --config=my_task/config.py --workdir=runs/my_task
 """
 
 from tfdist.config import OptimizerConfig, StrategyConfig, TrainConfig

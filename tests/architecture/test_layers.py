@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tfdist import __main__
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 # From the bottom to the top: a package imports only packages of lower rows. `tfdist` is its face, `__main__` a command.
@@ -41,6 +43,20 @@ WITHOUT_TENSORFLOW = {
     "tfdist",
 }
 TENSORFLOW = {"tensorflow", "keras", "tf_keras", "tensorboard"}
+
+TFDIST = ["-m", "tfdist"]
+# Each command with what it needs before its flags, none of which starts anything.
+WORDS = [
+    ["train", "--config=digits"],
+    ["launch"],
+    ["cluster", "show"],
+    ["cluster", "check"],
+    ["cluster", "emit", "--target=slurm", "--config=digits", "--workdir=unused"],
+    ["backup", "show", "docs"],
+    ["backup", "export", "docs", "unused.keras"],
+    ["doctor"],
+    ["new-task", "unused"],
+]
 
 
 def modules() -> dict[str, pathlib.Path]:
@@ -172,6 +188,7 @@ def test_loading_tensorflow_would_be_noticed(run, code):
         (["-c", "import tfdist.train, tfdist.tasks.digits, tfdist.tasks.synthetic"], 0),
         (["-m", "tfdist.train", "--help"], 0),
         (["-m", "tfdist.train"], 2),
+        (["-m", "tfdist", "train", "--config=digits_topk", "--config.compression.name=topq", "--workdir=unused"], 2),
         (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=0", "--workdir=unused"], 2),
         (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epoch=1", "--workdir=unused"], 2),
         (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=x", "--workdir=unused"], 2),
@@ -184,22 +201,18 @@ def test_loading_tensorflow_would_be_noticed(run, code):
         (["-m", "tfdist.train", "--config=README.md", "--workdir=unused"], 2),
         (["-m", "tfdist.cluster", "show"], 0),
         (["-m", "tfdist.cluster", "check"], 0),
-        (["-m", "tfdist.doctor", "--help"], 0),
         (["-m", "tfdist.doctor", "devices"], 2),
-        (["-m", "tfdist", "--help"], 0),
-        (["-m", "tfdist", "--version"], 0),
+        *(([*TFDIST, *words, "--help"], 0) for words in ([], *WORDS)),
+        *(([*TFDIST, *words, "--version"], 0) for words in ([], *([words[0]] for words in WORDS[:3]))),
+        *(([*TFDIST, *words, "--hlep"], 2) for words in ([], *WORDS)),
         (["-m", "tfdist"], 2),
         (["-m", "tfdist", "trian"], 2),
-        (["-m", "tfdist", "--hlep"], 2),
-        (["-m", "tfdist", "train", "--help"], 0),
         (["-m", "tfdist", "train", "--config=digits", "--wrokdir=unused"], 2),
         (["-m", "tfdist", "cluster", "show", "--fromat=json"], 2),
-        (["-m", "tfdist", "backup", "--help"], 0),
         (["-m", "tfdist", "backup", "show", "no_such_folder"], 2),
         (["-m", "tfdist", "backup", "show", "docs"], 1),
         (["-m", "tfdist", "backup", "export", "docs", "unused.keras"], 2),
         (["-m", "tfdist.backup", "exprot"], 2),
-        (["-m", "tfdist.launch", "--help"], 0),
         (["-m", "tfdist.launch"], 2),
     ],
 )
@@ -208,6 +221,10 @@ def test_what_needs_no_tensorflow_loads_none(run, arguments, exit_code):
     assert done.returncode == exit_code, done.stderr
     assert "Traceback" not in done.stderr
     assert not exit_code or len(done.stderr.splitlines()) == 1
+
+
+def test_every_command_is_asked_for_its_help_and_a_wrong_flag():
+    assert {words[0] for words in WORDS} == __main__.COMMANDS.keys()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from absl import flags
 from tfdist import __main__ as command
 from tfdist.config import command_line
 from tfdist.errors import ConfigError
+from tfdist.version import __version__
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -67,6 +68,15 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
         ),
         (["--verison"], "unknown flag '--verison'; did you mean '--version'? Known: --help, --version.\n"),
         ([], "Usage: tfdist COMMAND [FLAGS]; tfdist --help lists the commands.\n"),
+        (["doctor", "--no-device"], "unknown flag '--no-device'; did you mean '--no_devices'? "),
+        (["backup", "shwo", "docs"], "unknown command 'shwo'; did you mean 'show'? "),
+        (["backup", "export", "docs", "x", "--stpe=1"], "unknown flag '--stpe'; did you mean '--step'? "),
+        (["cluster", "show", "--fromat=json"], "unknown flag '--fromat'; did you mean '--format'? "),
+        (
+            ["cluster", "emit", "--config=digits", "--targte=slurm"],
+            "unknown flag --targte; did you mean '--target'? Known: --config, --config.field, --workdir, --help, --target, --name, ",
+        ),
+        (["cluster", "emit", "--config=digits", "--memroy=1G"], "unknown flag --memroy; did you mean '--memory'? "),
         (["cluster", "chek"], "unknown command 'chek'; did you mean 'check'? Known: check, emit, show.\n"),
         (
             ["launch", "--max-restart=1", "--", "true"],
@@ -74,6 +84,19 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
             "--netns, --ps, --workers.\n",
         ),
         (["train", "--config=digit"], "tfdist: --config=digit: no such file, and no preset; did you mean 'digits'? "),
+        (
+            ["train", "--config=digits", "--config.epoch=3"],
+            "tfdist: --config.epoch: unknown config field 'epoch'; did you mean 'epochs'? ",
+        ),
+        (["train", "--config=digits", "--config.task=digts"], "tfdist: Unknown task 'digts'; did you mean 'digits'? "),
+        (
+            ["train", "--config=digits", "--config.strategy.name=miror"],
+            "tfdist: unknown strategy 'miror'; did you mean 'mirrored'? ",
+        ),
+        (
+            ["train", "--config=digits", "--config.compression.name=powersdg"],
+            "tfdist: Unknown compression 'powersdg'; did you mean 'powersgd'? ",
+        ),
         (["train", "--wrokdir=x"], "tfdist: --config is missing: "),
         (["train", "--wrokdir=x"], "tfdist: unknown flag --wrokdir; did you mean '--workdir'? "),
     ],
@@ -92,6 +115,12 @@ def test_help_names_every_command_and_each_names_both_ways_to_start_it(capsys):
         assert command.main(["tfdist", name, "--help"]) == 0
         assert f"tfdist {name} " in (of_command := capsys.readouterr().out)
         assert f"python -m {module.removesuffix('.__main__')}" in of_command
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_each_command_tells_the_version(capsys, name):
+    assert command.main(["tfdist", name, "--version"]) == 0
+    assert capsys.readouterr() == (f"tfdist {__version__}\n", "")
 
 
 @pytest.mark.parametrize("name", ["", *command.COMMANDS])

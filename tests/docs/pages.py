@@ -16,6 +16,10 @@ SHOWN_ONLY = "<!-- shown only -->"
 _FENCE = re.compile(
     rf"^(?P<mark>{re.escape(SHOWN_ONLY)}\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
+# A command in a code span of the prose, not only its name.
+_WHOLE = re.compile(
+    r"(?:^| )(python -m tools\.\w+ .+|tfdist (?:train|launch|doctor) .+|tfdist cluster (?:show|check)(?: .+)?)$"
+)
 
 
 class Block(NamedTuple):
@@ -60,16 +64,16 @@ def anchors(text: str) -> set[str]:
 
 
 def commands() -> Iterator[Command]:
-    """Yields each line of the bash blocks, unless they are shown only, and each `python -m ...` with arguments of the prose."""
+    """Yields each line of the bash blocks, unless they are shown only, and each whole command of the prose."""
     for block in blocks("bash"):
         if not block.shown_only:
             for line in block.text.replace("\\\n", " ").splitlines():
                 if text := re.sub(r"(^|\s+)#.*", "", line).strip():
                     yield Command(block.page, re.sub(r"\s+", " ", text))
     for page in PAGES:
-        for found in re.findall(r"`(?!Usage)[^`]*?(python -m (?:tfdist|tools)\.\w+ [^`]+)`", prose(page)):
-            if "..." not in found:  # part of a command
-                yield Command(page, found.replace("\n", " "))
+        for span in re.findall(r"`([^`]+)`", prose(page)):
+            if (found := _WHOLE.search(span.replace("\n", " "))) and not span.startswith("Usage"):
+                yield Command(page, found[1])
 
 
 def readers_files() -> dict[str, str]:

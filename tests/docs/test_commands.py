@@ -28,21 +28,21 @@ ELSEWHERE = {
     "sbatch slurm/my_task.sh": END_TO_END + "test_starters.py::test_slurm_trains_what_its_job_says",
     "make demo": END_TO_END + "test_train.py::test_main_job_reaches_its_accuracy_and_says_so",
     "make test": "tests/docs/test_commands.py::test_what_make_is_told_is_a_target",
-    "srun -n 4 python -m tfdist.train": END_TO_END + "test_schedulers.py::test_srun_trains",
-    "mpirun -np 4 python -m tfdist.train": END_TO_END + "test_schedulers.py::test_mpirun_trains",
+    "srun -n 4 tfdist train": END_TO_END + "test_schedulers.py::test_srun_trains",
+    "mpirun -np 4 tfdist train": END_TO_END + "test_schedulers.py::test_mpirun_trains",
     "sbatch job.sh": END_TO_END + "test_schedulers.py::test_the_script_runs_as_it_is_and_goes_on_after_sigterm",
 }
 HOSTS = [
-    command for command in COMMANDS if re.match(r"python -m tfdist\.train .*--hosts=", command)
+    command for command in COMMANDS if re.match(r"tfdist train .*--hosts=", command)
 ]  # several processes: a test of their own, below
 BEGIN = tuple(f"{begin} " for begin in ELSEWHERE)
 OF_EXAMPLES = [command for command in COMMANDS if " examples/" in command]  # test_examples.py runs those of headers
 RUN = [command for command in COMMANDS if command not in HOSTS + OF_EXAMPLES and not f"{command} ".startswith(BEGIN)]
 QUICK = {
     "python script.py",
-    "python -m tfdist.launch --workers=2 -- python script.py",
-    "python -m tfdist.train --config=configs/digits.py --workdir=DIR",
-    *(command for command in RUN if re.search(r"tfdist[. ]cluster|--help", command)),
+    "tfdist launch --workers=2 -- python script.py",
+    "tfdist train --config=digits --workdir=DIR",
+    *(command for command in RUN if re.search("tfdist cluster|--help", command)),
 }
 TWO_STEPS = " --config.epochs=1 --config.steps_per_epoch=2"
 
@@ -60,8 +60,8 @@ def test_commands_run(command, folder):
     if "--ps=" in command:  # laptop.md and parameter-servers.md say to write this in the script
         script = folder / "script.py"
         script.write_text(script.read_text().replace('"multi_worker_mirrored"', '"parameter_server"'))
-    trains = re.search(r"tfdist[. ]train", command) and "--help" not in command and "emit" not in command
-    process = start(command + TWO_STEPS * bool(trains), folder)
+    trains = "tfdist train" in command and "--help" not in command and "emit" not in command
+    process = start(command + TWO_STEPS * trains, folder)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     if trains:
@@ -117,15 +117,13 @@ def test_what_make_is_told_is_a_target():
 
 
 def test_the_demo_is_the_job_that_its_test_runs():
-    (target,) = re.findall(
-        r"^demo:.*\n\t\$\(BIN\)/python (.*) --workdir", (ROOT / "Makefile").read_text(), re.MULTILINE
-    )
-    assert target == "-m tfdist.train --config=configs/digits_multi_worker.py"
-    assert '"--config=configs/digits_multi_worker.py"' in (ROOT / END_TO_END / "test_train.py").read_text()
+    (target,) = re.findall(r"^demo:.*\n\t\$\(BIN\)/(.*) --workdir", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert target == "tfdist train --config=digits_multi_worker"
+    assert '"--config=digits_multi_worker"' in (ROOT / END_TO_END / "test_train.py").read_text()
 
 
 def test_commands_are_run_or_say_where():
     """What is new in a page fails here, unless it is tfdist's or the reader's script, which test_commands_run runs."""
-    other = [command for command in RUN if not command.startswith(("python -m tfdist.", "tfdist ", "python script.py"))]
+    other = [command for command in RUN if not command.startswith(("tfdist ", "python script.py"))]
     assert not other, "mark its block as shown only, or name the test that runs it in ELSEWHERE"
     assert set(RUN) >= QUICK, "a page no longer has these"

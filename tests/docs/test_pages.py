@@ -10,21 +10,18 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from tests.architecture.test_public_api import PUBLIC
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links, prose
 from tfdist import CompressionConfig, TrainConfig
-from tfdist.cluster import __main__ as cluster_command
+from tfdist import __main__ as tfdist_command
 from tfdist.config import COMPRESSORS, OptimizerConfig, flags
 from tfdist.config.optimizer import OPTIMIZERS
-from tfdist.doctor import __main__ as doctor_command
-from tfdist.launch import __main__ as launch_command
 
 COMMANDS = sorted(
-    {found[0].strip() for each in commands() if (found := re.search(r"python -m tfdist\b[^>&|]*", each.text))}
+    {found[1].strip() for each in commands() if (found := re.search(r"(?:^| )tfdist (\w[^>&|]*)", each.text))}
 )
 TASKS = ("digits", "synthetic")
 
@@ -86,38 +83,47 @@ def test_commands_parse(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "circle", raising=False)
-    _, _, module, *arguments = shlex.split(command)
-    parse(module, arguments)
+    name, *arguments = shlex.split(command)
+    parse(name, arguments)
 
 
-def parse(module: str, arguments: list[str]) -> None:
+def parse(name: str, arguments: list[str]) -> None:
     """Has the command's own parser read the arguments; nothing is started."""
-    if module == "tfdist.train":
-        flags.parse([module, *arguments], "")
-    elif module == "tfdist.launch":
+    if name == "train":
+        flags.parse([name, *arguments], "")
+    elif name == "launch":
         split = arguments.index("--")
-        assert quietly(launch_command.main, [module, *arguments[:split], "--help"]) == 0 and arguments[split + 1 :]
-    elif module == "tfdist.cluster" and arguments[0] == "emit":
-        assert quietly(cluster_command.main, [module, *arguments]) == 0
-    elif module == "tfdist.cluster":
+        assert quietly([name, *arguments[:split], "--help"]) == 0 and arguments[split + 1 :]
+    elif name == "cluster" and arguments[0] == "emit":
+        assert quietly([name, *arguments]) == 0
+    elif name == "cluster":
         assert [word for word in arguments if not word.startswith("-")] in (["show"], ["check"])
-        assert quietly(cluster_command.main, [module, *arguments, "--help"]) == 0
-    elif module == "tfdist.doctor":
-        assert quietly(doctor_command.main, [module, *arguments, "--help"]) == 0
+        assert quietly([name, *arguments, "--help"]) == 0
+    elif name in ("doctor", "new-task"):
+        assert quietly([name, *arguments, "--help"]) == 0
     else:
-        raise AssertionError(f"mark the block as shown only, or parse {module} here")
+        raise AssertionError(f"mark the block as shown only, or parse {name} here")
 
 
-def quietly(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Returns a command's exit code; what it prints is not shown."""
+def quietly(words: list[str]) -> int:
+    """Returns the exit code of `tfdist` with these words; what it prints is not shown."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return main(argv)
+        return tfdist_command.main(["tfdist", *words])
 
 
 def test_the_search_for_commands_finds_them():
-    found = {command.split()[2] for command in COMMANDS}
-    assert found == {"tfdist.train", "tfdist.launch", "tfdist.cluster", "tfdist.doctor"}
+    found = {command.split()[0] for command in COMMANDS}
+    assert found == tfdist_command.COMMANDS.keys() - {"backup"}, "those of backups need one"
     assert len(COMMANDS) > 20
+
+
+def test_pages_say_tfdist_and_not_its_modules():
+    """But cli.md, in one sentence; a test of one's own and a notebook start the module of their own Python."""
+    spoken = re.compile(r"python -m tfdist\b")
+    assert [page for page, text in PAGES.items() if spoken.search(text)] == ["docs/cli.md"]
+    scripts = [*(ROOT / "examples").rglob("*.py"), *(ROOT / "configs").glob("*.py"), *(ROOT / "tfdist").rglob("*.txt")]
+    assert not [script for script in scripts if spoken.search(script.read_text())]
+    assert not [page for page, text in PAGES.items() if "--config=configs/" in text], "a preset works in any folder"
 
 
 @pytest.mark.parametrize(("package", "name"), [(p, n) for p, names in PUBLIC.items() for n in names if not n.isupper()])

@@ -52,11 +52,11 @@ FEW = {
     "gan_custom_loop": ["--steps=40", "--epochs=5"],
 }
 HEADERS = {name: ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text())) for name in FEW}
-COMMANDS = {name: re.findall(r"^    (python .+?)(?:\s+#.*)?$", text, re.MULTILINE) for name, text in HEADERS.items()}
+COMMANDS = {
+    name: re.findall(r"^    ((?:python|tfdist) .+?)(?:\s+#.*)?$", text, re.MULTILINE) for name, text in HEADERS.items()
+}
 EVERY = [command for commands in COMMANDS.values() for command in commands]
-COMMAND = re.compile(
-    r"(?:python (?P<launcher>-m tfdist\.launch .*) -- )?python examples/(?P<name>\w+)\.py ?(?P<flags>.*)"
-)
+COMMAND = re.compile(r"(?:tfdist (?P<launcher>launch .*) -- )?python examples/(?P<name>\w+)\.py ?(?P<flags>.*)")
 
 
 def label(command):
@@ -69,7 +69,7 @@ def run_command(command, folder, few=()):
     launcher, name, flags = COMMAND.fullmatch(command).groups()
     words = fork_server.command(f"examples.{name}", *flags.split(), *few)
     if launcher:
-        words = [sys.executable, *launcher.split(), "--", *words]
+        words = [str(pathlib.Path(sys.executable).with_name("tfdist")), *launcher.split(), "--", *words]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(folder.glob("*.keras"))

@@ -1,4 +1,4 @@
-"""`python -m tfdist.train` with recipes: commands train what plain arithmetic trains, and end with one sentence."""
+"""`tfdist train` with recipes: commands train what plain arithmetic trains, and end with one sentence."""
 
 import json
 

@@ -71,7 +71,7 @@ def scheduler():
 
 
 def train(workdir, *options):
-    return ["python", "-m", "tfdist.train", "--config=configs/digits.py", f"--workdir={workdir}", *options]
+    return ["tfdist", "train", "--config=digits", f"--workdir={workdir}", *options]
 
 
 def check_summary(workdir, strategy, cluster, accuracy=0.95):
@@ -131,7 +131,7 @@ def two_nodes():
 )
 def test_tasks_on_two_nodes_know_where_all_are(two_nodes, options, second, expected):
     on, more = two_nodes
-    say = ["sh", "-c", 'echo "$(hostname) $(python -m tfdist.cluster show --format=json)"']
+    say = ["sh", "-c", 'echo "$(hostname) $(tfdist cluster show --format=json)"']
     own = ["--overcommit", *([] if second else ["-N2"])]
     code, output = run([*on, "srun", *own, *options, *say, *([":", *own, *second, *say] if second else [])], more)
     assert code == 0, output
@@ -173,7 +173,7 @@ def test_mpirun_trains_on_two_hosts(tmp_path):
         where = ["--host", ",".join(f"{name}:1" for name in two_hosts.NAMES), "--mca", "plm_rsh_agent", str(agent)]
         passed = ["-x", f"TFDIST_RENDEZVOUS={tmp_path / 'rendezvous'}", "-x", "PYTHONPATH", "-x", "PATH"]
         command = [*on[0], *mpirun(2, *where, *passed)]
-        code, told = run([*command, "python", "-m", "tfdist.cluster", "show", "--format=json"], {})
+        code, told = run([*command, "tfdist", "cluster", "show", "--format=json"], {})
         assert code == 0, told
         for each in map(json.loads, told.splitlines()):
             assert [address.partition(":")[0] for address in each["cluster"]["worker"]] == list(two_hosts.NAMES)
@@ -197,7 +197,7 @@ sys.exit(train.main(sys.argv))
 def test_a_task_that_is_told_to_go_has_all_save_before_mpirun_ends_them(tmp_path):
     """It does so as the first of them has ended, however slowly the chief saves."""
     workdir, log = tmp_path / "run", tmp_path / "log"
-    options = train(workdir, "--config.epochs=200", "--config.backup.save_freq=1000", *MULTI_WORKER)[3:]
+    options = train(workdir, "--config.epochs=200", "--config.backup.save_freq=1000", *MULTI_WORKER)[2:]
     with log.open("wb") as output:
         command = [*mpirun(2), "python", "-c", SLOWLY, *options]
         job = subprocess.Popen(command, env=environ({}), cwd=ROOT, stdout=output, stderr=output)
@@ -218,7 +218,7 @@ def test_a_task_that_is_told_to_go_has_all_save_before_mpirun_ends_them(tmp_path
 
 
 def emit(more, *arguments):
-    code, output = run([sys.executable, "-m", "tfdist.cluster", "emit", "--target=slurm", *arguments], more)
+    code, output = run(["tfdist", "cluster", "emit", "--target=slurm", *arguments], more)
     assert code == 0, output
     return output
 

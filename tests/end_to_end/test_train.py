@@ -1,4 +1,4 @@
-"""`python -m tfdist.train`: the main job, each strategy's configuration, and tasks that fail."""
+"""`tfdist train`: the main job, each strategy's configuration, and tasks that fail."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def start(*arguments, **environ):
     if "TF_CONFIG" not in environ or not environ["TF_CONFIG"]:
         environ.pop("TF_CONFIG", None)
     return subprocess.Popen(
-        [sys.executable, "-m", "tfdist.train", *arguments],
+        [str(pathlib.Path(sys.executable).with_name("tfdist")), "train", *arguments],
         cwd=ROOT,
         env=environ,
         text=True,
@@ -61,7 +61,7 @@ def left_over(marker):
 def main_job(tmp_path_factory):
     """The demo's job: output, work directory."""
     workdir = tmp_path_factory.mktemp("main")
-    process = start("--config=configs/digits_multi_worker.py", f"--workdir={workdir}")
+    process = start("--config=digits_multi_worker", f"--workdir={workdir}")
     output = finish(process)
     assert process.returncode == 0, output
     return output, workdir

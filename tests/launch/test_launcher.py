@@ -294,7 +294,10 @@ def test_a_command_that_does_not_exist_is_a_fault(job):
         (["--workers=two", "--", "true"], "flag --workers=two: expected a whole number. Received: 'two'"),
         (["--wrokers=2", "--", "true"], "unknown flag '--wrokers'; did you mean '--workers'? Known: "),
         (["x", "--", "true"], "Usage: "),
-        (["--workers", "2", "python", "script.py", "--epochs=1"], "--workers. Write the command behind --: python -m"),
+        (
+            ["--workers", "2", "python", "script.py", "--epochs=1"],
+            "--workers. Write the command behind --: tfdist launch",
+        ),
     ],
 )
 def test_a_faulty_command_line_is_told_in_sentences(flags, told, tmp_path):

@@ -87,13 +87,6 @@ def run(folder, wheel, plugins_wheel):
     return run
 
 
-@pytest.fixture(scope="module")
-def train(run):
-    """Returns the words of the command that trains: those of the script, once it knows `train`."""
-    knows = "tfdist train" in run("tfdist", "--help").stdout
-    return ("tfdist", "train") if knows else ("python", "-m", "tfdist.train")
-
-
 def summary(workdir: pathlib.Path) -> dict:
     return json.loads((workdir / "summary.json").read_text())
 
@@ -113,26 +106,26 @@ def test_the_version_stands_in_one_file(run):
     assert not [name for name in ("pyproject.toml", "CITATION.cff") if __version__ in (ROOT / name).read_text()]
 
 
-def test_a_wheel_trains_in_another_folder_as_a_user_without_a_home(run, train, folder):
-    done = run(*train, "--config=digits_multi_worker", *TWO_STEPS, f"--workdir={folder}/empty/run")
+def test_a_wheel_trains_in_another_folder_as_a_user_without_a_home(run, folder):
+    done = run("tfdist", "train", "--config=digits_multi_worker", *TWO_STEPS, f"--workdir={folder}/empty/run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert summary(folder / "empty/run")["cluster"] == {"worker": 2}
     if os.geteuid() == 0:
         assert (folder / "empty/run/model.keras").stat().st_uid == NOBODY
 
 
-def test_an_installed_task_and_compressor_train(run, train, folder):
+def test_an_installed_task_and_compressor_train(run, folder):
     names = ("--config.task=little", "--config.task_options.units=3", "--config.compression.name=little")
     options = ("--config.compression.options.factor=2", f"--workdir={folder}/empty/plugins")
-    done = run(*train, "--config=digits_mirrored", *TWO_STEPS, *names, *options)
+    done = run("tfdist", "train", "--config=digits_mirrored", *TWO_STEPS, *names, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     written = summary(folder / "empty/plugins")
     assert written["task"] == "little" and written["compression"]["name"] == "little"
     assert json.loads((folder / "empty/plugins/config.json").read_text())["task_options"] == {"units": 3}
 
 
-def test_faults_of_installed_names_are_found_before_tensorflow_is_loaded(run, train):
-    done = run(*train, "--config=digits", "--config.task=litle", "--config.compression.name=torn")
+def test_faults_of_installed_names_are_found_before_tensorflow_is_loaded(run):
+    done = run("tfdist", "train", "--config=digits", "--config.task=litle", "--config.compression.name=torn")
     assert done.returncode == 2, done.stdout + done.stderr
     said = done.stdout + done.stderr
     assert "Unknown task 'litle'; did you mean 'little'?" in said
@@ -141,10 +134,10 @@ def test_faults_of_installed_names_are_found_before_tensorflow_is_loaded(run, tr
 
 def test_an_installed_resolver_tells_of_the_cluster(run):
     variables = {"LITTLE_HOSTS": "127.0.0.1:5001,127.0.0.1:5002", "LITTLE_RANK": "1"}
-    done = run("python", "-m", "tfdist.cluster", "show", "--format=json", **variables)
+    done = run("tfdist", "cluster", "show", "--format=json", **variables)
     shown = json.loads(done.stdout)
     assert shown["source"] == "little" and shown["task"] == {"type": "worker", "index": 1}
-    none = run("python", "-m", "tfdist.cluster", "show")
+    none = run("tfdist", "cluster", "show")
     assert "TFDIST_PODS, LITTLE_HOSTS.)" in none.stdout
 
 

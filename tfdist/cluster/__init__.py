@@ -1,4 +1,4 @@
-"""Who takes part in a training: `ClusterSpec`, `TaskSpec`, TF_CONFIG; `python -m tfdist.cluster`. No TensorFlow here."""
+"""Who takes part in a training: `ClusterSpec`, `TaskSpec`, TF_CONFIG; `tfdist cluster`. No TensorFlow here."""
 
 from tfdist.cluster.local import free_ports, local_cluster
 from tfdist.cluster.spec import ClusterSpec, TaskSpec, from_tf_config

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(unknown_name_message("command", command, COMMANDS))
         if not command or rest:
             raise ConfigError(
-                f"Usage: python -m tfdist.cluster show|check|emit, with the flags that --help lists. "
+                f"Usage: tfdist cluster show|check|emit, with the flags that --help lists. "
                 f"Received: {' '.join(argv[1:]) or 'nothing'}"
             )
         found = discovery.resolve(
@@ -113,17 +113,18 @@ def _flags() -> flags.FlagValues:
 
 
 def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Prints the job that trains what the flags of `tfdist.train` say."""
+    """Prints the job that trains what the flags of `tfdist train` say."""
     told = [name for name in ("ps", "source", "strategy", "connect", *cluster_lib.FLAGS) if values[name].present]
     if told:
         raise ConfigError(
             f"{', '.join(f'--{name}' for name in told)}: not for emit, which takes from the configuration how many tasks there "
             "are: --config.cluster.workers=4, --config.cluster.ps=1."
         )
-    parsed = flags_lib.parse(["tfdist.train", *arguments], __doc__)
+    of_job = [field.name for field in dataclasses.fields(job_lib.Job)]
+    parsed = flags_lib.parse(["tfdist train", *arguments], __doc__, ["target", *of_job])
     if parsed is None:
         return 0
-    job = job_lib.Job(**{field.name: values[field.name].value for field in dataclasses.fields(job_lib.Job)})
+    job = job_lib.Job(**{name: values[name].value for name in of_job})
     print(TARGETS[values.target](*parsed, arguments, job), end="")
     return 0
 

@@ -1,4 +1,4 @@
-"""The command line of `tfdist.train`: `--config`, `--config.field=value`, `--workdir`. No TensorFlow here.
+"""The command line of `tfdist train`: `--config`, `--config.field=value`, `--workdir`. No TensorFlow here.
 
 `ml_collections.config_flags` sets the fields. It stops at the first mistake, some of them with a traceback, so all
 arguments are looked at first, it gets those that are sound, and every fault is reported at once.
@@ -38,28 +38,32 @@ class Command(NamedTuple):
     faults: list[str]
 
 
-def parse(argv: Sequence[str], description: str | None) -> tuple[TrainConfig, pathlib.Path] | None:
+def parse(
+    argv: Sequence[str], description: str | None, others: Sequence[str] = ()
+) -> tuple[TrainConfig, pathlib.Path] | None:
     """Returns the checked configuration and the work directory; None where `--help` was asked for and given.
 
     Args:
         argv: The program's name and its arguments.
         description: What `--help` begins with.
+        others: Flags that the caller has taken from the arguments: one that is unknown here may be meant for one of them.
 
     Raises:
         ConfigError: With every fault of the command line and the configuration.
     """
-    if not (command := read(argv, description)):
+    if not (command := read(argv, description, others)):
         return None
     validation.check(command.config, known=command.faults)
     return command.config, command.workdir
 
 
-def read(argv: Sequence[str], description: str | None) -> Command | None:
+def read(argv: Sequence[str], description: str | None, others: Sequence[str] = ()) -> Command | None:
     """Returns what a command line says, not yet checked; None where `--help` was asked for and given.
 
     Args:
         argv: The program's name and its arguments.
         description: What `--help` begins with.
+        others: As for `parse`.
 
     Raises:
         ConfigError: There is no configuration to be had.
@@ -92,7 +96,7 @@ def read(argv: Sequence[str], description: str | None) -> Command | None:
     arguments = [_expand_cluster_flag(argument) for argument in arguments]
     path = _config_path(arguments)
     if not path:
-        list(_valid_arguments(TrainConfig(), arguments, faults))
+        list(_valid_arguments(TrainConfig(), arguments, faults, others))
         unknown = [
             fault for fault in faults if fault.startswith("unknown flag")
         ]  # the rest depends on the configuration
@@ -109,7 +113,7 @@ def read(argv: Sequence[str], description: str | None) -> Command | None:
     for group, holder in _groups_with_options(config).items():
         if chosen := _last_value(arguments, f"config.{group}.name"):
             holder.name = chosen  # whose options flags may set
-    valid = [argv[0], f"--config={path}", *_valid_arguments(config, arguments, faults)]
+    valid = [argv[0], f"--config={path}", *_valid_arguments(config, arguments, faults, others)]
     try:
         # The file has been run, once: its value stands for its name.
         config_flags.DEFINE_config_dataclass(
@@ -156,7 +160,9 @@ def _last_value(arguments: Sequence[str], flag: str) -> str | None:
     return found
 
 
-def _valid_arguments(config: TrainConfig, arguments: Sequence[str], faults: list[str]) -> Iterator[str]:
+def _valid_arguments(
+    config: TrainConfig, arguments: Sequence[str], faults: list[str], others: Sequence[str]
+) -> Iterator[str]:
     """Yields the arguments besides `--config` that can be parsed, as `--name=value`; adds a fault for each other one."""
     following = list(arguments)
     while following:
@@ -178,11 +184,11 @@ def _valid_arguments(config: TrainConfig, arguments: Sequence[str], faults: list
                 "config",
                 "workdir",
                 "help",
-                *cluster.FLAGS,
+                *(others or cluster.FLAGS),
                 *(path for path, _ in field_help.fields(config, "config")),
             ]
             fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
-            fault += " Known: --config, --config.field, --workdir, --help."
+            fault += f" Known: {', '.join(['--config', '--config.field', '--workdir', '--help', *map('--{}'.format, others)])}."
             if value is None:
                 _take_value(following)
         if fault:

@@ -1,4 +1,4 @@
-"""`TrainConfig`: everything that `python -m tfdist.train` can be told. No TensorFlow here.
+"""`TrainConfig`: everything that `tfdist train` can be told. No TensorFlow here.
 
 Dataclasses with a default for every field. They are not frozen because `ml_collections.config_flags` assigns to their
 fields (`--config.optimizer.momentum=0.9`); `tfdist.config.validation` judges the whole before use.

@@ -3,7 +3,7 @@
     tfdist doctor [--json] [--no-devices]   # the same: python -m tfdist.doctor; exit code 1 where something would stop a run
 
 `--no-devices` leaves out the devices, for which TensorFlow must be loaded, some seconds. Run it where the training will run:
-`srun -n 4 python -m tfdist.doctor`.
+`srun -n 4 tfdist doctor`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from tfdist.config import command_line
 from tfdist.doctor import cluster, devices, examination, folders, report, resources, settings, versions
 from tfdist.errors import ConfigError
 from tfdist.runtime.log import print_always
@@ -39,11 +40,9 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_bool("json", False, "Print JSON.", flag_values=values)
-    flags.DEFINE_bool("devices", True, "Whether TensorFlow looks for devices.", flag_values=values)
+    flags.DEFINE_bool("no_devices", False, "Whether the devices are left out.", flag_values=values)
     try:
-        # As other commands write it, too.
-        words = values(["--nodevices" if each == "--no-devices" else each for each in argv])[1:]
-        if words:
+        if command_line.read_flags(values, argv)[1:]:
             raise ConfigError(f"Usage: tfdist doctor [--json] [--no-devices]. Received: {' '.join(argv[1:])}")
     except (ConfigError, flags.Error) as e:
         print(e, file=sys.stderr)
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if values.help:
         print(f"{__doc__}\n{values.get_help()}")
         return 0
-    checks = {name: each for name, each in CHECKS.items() if name != "devices" or values.devices}
+    checks = {name: each for name, each in CHECKS.items() if name != "devices" or not values.no_devices}
     try:
         findings = examination.examine(checks, dict(os.environ))
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Starts, watches and restarts the tasks of this machine: `python -m tfdist.launch`. No TensorFlow here."""
+"""Starts, watches and restarts the tasks of this machine: `tfdist launch`. No TensorFlow here."""
 
 from tfdist.launch.launcher import Launcher
 

@@ -27,7 +27,7 @@ from tfdist.runtime.log import logger, print_always
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `python -m tfdist.launch`; returns the exit code: of `Launcher.run`, or 2 for a faulty command line."""
+    """Runs `tfdist launch`; returns the exit code: of `Launcher.run`, or 2 for a faulty command line."""
     from absl import flags
 
     print_always()
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if rest or not command:
             raise ConfigError(
-                "Usage: python -m tfdist.launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--netns=A,B] "
+                "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--netns=A,B] "
                 "-- COMMAND. "
                 f"Received: {' '.join(arguments) or 'nothing'}"
             )
@@ -79,9 +79,7 @@ def main(argv: Sequence[str]) -> int:
         )
         return 2
     except (ConfigError, flags.Error) as e:
-        hint = (
-            "" if "--" in arguments else " Write the command behind --: python -m tfdist.launch --workers=2 -- COMMAND."
-        )
+        hint = "" if "--" in arguments else " Write the command behind --: tfdist launch --workers=2 -- COMMAND."
         print(f"{e}{hint if isinstance(e.__cause__, flags.UnrecognizedFlagError) else ''}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `--help | head`

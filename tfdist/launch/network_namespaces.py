@@ -1,4 +1,4 @@
-"""Tasks in network namespaces of this machine, which stand for hosts: `tfdist.launch --netns`. No TensorFlow here."""
+"""Tasks in network namespaces of this machine, which stand for hosts: `tfdist launch --netns`. No TensorFlow here."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def parameter_server(
     if cluster is None:
         raise ConfigError(
             "parameter_server needs a cluster: start its tasks with a scheduler, with --hosts, with TF_CONFIG in each one's "
-            "environment, or with python -m tfdist.launch --workers=2 --ps=1 -- python script.py"
+            "environment, or with tfdist launch --workers=2 --ps=1 -- python script.py"
         )
     spec, task = cluster
     if faults := list(spec.parameter_server_faults()):

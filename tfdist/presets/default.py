@@ -1,6 +1,6 @@
 """Digits on one device; every other configuration starts from this one.
 
-    python -m tfdist.train --config=default --workdir=DIR
+    tfdist train --config=default --workdir=DIR
 
 Takes about 15 s on 2 cores; expect val_accuracy >= 0.97.
 """

@@ -1,6 +1,6 @@
 """Digits: a small CNN with BatchNorm and Dropout on 1437 real images, on one device.
 
-    python -m tfdist.train --config=digits --workdir=DIR
+    tfdist train --config=digits --workdir=DIR
 
 Takes about 15 s on 2 cores; expect val_accuracy >= 0.97.
 """

@@ -1,6 +1,6 @@
 """Digits under CentralStorageStrategy, on two virtual CPUs of one process.
 
-    python -m tfdist.train --config=digits_central_storage --workdir=DIR
+    tfdist train --config=digits_central_storage --workdir=DIR
 
 Takes about 20 s on 2 cores; expect val_accuracy >= 0.97.
 """

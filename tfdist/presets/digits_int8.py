@@ -1,6 +1,6 @@
 """Digits in two processes of this machine, their gradients compressed: eight bits for each number: a quarter of the bytes.
 
-    python -m tfdist.train --config=digits_int8 --workdir=DIR
+    tfdist train --config=digits_int8 --workdir=DIR
 
 Takes about 30 s on 2 cores; expect val_accuracy >= 0.97. On one machine it shows that it works, not that it is faster.
 """

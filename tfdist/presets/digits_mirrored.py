@@ -1,6 +1,6 @@
 """Digits under MirroredStrategy, on two virtual CPUs of one process.
 
-    python -m tfdist.train --config=digits_mirrored --workdir=DIR
+    tfdist train --config=digits_mirrored --workdir=DIR
 
 Takes about 20 s on 2 cores; expect val_accuracy >= 0.97. On GPUs, set strategy.devices to `""` (all) or `GPU:0,GPU:1`.
 """

@@ -1,6 +1,6 @@
 """Digits under MultiWorkerMirroredStrategy, in two processes of this machine.
 
-    python -m tfdist.train --config=digits_multi_worker --workdir=DIR
+    tfdist train --config=digits_multi_worker --workdir=DIR
 
 Takes about 30 s on 2 cores; expect val_accuracy >= 0.97. On several hosts, start it on each with its TF_CONFIG: then
 those tasks train together, whatever cluster.workers says.

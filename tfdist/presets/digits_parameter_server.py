@@ -1,6 +1,6 @@
 """Digits with parameter servers: a chief, two workers and two servers on this machine.
 
-    python -m tfdist.train --config=digits_parameter_server --workdir=runs/parameter_server
+    tfdist train --config=digits_parameter_server --workdir=runs/parameter_server
 
 Half a minute on two cores; validation accuracy about 0.99 (the order of updates differs from run to run).
 """

@@ -1,6 +1,6 @@
 """Digits in two processes of this machine, their gradients compressed: top-k: the largest tenth of each gradient, with SGD and momentum.
 
-    python -m tfdist.train --config=digits_topk --workdir=DIR
+    tfdist train --config=digits_topk --workdir=DIR
 
 Takes about 30 s on 2 cores; expect val_accuracy >= 0.97. On one machine it shows that it works, not that it is faster.
 """

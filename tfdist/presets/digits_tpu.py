@@ -1,6 +1,6 @@
 """Digits under TPUStrategy, on the cores of a TPU.
 
-    python -m tfdist.train --config=digits_tpu --workdir=DIR
+    tfdist train --config=digits_tpu --workdir=DIR
 
 Never run by tfdist's own tests, which have no TPU. strategy.devices is the TPU's name or address.
 """

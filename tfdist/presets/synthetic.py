@@ -1,6 +1,6 @@
 """An MLP of 10.5 M parameters on random numbers, for benchmarks and byte counts.
 
-    python -m tfdist.train --config=synthetic --workdir=DIR
+    tfdist train --config=synthetic --workdir=DIR
 
 Takes about 30 s on 2 cores; the loss means nothing.
 """

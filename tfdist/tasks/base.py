@@ -1,4 +1,4 @@
-"""`Task`: what a user plugs in to be trained by `python -m tfdist.train`. No TensorFlow at import.
+"""`Task`: what a user plugs in to be trained by `tfdist train`. No TensorFlow at import.
 
 A configuration names its task before TensorFlow is loaded, so a task's module imports TensorFlow and Keras inside the
 methods that need them.

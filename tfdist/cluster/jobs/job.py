@@ -83,9 +83,9 @@ def check(config: TrainConfig, job: Job, fault: str) -> None:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """Returns the shell command that each task of a job runs.
+    """Returns the shell command that each task of a job runs: by the module, as the script `tfdist` may not be on the PATH of its hosts.
 
     Args:
-        arguments: The flags of `tfdist.train`.
+        arguments: The flags of `tfdist train`.
     """
     return shlex.join(["python", "-m", "tfdist.train", *arguments])

@@ -1,4 +1,4 @@
-"""A training as a job of Kubernetes: `python -m tfdist.cluster emit --target=kubernetes`. No TensorFlow here."""
+"""A training as a job of Kubernetes: `tfdist cluster emit --target=kubernetes`. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
     Args:
         config: What is trained.
         workdir: Where results go, and where the volume is mounted.
-        arguments: The flags of `tfdist.train` that say so.
+        arguments: The flags of `tfdist train` that say so.
         job: The rest.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A training as a job of Slurm: `python -m tfdist.cluster emit --target=slurm`. No TensorFlow here."""
+"""A training as a job of Slurm: `tfdist cluster emit --target=slurm`. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def script(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[s
     Args:
         config: What is trained.
         workdir: Where results go, a folder that all nodes share.
-        arguments: The flags of `tfdist.train` that say so.
+        arguments: The flags of `tfdist train` that say so.
         job: The rest.
 
     Raises:

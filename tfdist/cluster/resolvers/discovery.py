@@ -3,11 +3,11 @@
 Who is asked, in this order, and the variable that tells it is there:
 
     (hosts)      before all others, what was given: see `cluster/resolvers/hosts.py`
-    tf_config    TF_CONFIG: `tfdist.launch`, Kubeflow's TFJob, by hand
+    tf_config    TF_CONFIG: `tfdist launch`, Kubeflow's TFJob, by hand
     open_mpi     OMPI_COMM_WORLD_SIZE; before Slurm, in whose jobs mpirun may run
     slurm        SLURM_STEP_ID, which srun sets for the tasks of a step
     sagemaker    SM_HOSTS
-    kubernetes   TFDIST_PODS, which the manifests of `python -m tfdist.cluster emit` set
+    kubernetes   TFDIST_PODS, which the manifests of `tfdist cluster emit` set
 
 A new one is a function of the variables, and a line in `RESOLVERS`. Those of installed distributions (`tfdist/config/plugins.py`) come after
 these, sorted by name.

@@ -1,4 +1,4 @@
-"""TF_CONFIG: `tfdist.launch`, Kubeflow's TFJob, or by hand. No TensorFlow here."""
+"""TF_CONFIG: `tfdist launch`, Kubeflow's TFJob, or by hand. No TensorFlow here."""
 
 from __future__ import annotations
 
