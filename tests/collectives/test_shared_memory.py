@@ -110,7 +110,7 @@ def test_the_child_of_a_killed_rank_hides_nothing(start):
     child = int((ranks.folder / "child").read_text())
     try:
         ranks.processes[1].kill()
-        assert ranks.processes[0].communicate(timeout=60)[0].splitlines()[1] == "ConnectionError: rank 1 has died"
+        assert ranks.processes[0].communicate(timeout=30)[0].splitlines()[1] == "ConnectionError: rank 1 has died"
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -131,6 +131,16 @@ def test_a_stopped_rank_is_waited_for(start):
         ranks.processes[0].wait(1)
     ranks.processes[1].send_signal(signal.SIGCONT)
     assert ranks.outputs() == {0: ["done"], 1: ["done"]}
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_is_named_while_another_one_is_stopped(start):
+    ranks = start(3, "stops")
+    for rank in range(3):
+        assert ranks.line(rank) == "ready"
+    stopped(ranks.processes[1])
+    ranks.processes[2].kill()
+    assert ranks.line(0) == "ConnectionError: rank 2 has died"
 
 
 @pytest.mark.full
