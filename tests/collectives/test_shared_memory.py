@@ -62,6 +62,13 @@ class Ranks:
             assert json.loads(path.read_text())["socket"] not in pathlib.Path("/proc/net/unix").read_text()
 
 
+def until(condition):
+    limit = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
 @pytest.fixture
 def start(tmp_path):
     started = []
@@ -105,8 +112,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others(start):
 @pytest.mark.full
 def test_the_child_of_a_killed_rank_hides_nothing(start):
     ranks = start(2, "forks")
-    while not (ranks.folder / "child").exists():
-        time.sleep(0.05)
+    until((ranks.folder / "child").exists)
     child = int((ranks.folder / "child").read_text())
     try:
         ranks.processes[1].kill()
@@ -117,10 +123,8 @@ def test_the_child_of_a_killed_rank_hides_nothing(start):
 
 def stopped(process):
     """Waits until a process has stopped."""
-    limit = time.monotonic() + 60
-    while pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    state = pathlib.Path(f"/proc/{process.pid}/stat")
+    until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def test_a_stopped_rank_is_waited_for(start):
@@ -230,8 +234,7 @@ def test_nothing_is_left_when_all_are_killed_at_any_moment(start, seed):
     draw = random.Random(seed)
     ranks = start(3, "endless", slot=2**16)
     if seed % 2:  # while they connect, else amid calls
-        while not list(ranks.folder.glob("job-1-*")):
-            time.sleep(0.002)
+        until(lambda: list(ranks.folder.glob("job-1-*")))
         time.sleep(draw.random() / 30)
     else:
         assert ranks.line(draw.randrange(3)) == "ready"
