@@ -1,0 +1,222 @@
+"""One rank that shares memory with others: `python shared_memory_rank.py FOLDER RANK SIZE SCENARIO OPTIONS`. Loads no TensorFlow.
+
+The store is a folder of files. A rank prints `ready` once it is connected, and how its scenario has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import resource
+import signal
+import sys
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+
+from tfdist.collectives import shared_memory
+from tfdist.collectives.shared_memory_rendezvous import NoSharedMemoryError
+
+FOLDER, RANK, SIZE = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+OPTIONS = json.loads(sys.argv[5])
+TYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint16, np.bool_]
+SLOT = 4096
+
+
+def put(key, text):
+    new = FOLDER / f"new-{RANK}"
+    new.write_text(text)
+    new.rename(FOLDER / key.replace("/", "-"))
+
+
+def get(key, timeout_seconds):
+    path, limit = FOLDER / key.replace("/", "-"), time.monotonic() + timeout_seconds
+    while not path.exists():
+        if time.monotonic() > limit:
+            raise RuntimeError(f"no {key}")
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def numbers(seed, shape, dtype, rank):
+    draw = np.random.default_rng([*seed, rank])
+    if np.dtype(dtype).kind in "iub":
+        return draw.integers(0, 2 if dtype == np.bool_ else 100, shape).astype(dtype)
+    found = draw.standard_normal(shape) * 10.0 ** draw.integers(-4, 5, shape)  # so that the order of sums matters
+    return np.asarray(found).astype(dtype)
+
+
+def total(values, largest):
+    """Returns what the sum must be, to the bit."""
+    join = np.maximum if largest else np.add
+    dtype = values[0].dtype
+    wide = dtype.name in ("float16", "bfloat16")
+    result = values[0].astype(np.float32) if wide else values[0]
+    for value in values[1:]:
+        result = join(result, value.astype(np.float32) if wide else value)
+    with np.errstate(over="ignore"):
+        return np.asarray(result).astype(dtype)
+
+
+def same(found, expected):
+    assert found.dtype == expected.dtype and found.shape == expected.shape, (found.shape, expected.shape)
+    assert found.tobytes() == expected.tobytes(), (found, expected)
+
+
+def check(transport, method, shape, dtype, seed):
+    if method == "all_to_all":
+        shape = (SIZE, *shape)
+    values = [numbers(seed, shape, dtype, rank) for rank in range(SIZE)]
+    mine = values[RANK].copy()
+    if method in ("sum", "largest"):
+        transport.all_reduce(mine, largest=method == "largest")
+        same(mine, total(values, method == "largest"))
+    elif method == "all_gather":
+        same(transport.all_gather(mine), np.stack(values))
+        same(mine, values[RANK])
+    else:
+        same(transport.all_to_all(mine), np.stack([value[RANK] for value in values]))
+        same(mine, values[RANK])
+
+
+METHODS = ["sum", "largest", "all_gather", "all_to_all"]
+
+
+def arithmetic(transport):
+    shapes = [(), (0,), (1,), (7,), (3, 5), (SLOT - 1,), (8 * SLOT + 1,), (3, 0), (5 * SLOT // 4, 2)]
+    for dtype in TYPES:
+        for number, shape in enumerate(shapes):
+            for method in METHODS:
+                check(transport, method, shape, dtype, [number])
+    strided = np.arange(40_000, dtype=np.float32).reshape(200, 200)[:, ::2]
+    expected = strided * SIZE
+    transport.all_reduce(strided)
+    same(strided, expected)
+    huge = np.full(9, 6e4, np.float16)
+    transport.all_reduce(huge)
+    assert np.isinf(huge).all() == (SIZE > 1)
+    nan = np.full(9999, np.nan if RANK == SIZE - 1 else 1, np.float32)
+    for largest in (False, True):
+        transport.all_reduce(nan, largest)
+        assert np.isnan(nan).all()
+    for call, error in [
+        (lambda: transport.all_reduce(np.array([{}])), TypeError),
+        (lambda: transport.all_gather(np.array([{}])), TypeError),
+        (lambda: transport.all_to_all(np.zeros((SIZE + 1, 2))), ValueError),
+        (lambda: transport.all_to_all(np.float32(1)[...]), ValueError),
+        (lambda: transport.all_reduce(np.broadcast_to(np.float32(1), 3)), ValueError),
+    ]:
+        try:
+            call()
+        except error:
+            continue
+        raise AssertionError("no error")
+    check(transport, "sum", (3,), np.float32, [1])  # these errors end nothing
+
+
+def many(transport):
+    draw = np.random.default_rng(OPTIONS["seed"])  # the same on all ranks
+    pause = np.random.default_rng([OPTIONS["seed"], RANK])
+    for number in range(OPTIONS["calls"]):
+        size = int(draw.integers(0, 10)) if draw.random() < 0.7 else int(draw.integers(0, 2 * SLOT))
+        check(transport, METHODS[draw.integers(4)], (size,), TYPES[draw.integers(len(TYPES))], [number])
+        if pause.random() < 0.05:
+            time.sleep(pause.random() / 200)
+
+
+def endless(transport):
+    array = np.zeros(10**6, np.float32)
+    while True:
+        transport.all_reduce(array)
+
+
+def forks(transport):
+    transport.all_reduce(np.zeros(3))
+    if RANK == 1 and os.fork() == 0:
+        try:
+            transport.all_reduce(np.zeros(3))
+        except ConnectionError:
+            put("child", str(os.getpid()))
+            time.sleep(100)
+        os._exit(1)
+    if RANK == 1:
+        get("child", 60)
+    endless(transport)
+
+
+def stops(transport):
+    """Rank 1 stops as Ctrl-Z does it; rank 0 waits, without work for the processor, and its other threads run."""
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    ticks = []
+    threading.Thread(target=lambda: [(time.sleep(0.01), ticks.append(0)) for _ in range(50)]).start()
+    before = time.monotonic(), time.process_time()
+    check(transport, "sum", (100_000,), np.float32, [1])
+    if RANK == 0:
+        assert ticks
+        assert time.process_time() - before[1] < (time.monotonic() - before[0]) / 2
+
+
+def closes(transport):
+    """Rank 0 waits for rank 1, until another thread closes it."""
+    if RANK == 0:
+        threading.Timer(0.3, transport.close).start()
+        try:
+            transport.all_reduce(np.zeros(3))
+        finally:
+            put("closed", "")
+    get("closed", 60)
+    transport.all_reduce(np.zeros(3))  # rank 0 had written its numbers
+    transport.all_reduce(np.zeros(3))
+
+
+def differs(transport):
+    transport.all_reduce(np.zeros(3 + RANK, np.float32))
+
+
+def ends(transport):
+    """The last rank ends first, in order, and has told the others all they need."""
+    for _ in range(50):
+        transport.all_reduce(np.zeros(5))
+
+
+def main():
+    if "user" in OPTIONS:
+        os.setuid(OPTIONS["user"])
+    if "largest_file" in OPTIONS:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["largest_file"],) * 2)
+
+    def lookup(key, timeout_seconds):
+        text = get(key, timeout_seconds)
+        if OPTIONS.get("unreachable") and key.endswith("address/0"):
+            return json.dumps(json.loads(text) | {"socket": "tfdist-of-another-host"})
+        return text
+
+    limits = {
+        "timeout_seconds": OPTIONS.get("timeout_seconds", 0),
+        "meeting_seconds": OPTIONS.get("meeting_seconds", 60),
+    }
+    slot = OPTIONS.get("slot", SLOT)
+    try:
+        transport = shared_memory.connect(RANK, SIZE, put, lookup, "job/1", slot_bytes=slot, **limits)
+        print("ready", flush=True)
+        globals()[sys.argv[4]](transport)
+    except (ConnectionError, TimeoutError, RuntimeError) as e:
+        print(f"{type(e).__name__}: {e}", flush=True)
+        if "transport" in locals() and not isinstance(e, NoSharedMemoryError):
+            try:
+                transport.all_reduce(np.zeros(1))
+            except ConnectionError as again:
+                print(f"again: {again}", flush=True)
+            transport.close()
+            transport.close()
+    else:
+        print("done", flush=True)
+        if "close" in OPTIONS:
+            transport.close()
+
+
+main()

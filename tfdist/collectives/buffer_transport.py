@@ -1,0 +1,37 @@
+"""What sums and moves NumPy arrays among the processes of a strategy, in place of TensorFlow's collectives. No TensorFlow here."""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+
+
+class BufferTransport(abc.ABC):
+    """Sums NumPy arrays among the ranks.
+
+    All ranks call the same methods in the same order, one call at a time.
+
+    Attributes:
+        rank: This process's number.
+        size: The number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    @abc.abstractmethod
+    def all_reduce(self, array: np.ndarray, largest: bool = False) -> None:
+        """Replaces an array by its sum over all ranks (or by the maximum), with equal bits on all ranks."""
+
+    @abc.abstractmethod
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """Returns the arrays of all ranks, `[size, *shape]`; they have the same shape on all ranks."""
+
+    @abc.abstractmethod
+    def all_to_all(self, array: np.ndarray) -> np.ndarray:
+        """Sends row i of an array `[size, ...]` to rank i. Returns the rows that are for this rank, in the order of their ranks."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the transport. A call that waits in another thread raises ConnectionError."""

@@ -1,0 +1,178 @@
+"""Sockets between the ranks of one host: each rank tells the others how far it is, and learns at once that one has died.
+
+No TensorFlow here. The kernel closes the sockets of a process that dies, so no rank waits for a process that is gone. Waiting is
+a system call: it uses no processor time, and other threads of Python run meanwhile.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Mapping
+
+_MESSAGE = struct.Struct("<II")  # the number of the point, and what is being called; or one of these two:
+_CLOSED = 0xFFFFFFFF  # the sender ends in order
+_LOST = 0xFFFFFFFE  # the sender gives up; with the rank that is the cause
+_POINTS = 0x80000000
+_ALL: weakref.WeakSet[PeerLinks] = weakref.WeakSet()
+
+
+class PeerLinks:
+    """A socket to each other rank.
+
+    Args:
+        rank: This process's number.
+        sockets: A connected socket of type SOCK_SEQPACKET for each other rank.
+        timeout_seconds: Limit of each wait; 0: none.
+    """
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_seconds: float = 0):
+        self._rank = rank
+        self._sockets = dict(sockets)
+        self._timeout_seconds = timeout_seconds
+        self._arrived: dict[int, collections.deque[bytes]] = {peer: collections.deque() for peer in sockets}
+        self._expected: collections.deque[bytes] = collections.deque()
+        self._posted = 0
+        self._closed_peers: set[int] = set()
+        self._error = ""  # why there can be no further call
+        self._peers = {each.fileno(): peer for peer, each in sockets.items()}
+        self._poll = select.poll()
+        for number in self._peers:
+            self._poll.register(number, select.POLLIN)
+        # At the end of the interpreter, too: a rank that ends in order is not lost.
+        self._finalizer = weakref.finalize(self, _say, list(self._sockets.values()), _CLOSED, rank)
+        _ALL.add(self)
+
+    def post(self, signature: int) -> None:
+        """Tells the other ranks that this one has reached its next point.
+
+        Args:
+            signature: What is being called: 32 bits that are the same on all ranks.
+        """
+        message = _MESSAGE.pack(self._posted % _POINTS, signature)
+        self._posted += 1
+        self._expected.append(message)
+        for each in self._sockets.values():
+            _send(each, message)
+
+    def wait(self) -> None:
+        """Waits until all ranks have reached the first of the posted points that was not waited for.
+
+        Raises:
+            ConnectionError: A rank has died, ended or given up; or `close` was called.
+            TimeoutError: A rank has not come in time.
+            RuntimeError: A rank calls something else.
+        """
+        limit = time.monotonic() + self._timeout_seconds if self._timeout_seconds else None
+        while missing := [peer for peer, arrived in self._arrived.items() if not arrived]:
+            self.check()
+            if gone := self._closed_peers.intersection(missing):
+                raise self._give_up(min(gone), f"rank {min(gone)} has ended")
+            left = None if limit is None else max(0, limit - time.monotonic())
+            ready = self._poll.poll(left if left is None else left * 1000)
+            if not ready and left == 0:
+                names = ", ".join(map(str, missing))
+                error = f"rank {names} did not take part within {self._timeout_seconds:g} seconds"
+                self._give_up(missing[0], error)
+                raise TimeoutError(error)
+            for number, _ in ready:
+                self._receive(self._peers[number])
+        expected = self._expected.popleft()
+        for peer, arrived in self._arrived.items():
+            if arrived.popleft() != expected:
+                error = f"rank {peer} called another collective, or one of another size or type, than rank {self._rank}"
+                self._give_up(self._rank, error)
+                raise RuntimeError(error)
+
+    def check(self) -> None:
+        """Raises ConnectionError if there can be no further call."""
+        if self._error:
+            raise ConnectionError(self._error)
+
+    def _receive(self, peer: int) -> None:
+        try:
+            message = self._sockets[peer].recv(_MESSAGE.size, socket.MSG_DONTWAIT)
+        except (
+            BlockingIOError,
+            ConnectionResetError,
+        ):  # reset: the peer had not read all; its last messages come after it
+            return
+        except OSError:
+            message = b""
+        self.check()  # what `close` does looks like the end of all peers
+        kind, value = _MESSAGE.unpack(message) if len(message) == _MESSAGE.size else (_LOST, peer)
+        if not message and peer in self._closed_peers:
+            self._poll.unregister(self._sockets[peer])
+        elif kind == _CLOSED:
+            self._closed_peers.add(peer)
+        elif kind == _LOST:
+            raise self._give_up(
+                value,
+                f"rank {value} has died" if not message else
+                f"rank {value} has given up after an error" if value == peer else
+                f"rank {value} is lost, as rank {peer} has found",
+            )  # fmt: skip
+        else:
+            self._arrived[peer].append(message)
+
+    def _give_up(self, cause: int, error: str) -> ConnectionError:
+        self.abort(cause, error)
+        return ConnectionError(error)
+
+    def abort(self, cause: int, error: str) -> None:
+        """Ends the links after an error, as the ranks are no longer at the same point.
+
+        Args:
+            cause: The rank at fault, which the others are told.
+            error: The message of later calls.
+        """
+        if not self._error:
+            self._error = error
+            self._end(_LOST, cause)
+
+    def shut(self) -> None:
+        """Ends the links: a wait of another thread raises."""
+        if not self._error:
+            self._error = "the transport was closed"
+            self._end(_CLOSED, self._rank)
+
+    def release(self) -> None:
+        """Closes the sockets. No thread may be waiting."""
+        self._finalizer.detach()
+        for each in self._sockets.values():
+            each.close()
+
+    def _end(self, kind: int, value: int) -> None:
+        _say(list(self._sockets.values()), kind, value)
+        for each in self._sockets.values():
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the peer has gone
+                pass
+
+
+def _say(sockets: list[socket.socket], kind: int, value: int) -> None:
+    for each in sockets:
+        _send(each, _MESSAGE.pack(kind, value))
+
+
+def _send(to: socket.socket, message: bytes) -> None:
+    try:
+        to.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    except OSError:  # the peer has gone; what it has sent before is still to be read
+        pass
+
+
+def _close_in_child() -> None:
+    # A child that has them would keep a dead rank's sockets open. Only this process's are closed.
+    for links in list(_ALL):
+        links._error = "the transport belongs to the process that has forked this one"
+        links.release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

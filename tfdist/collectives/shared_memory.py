@@ -1,0 +1,258 @@
+"""Sums among processes of one host, in memory that they share. No TensorFlow here.
+
+An array travels in pieces. Each rank has a slot of the memory; into it, it writes what others need of a piece. Then each rank adds up its
+part of the piece over all ranks, in their order, and the others read that sum: all ranks have the same bits, whatever their timing.
+There are three slots for each rank, in turn, so that a rank can write a piece while others still read those before.
+
+float16 and bfloat16 are added up in float32 and rounded once. TensorFlow's ring rounds after each addition: between two ranks that is
+the same number, between more it is the less exact one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from tfdist.collectives import shared_memory_rendezvous
+from tfdist.collectives.buffer_transport import BufferTransport
+from tfdist.collectives.peer_links import PeerLinks
+
+SLOT_BYTES = (
+    2**23
+)  # measured: smaller ones wait more often, which costs most where other processes want the processors, too
+_TURNS = 3
+_SMALL = 2**15  # bytes up to which every rank adds up the whole array: one wait instead of two
+_LINE = 64  # bytes that processors hand over at once
+_WIDE = 2**15  # numbers that are widened at once: they stay in a core's cache
+
+
+def connect(
+    rank: int,
+    size: int,
+    put: Callable[[str, str], None],
+    get: Callable[[str, float], str],
+    name: str,
+    timeout_seconds: float = 0,
+    meeting_seconds: float = 60,
+    slot_bytes: int = SLOT_BYTES,
+) -> SharedMemoryTransport:
+    """Connects all ranks of a host. All ranks call it; it returns on all of them, or raises on all of them.
+
+    Args:
+        rank: This process's number.
+        size: The number of ranks.
+        put: Makes a text known to all ranks: `put(key, text)`.
+        get: Returns the text of a key, or raises when there is none in time: `get(key, timeout_seconds)`.
+        name: What the keys begin with; another one at each call.
+        timeout_seconds: Limit of each wait for another rank in a call; 0: none.
+        meeting_seconds: Limit of each wait while the ranks connect.
+        slot_bytes: The size of a piece, a multiple of 64 for each rank. Rank 0's counts. The memory has 3 * size times as much.
+
+    Raises:
+        NoSharedMemoryError: The ranks share no memory; the message says why, the same on all ranks.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is {rank}, expected one of 0 to {size - 1}.")
+    if slot_bytes < size * _LINE:
+        raise ValueError(f"slot_bytes is {slot_bytes}, expected at least {size * _LINE}, {_LINE} for each rank.")
+    slot_bytes -= slot_bytes % _LINE
+    memory, sockets = shared_memory_rendezvous.meet(
+        rank, size, put, get, name, meeting_seconds, _TURNS * size * slot_bytes
+    )
+    return SharedMemoryTransport(memory, size, PeerLinks(rank, sockets, timeout_seconds), rank)
+
+
+class SharedMemoryTransport(BufferTransport):
+    """Sums arrays among the ranks of one host.
+
+    After an error all further calls raise ConnectionError: the ranks are no longer at the same point.
+
+    Args:
+        memory: What the ranks share.
+        size: The number of ranks.
+        links: Sockets to the other ranks.
+        rank: This process's number.
+    """
+
+    def __init__(self, memory: mmap.mmap, size: int, links: PeerLinks, rank: int):
+        self.rank, self.size = rank, size
+        self._slots = np.frombuffer(memory, np.uint8).reshape(_TURNS, size, -1)
+        self._links = links
+        self._others = [other for other in range(size) if other != rank]
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def all_reduce(self, array: np.ndarray, largest: bool = False) -> None:
+        if not array.flags.writeable:
+            raise ValueError("array is read-only, expected one that can be replaced by the sum; give a copy.")
+        _check(array)
+        flat = np.ascontiguousarray(array).reshape(-1)
+        with self._call("all_reduce", array, largest) as signature:
+            if flat.nbytes <= min(_SMALL, self._slots.shape[2]):
+                self._reduce_small(flat, largest, signature)
+            else:
+                self._reduce(flat, largest, signature)
+            if not np.may_share_memory(flat, array):
+                array[...] = flat.reshape(array.shape)
+
+    def _reduce_small(self, flat: np.ndarray, largest: bool, signature: int) -> None:
+        slots = self._next_slots(flat.dtype)[:, : flat.size]
+        slots[self.rank] = flat
+        self._links.post(signature)
+        self._links.wait()
+        fold(slots, flat, largest)
+
+    def _reduce(self, flat: np.ndarray, largest: bool, signature: int) -> None:
+        step = self._slots.shape[2] // flat.itemsize
+        pieces = [flat[start : start + step] for start in range(0, flat.size, step)]
+        slots = self._put(pieces[0], signature)
+        for number, piece in enumerate(pieces):
+            self._links.wait()
+            parts = self._parts(piece)
+            mine = parts[self.rank]
+            total = slots[self.rank, mine]  # nobody needs what this rank would have written here
+            fold([piece[mine] if r == self.rank else slots[r, mine] for r in range(self.size)], total, largest)
+            self._links.post(signature)
+            after = self._put(pieces[number + 1], signature) if number + 1 < len(pieces) else slots
+            piece[mine] = total
+            self._links.wait()
+            for other in self._others:
+                piece[parts[other]] = slots[other, parts[other]]
+            slots = after
+
+    def _put(self, piece: np.ndarray, signature: int) -> np.ndarray:
+        slots = self._next_slots(piece.dtype)
+        parts = self._parts(piece)
+        for other in self._others:
+            slots[self.rank, parts[other]] = piece[parts[other]]
+        self._links.post(signature)
+        return slots
+
+    def _parts(self, piece: np.ndarray) -> list[slice]:
+        """Returns which numbers of a piece each rank adds up."""
+        line = max(1, _LINE // piece.itemsize)
+        length = -(-piece.size // (self.size * line)) * line
+        return [slice(min(piece.size, r * length), min(piece.size, (r + 1) * length)) for r in range(self.size)]
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        _check(array)
+        result = np.empty((self.size, *array.shape), array.dtype)
+        result[self.rank] = array
+        with self._call("all_gather", array) as signature:
+            self._move(result.reshape(self.size, -1), signature, self._slots.shape[2], self._gather_piece)
+        return result
+
+    def _gather_piece(self, slots: np.ndarray, rows: np.ndarray) -> Callable[[], None]:
+        slots[self.rank, : rows.shape[1]] = rows[self.rank]
+
+        def read() -> None:
+            for other in self._others:
+                rows[other] = slots[other, : rows.shape[1]]
+
+        return read
+
+    def all_to_all(self, array: np.ndarray) -> np.ndarray:
+        _check(array)
+        if not array.ndim or array.shape[0] != self.size:
+            raise ValueError(f"array has the shape {array.shape}, expected a row for each of the {self.size} ranks.")
+        result = np.array(array, order="C")
+        with self._call("all_to_all", array) as signature:
+            width = self._slots.shape[2] // self.size
+            self._move(result.reshape(self.size, -1), signature, width, self._exchange_piece)
+        return result
+
+    def _exchange_piece(self, slots: np.ndarray, rows: np.ndarray) -> Callable[[], None]:
+        width = slots.shape[1] // self.size
+        own = slots[:, : width * self.size].reshape(self.size, self.size, width)[:, :, : rows.shape[1]]
+        for other in self._others:
+            own[self.rank, other] = rows[other]
+
+        def read() -> None:
+            for other in self._others:
+                rows[other] = own[other, self.rank]
+
+        return read
+
+    def _move(
+        self,
+        rows: np.ndarray,
+        signature: int,
+        width: int,
+        write: Callable[[np.ndarray, np.ndarray], Callable[[], None]],
+    ) -> None:
+        """Moves rows in pieces of `width` bytes: writes what others need, waits for all ranks, and reads."""
+        step = width // rows.itemsize
+        for start in range(0, max(1, rows.shape[1]), step):
+            read = write(self._next_slots(rows.dtype), rows[:, start : start + step])
+            self._links.post(signature)
+            self._links.wait()
+            read()
+
+    def close(self) -> None:
+        self._links.shut()
+        if self._lock.acquire(
+            blocking=False
+        ):  # else a call of another thread, or of this one if a signal has come amid it
+            self._release()
+            self._lock.release()
+
+    def _release(self) -> None:
+        self._links.release()
+        self._slots = np.empty((_TURNS, self.size, 0), np.uint8)
+
+    @contextlib.contextmanager
+    def _call(self, method: str, array: np.ndarray, largest: bool = False) -> Iterator[int]:
+        with self._lock:
+            self._links.check()
+            try:
+                yield zlib.crc32(f"{method} {largest} {array.dtype} {array.size}".encode())
+            except BaseException as e:  # Ctrl-C, too
+                self._links.abort(self.rank, f"an earlier call has failed: {e}")
+                self._release()
+                raise
+
+    def _next_slots(self, dtype: np.dtype) -> np.ndarray:
+        """Returns each rank's slot that is next in turn, `[size, numbers]`.
+
+        No rank still reads what these hold: the message of the last piece, which has come from all ranks, was sent after that.
+        """
+        self._turn = (self._turn + 1) % _TURNS
+        slots = self._slots[self._turn]
+        return slots[:, : slots.shape[1] // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def fold(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, largest: bool) -> None:
+    """Computes the sum (or maximum) of some arrays, in their order.
+
+    Args:
+        values: Arrays of one shape, `[numbers]`.
+        out: For the result; none of them.
+        largest: Whether to compute the maximum.
+    """
+    with np.errstate(all="ignore"):  # sums may be infinite or no number, as TensorFlow's; callers look for it
+        _fold(values, out, np.maximum if largest else np.add)
+
+
+def _fold(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, join: np.ufunc) -> None:
+    if len(values) == 1:
+        out[...] = values[0]
+    elif out.dtype.name not in ("float16", "bfloat16"):
+        total = values[0]
+        for value in values[1:]:
+            total = join(total, value, out=out)
+    else:
+        for start in range(0, out.size, _WIDE):
+            wide = values[0][start : start + _WIDE].astype(np.float32)
+            for value in values[1:]:
+                join(wide, value[start : start + _WIDE].astype(np.float32), out=wide)
+            out[start : start + _WIDE] = wide.astype(out.dtype)
+
+
+def _check(array: np.ndarray) -> None:
+    if array.dtype.hasobject or not array.dtype.itemsize or array.dtype.itemsize > _LINE:
+        raise TypeError(f"array has the type {array.dtype}, expected numbers.")

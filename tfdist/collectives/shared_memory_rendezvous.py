@@ -1,0 +1,238 @@
+"""Gives the processes of one host a memory that they share, and a socket between any two. No TensorFlow here.
+
+Neither has a name in a file system: the memory's descriptor travels through the sockets, whose names the kernel forgets with the
+process. So nothing is left over, however a process ends, and a small /dev/shm (64 MB in Docker) does not matter. Processes of other
+users cannot take part. Containers share memory if they share a network namespace, as those of a pod do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import pathlib
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Put = Callable[[str, str], None]
+Get = Callable[[str, float], str]
+
+_HELLO = struct.Struct("<32sI")  # a token that the store alone has told, and the sender's rank
+_CREDENTIALS = struct.Struct("iII")
+_BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+class NoSharedMemoryError(RuntimeError):
+    """The ranks share no memory; the message says why, the same on all ranks."""
+
+
+def meet(
+    rank: int, size: int, put: Put, get: Get, name: str, seconds: float, memory_bytes: int
+) -> tuple[mmap.mmap, dict[int, socket.socket]]:
+    """Returns a memory that all ranks share, and a socket to each other rank. All ranks call it.
+
+    Args:
+        rank: This process's number.
+        size: The number of ranks.
+        put: Makes a text known to all ranks.
+        get: Returns the text of a key, or raises when there is none within some seconds.
+        name: What the keys begin with; another one at each call.
+        seconds: Limit of each wait.
+        memory_bytes: The size of the memory. Rank 0's counts.
+
+    Raises:
+        NoSharedMemoryError: The ranks share no memory.
+    """
+    with contextlib.ExitStack() as stack:
+        sockets: dict[int, socket.socket] = {}
+        stack.callback(_close, sockets)
+        reason, memory = "", None
+        try:
+            memory = _join(rank, size, put, get, name, seconds, memory_bytes, sockets)
+        except (NoSharedMemoryError, OSError) as e:
+            reason = str(e) if isinstance(e, NoSharedMemoryError) else f"rank {rank}: {e}"
+        reason = _agree(rank, size, put, get, name, seconds, reason)
+        if reason or memory is None:
+            raise NoSharedMemoryError(reason)
+        stack.pop_all()
+        return memory, sockets
+
+
+def _join(
+    rank: int,
+    size: int,
+    put: Put,
+    get: Get,
+    name: str,
+    seconds: float,
+    memory_bytes: int,
+    sockets: dict[int, socket.socket],
+) -> mmap.mmap:
+    mine: dict[str, Any] = {"size": size, "host": _host(), "user": os.geteuid(), "token": secrets.token_hex(16)}
+    descriptor, listener = -1, None
+    with contextlib.ExitStack() as stack:
+        try:
+            if sys.platform != "linux":
+                raise NoSharedMemoryError(f"shared memory needs Linux; this is {sys.platform}")
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            mine["socket"] = f"tfdist-{secrets.token_hex(16)}"
+            listener.bind("\0" + mine["socket"])
+            listener.listen(size)
+            if rank == 0:
+                descriptor = _reserve(memory_bytes)
+                stack.callback(os.close, descriptor)
+        except (NoSharedMemoryError, OSError) as e:
+            mine["reason"] = f"rank {rank}: {e}"
+        put(f"{name}/address/{rank}", json.dumps(mine))
+        limit = time.monotonic() + seconds
+        addresses = []
+        for other in range(size):
+            text = _get(get, f"{name}/address/{other}", _left(limit), f"rank {other} is not there")
+            addresses.append(json.loads(text))
+        _compare(addresses)
+        if listener is None:
+            raise NoSharedMemoryError(mine["reason"])
+        limit = time.monotonic() + seconds
+        for other in range(rank):
+            sockets[other] = each = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            each.settimeout(seconds)
+            try:
+                each.connect("\0" + addresses[other]["socket"])
+            except OSError as e:
+                raise NoSharedMemoryError(f"rank {rank} cannot reach rank {other} by a socket of its host: {e}") from e
+            if _user(each) != os.geteuid():
+                raise NoSharedMemoryError(f"rank {rank} found a process of another user in the place of rank {other}")
+            each.send(_HELLO.pack(addresses[other]["token"].encode(), rank), socket.MSG_NOSIGNAL)
+        while len(sockets) < size - 1:
+            _accept(listener, mine["token"], rank, size, limit, descriptor, sockets)
+        for other in range(rank):
+            sockets[other].settimeout(_left(limit))
+            received = _receive_reply(sockets[other], stack)
+            if other == 0:
+                descriptor = received
+        for each in sockets.values():
+            each.settimeout(None)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags)
+
+
+def _host() -> str:
+    """Returns what processes that can share memory have in common."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
+    with contextlib.suppress(OSError):
+        boot += " " + os.readlink("/proc/self/ns/net")  # names of sockets are known within it alone
+    return boot
+
+
+def _reserve(size: int) -> int:
+    """Returns the descriptor of a new memory: all of it is there, and none of it can go, which would end the processes that use it."""
+    descriptor = os.memfd_create("tfdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as e:
+        os.close(descriptor)
+        raise NoSharedMemoryError(f"no memory of {size} bytes: {e}") from e
+    return descriptor
+
+
+def _compare(addresses: list[dict[str, Any]]) -> None:
+    for other, address in enumerate(addresses):
+        for key, what in [("size", "number of ranks"), ("host", "host or network namespace"), ("user", "user")]:
+            if address[key] != addresses[0][key]:
+                raise NoSharedMemoryError(f"rank {other} has another {what} than rank 0")
+    for address in addresses:
+        if "reason" in address:
+            raise NoSharedMemoryError(address["reason"])
+
+
+def _accept(
+    listener: socket.socket,
+    token: str,
+    rank: int,
+    size: int,
+    limit: float,
+    descriptor: int,
+    sockets: dict[int, socket.socket],
+) -> None:
+    """Takes a connection of a rank above this one, and replies; rank 0 gives it the memory."""
+    missing = ", ".join(str(other) for other in range(rank + 1, size) if other not in sockets)
+    if not _readable(listener, limit):
+        raise NoSharedMemoryError(f"rank {missing} has not connected with rank {rank} in time")
+    each = listener.accept()[0]
+    try:
+        known = _user(each) == os.geteuid() and _readable(each, limit)
+        hello = each.recv(_HELLO.size, socket.MSG_DONTWAIT) if known else b""
+        sender, other = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        if sender == token.encode() and rank < other < size and other not in sockets:
+            socket.send_fds(each, [b"welcome"], [descriptor] if rank == 0 else [], socket.MSG_NOSIGNAL)
+            sockets[other] = each
+    finally:
+        if each not in sockets.values():
+            each.close()
+
+
+def _readable(each: socket.socket, limit: float) -> bool:
+    poll = select.poll()
+    poll.register(each, select.POLLIN)
+    return bool(poll.poll(_left(limit) * 1000))
+
+
+def _receive_reply(each: socket.socket, stack: contextlib.ExitStack) -> int:
+    text, descriptors, _, _ = socket.recv_fds(each, 16, 1, socket.MSG_CMSG_CLOEXEC)
+    for number in descriptors:
+        stack.callback(os.close, number)
+    if text != b"welcome":
+        raise NoSharedMemoryError("a rank has ended while they connected")
+    return descriptors[0] if descriptors else -1
+
+
+def _user(each: socket.socket) -> int:
+    """Returns the user of the process at the other end, which the kernel knows."""
+    packed = each.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(packed)[1])
+
+
+def _agree(rank: int, size: int, put: Put, get: Get, name: str, seconds: float, reason: str) -> str:
+    """Returns why some rank cannot take part, the same on all ranks, or an empty text. Rank 0 decides, so that no two differ."""
+    if rank:
+        put(f"{name}/found/{rank}", json.dumps(reason))
+        try:
+            # Rank 0 waits for addresses, connections and reports, each one in time.
+            return str(json.loads(_get(get, f"{name}/verdict", 4 * seconds, "rank 0 has not decided in time")))
+        except NoSharedMemoryError as e:
+            return reason or str(e)
+    limit = time.monotonic() + seconds
+    try:
+        for other in range(1, size):
+            if not reason:
+                text = _get(get, f"{name}/found/{other}", _left(limit), f"rank {other} has not reported in time")
+                reason = json.loads(text)
+    except NoSharedMemoryError as e:
+        reason = str(e)
+    put(f"{name}/verdict", json.dumps(reason))
+    return reason
+
+
+def _get(get: Get, key: str, seconds: float, otherwise: str) -> str:
+    try:
+        return get(key, seconds)
+    except Exception as e:  # what a store raises is its own
+        raise NoSharedMemoryError(f"{otherwise}: {e}") from e
+
+
+def _left(limit: float) -> float:
+    return max(0.001, limit - time.monotonic())
+
+
+def _close(sockets: dict[int, socket.socket]) -> None:
+    for each in sockets.values():
+        each.close()
