@@ -6,6 +6,15 @@ import abc
 
 import numpy as np
 
+_ALIGNMENT = 64  # bytes
+
+
+def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
+    """Returns a new array of a dimension at an address from where TensorFlow takes it without a copy."""
+    memory = np.empty(size * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size * dtype.itemsize].view(dtype)
+
 
 class NoTransportError(RuntimeError):
     """The ranks cannot be connected; the message says why."""
@@ -25,11 +34,11 @@ class BufferTransport(abc.ABC):
     size: int
 
     @abc.abstractmethod
-    def all_reduce(self, array: np.ndarray, largest: bool = False) -> None:
-        """Replaces an array by its sum over all ranks, with equal bits on all ranks.
+    def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
+        """Returns the sum of an array over all ranks, with equal bits on all ranks.
 
         Args:
-            array: Contiguous, of any shape and any type of numbers, bfloat16 and float16 among them.
+            array: Of any shape and any type of numbers, bfloat16 and float16 among them.
             largest: Whether to compute the maximum instead.
         """
 

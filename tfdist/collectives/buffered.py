@@ -13,7 +13,7 @@ from tfdist.collectives.buffer_transport import BufferTransport
 from tfdist.collectives.calls import Calls
 from tfdist.collectives.communicator import Result
 from tfdist.collectives.cross_process import CrossProcessCommunicator
-from tfdist.collectives.requests import Cond, unflatten
+from tfdist.collectives.requests import Cond, flatten, unflatten
 from tfdist.compat import tf_cluster
 
 _LAST = "tfdist_last_exchange"  # a collection of a graph: the exchange for which the next one waits
@@ -40,8 +40,6 @@ class BufferedCommunicator(CrossProcessCommunicator):
     ):
         super().__init__(strategy)
         self.transport, self.calls = transport, Calls(timeout_seconds)
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._zero = tf_cluster.ResourceVariable(0.0)
 
     def run(self, exchanges: Sequence[Generator[Any, Any, Result]], lane: int = 0) -> list[Result]:
         if lane:
@@ -83,21 +81,17 @@ class BufferedCommunicator(CrossProcessCommunicator):
         totals = list(values)
 
         def reduce(numbers: np.ndarray) -> np.ndarray:
-            self.transport.all_reduce(numbers[:-1], largest)
-            return numbers
+            return self.transport.all_reduce(numbers, largest)
 
         for dtype in dict.fromkeys(value.dtype for value in values):
             places = [p for p, value in enumerate(values) if value.dtype == dtype and value.shape.num_elements() != 0]
             if not places:
                 continue
             same = [values[place] for place in places]
-            # The sums are put where the numbers were, so nothing else may read these: neither a variable nor what TensorFlow takes
-            # for a constant. A last number that is none makes the concatenation new memory in any case.
-            last = tf.cast(self._zero.read_value(), dtype)[tf.newaxis]
-            numbers = tf.concat([*(tf.reshape(value, [-1]) for value in same), last], 0)
+            numbers = flatten(same) if len(same) > 1 else same[0]  # a large gradient travels alone, without a copy
             (total,) = self._call("largest" if largest else "sum", reduce, numbers, [dtype])
             total.set_shape(numbers.shape)
-            for place, value in zip(places, unflatten(total, [*same, last])[:-1], strict=True):
+            for place, value in zip(places, unflatten(total, same) if len(same) > 1 else [total], strict=True):
                 totals[place] = value
         return [totals]
 
@@ -152,8 +146,7 @@ class BufferedCommunicator(CrossProcessCommunicator):
         shapes = [array.shape[1:] if kind == "rows" else array.shape for array in arrays]
         text = f"{kind} of {[array.dtype.name for array in arrays]} {shapes}"
         number = zlib.crc32(text.encode())
-        both = np.array([number, -number], np.int64)
-        self.transport.all_reduce(both, largest=True)
+        both = self.transport.all_reduce(np.array([number, -number], np.int64), largest=True)
         if both[0] != -both[1]:
             raise ValueError(f"Shape mismatch in the collective instance: not all ranks ask for a {text}.")
         return function(*arrays)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError
+from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError, aligned_empty
+from tfdist.collectives.fold import fold
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes were started together
 _MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # by which a process can join the others
-_NATIVE = ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_SMALL = 2**15  # bytes up to which every rank adds up the whole array: one exchange instead of two
+_LEAST_PAUSE, _MOST_PAUSE = 2e-5, 5e-4  # seconds between two looks whether an exchange is done
 _open = 0  # transports of this process
 
 
@@ -82,36 +86,44 @@ class MpiTransport(BufferTransport):
         self._mpi, self._communicator, self._started = library, communicator, started
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
 
-    def all_reduce(self, array: np.ndarray, largest: bool = False) -> None:
-        if not array.flags.c_contiguous:
-            raise ValueError("sums are put into an array, which must be contiguous")
-        flat = array.reshape(-1)
-        # MPI knows no numbers of 16 bits, and of a number and none which is larger depends on who asks.
-        if flat.dtype.name not in _NATIVE or (largest and flat.dtype.kind == "f"):
-            flat[...] = self._by_parts(flat, largest)
-        else:
-            self._communicator.Allreduce(self._mpi.IN_PLACE, flat, self._mpi.MAX if largest else self._mpi.SUM)
-
-    def _by_parts(self, flat: np.ndarray, largest: bool) -> np.ndarray:
-        """Returns sums of which each rank makes a part; those of 16 bits are rounded once."""
-        sent = np.zeros(-(-flat.size // self.size) * self.size, flat.dtype)
-        sent[: flat.size] = flat
-        rows = self.all_to_all(sent.reshape(self.size, -1))
-        if largest:
-            part = np.maximum.reduce(rows)
-        else:
-            part = rows.sum(0, dtype=np.float32 if flat.dtype.itemsize == 2 else None).astype(flat.dtype)
-        return self.all_gather(part).reshape(-1)[: flat.size]
+    def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
+        flat = np.ascontiguousarray(array).reshape(-1)
+        total = aligned_empty(flat.size, flat.dtype)
+        if flat.nbytes <= _SMALL:
+            fold(self.all_gather(flat), total, largest)
+            return total.reshape(array.shape)
+        parts = [slice(r * flat.size // self.size, (r + 1) * flat.size // self.size) for r in range(self.size)]
+        mine = flat[parts[self.rank]]
+        rows = [mine if r == self.rank else np.empty_like(mine) for r in range(self.size)]
+        self._exchange([flat[part] for part in parts], rows)
+        fold(rows, total[parts[self.rank]], largest)
+        self._exchange([total[parts[self.rank]]] * self.size, [total[part] for part in parts])
+        return total.reshape(array.shape)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         mine, every = np.ascontiguousarray(array), np.empty((self.size, *array.shape), array.dtype)
-        self._communicator.Allgather(self._bytes(mine), self._bytes(every))
+        every[self.rank] = mine
+        self._exchange([mine] * self.size, [every[r, ...] for r in range(self.size)])
         return every
 
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
         mine, rows = np.ascontiguousarray(array), np.empty(array.shape, array.dtype)
-        self._communicator.Alltoall(self._bytes(mine), self._bytes(rows))
+        rows[self.rank] = mine[self.rank]
+        self._exchange([mine[r, ...] for r in range(self.size)], [rows[r, ...] for r in range(self.size)])
         return rows
+
+    def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Sends an array to each other rank, and receives one from each."""
+        requests = []
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            requests.append(self._communicator.Irecv(self._bytes(received[source]), source))
+            requests.append(self._communicator.Isend(self._bytes(sent[target]), target))
+        pause = _LEAST_PAUSE
+        # MPI's own waiting spins: it takes the core that backward needs.
+        while not self._mpi.Request.Testall(requests):
+            time.sleep(pause)
+            pause = min(1.5 * pause, _MOST_PAUSE)
 
     def _bytes(self, array: np.ndarray) -> list[Any]:
         return [array.reshape(-1).view(np.uint8), self._mpi.BYTE]

@@ -3,9 +3,6 @@
 An array travels in pieces. Each rank has a slot of the memory; into it, it writes what others need of a piece. Then each rank adds up its
 part of the piece over all ranks, in their order, and the others read that sum: all ranks have the same bits, whatever their timing.
 There are three slots for each rank, in turn, so that a rank can write a piece while others still read those before.
-
-float16 and bfloat16 are added up in float32 and rounded once. TensorFlow's ring rounds after each addition: between two ranks that is
-the same number, between more it is the less exact one.
 """
 
 from __future__ import annotations
@@ -14,12 +11,13 @@ import contextlib
 import mmap
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from tfdist.collectives import shared_memory_rendezvous
-from tfdist.collectives.buffer_transport import BufferTransport
+from tfdist.collectives.buffer_transport import BufferTransport, aligned_empty
+from tfdist.collectives.fold import fold
 from tfdist.collectives.peer_links import PeerLinks
 
 SLOT_BYTES = (
@@ -28,7 +26,6 @@ SLOT_BYTES = (
 _TURNS = 3
 _SMALL = 2**15  # bytes up to which every rank adds up the whole array: one wait instead of two
 _LINE = 64  # bytes that processors hand over at once
-_WIDE = 2**15  # numbers that are widened at once: they stay in a core's cache
 
 
 def connect(
@@ -87,29 +84,27 @@ class SharedMemoryTransport(BufferTransport):
         self._turn = 0
         self._lock = threading.Lock()
 
-    def all_reduce(self, array: np.ndarray, largest: bool = False) -> None:
-        if not array.flags.writeable:
-            raise ValueError("array is read-only, expected one that can be replaced by the sum; give a copy.")
+    def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
         _check(array)
         flat = np.ascontiguousarray(array).reshape(-1)
+        total = aligned_empty(flat.size, flat.dtype)
         with self._call("all_reduce", array, largest) as signature:
-            if flat.nbytes <= min(_SMALL, self._slots.shape[2]):
-                self._reduce_small(flat, largest, signature)
-            else:
-                self._reduce(flat, largest, signature)
-            if not np.may_share_memory(flat, array):
-                array[...] = flat.reshape(array.shape)
+            reduce = self._reduce_small if flat.nbytes <= min(_SMALL, self._slots.shape[2]) else self._reduce
+            reduce(flat, total, largest, signature)
+        return total.reshape(array.shape)
 
-    def _reduce_small(self, flat: np.ndarray, largest: bool, signature: int) -> None:
+    def _reduce_small(self, flat: np.ndarray, total: np.ndarray, largest: bool, signature: int) -> None:
         slots = self._next_slots(flat.dtype)[:, : flat.size]
         slots[self.rank] = flat
         self._links.post(signature)
         self._links.wait()
-        fold(slots, flat, largest)
+        fold(slots, total, largest)
 
-    def _reduce(self, flat: np.ndarray, largest: bool, signature: int) -> None:
+    def _reduce(self, flat: np.ndarray, result: np.ndarray, largest: bool, signature: int) -> None:
         step = self._slots.shape[2] // flat.itemsize
-        pieces = [flat[start : start + step] for start in range(0, flat.size, step)]
+        pieces, results = (
+            [numbers[start : start + step] for start in range(0, flat.size, step)] for numbers in (flat, result)
+        )
         slots = self._put(pieces[0], signature)
         for number, piece in enumerate(pieces):
             self._links.wait()
@@ -119,10 +114,10 @@ class SharedMemoryTransport(BufferTransport):
             fold([piece[mine] if r == self.rank else slots[r, mine] for r in range(self.size)], total, largest)
             self._links.post(signature)
             after = self._put(pieces[number + 1], signature) if number + 1 < len(pieces) else slots
-            piece[mine] = total
+            results[number][mine] = total
             self._links.wait()
             for other in self._others:
-                piece[parts[other]] = slots[other, parts[other]]
+                results[number][parts[other]] = slots[other, parts[other]]
             slots = after
 
     def _put(self, piece: np.ndarray, signature: int) -> np.ndarray:
@@ -224,33 +219,6 @@ class SharedMemoryTransport(BufferTransport):
         self._turn = (self._turn + 1) % _TURNS
         slots = self._slots[self._turn]
         return slots[:, : slots.shape[1] // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-def fold(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, largest: bool) -> None:
-    """Computes the sum (or maximum) of some arrays, in their order.
-
-    Args:
-        values: Arrays of one shape, `[numbers]`.
-        out: For the result; none of them.
-        largest: Whether to compute the maximum.
-    """
-    with np.errstate(all="ignore"):  # sums may be infinite or no number, as TensorFlow's; callers look for it
-        _fold(values, out, np.maximum if largest else np.add)
-
-
-def _fold(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, join: np.ufunc) -> None:
-    if len(values) == 1:
-        out[...] = values[0]
-    elif out.dtype.name not in ("float16", "bfloat16"):
-        total = values[0]
-        for value in values[1:]:
-            total = join(total, value, out=out)
-    else:
-        for start in range(0, out.size, _WIDE):
-            wide = values[0][start : start + _WIDE].astype(np.float32)
-            for value in values[1:]:
-                join(wide, value[start : start + _WIDE].astype(np.float32), out=wide)
-            out[start : start + _WIDE] = wide.astype(out.dtype)
 
 
 def _check(array: np.ndarray) -> None:
