@@ -31,7 +31,7 @@ if "TF_CONFIG" in os.environ:
     pathlib.Path(out, f"pid-{task['type']}:{task['index']}").write_text(str(os.getpid()))
 rules = {pattern: create(CompressionConfig(**how)) for pattern, how in options.get("compression", {}).items()}
 compression = PerVariable(rules) if rules else None
-devices = {"devices": 2} if name in ("mirrored", "central_storage") else {}
+devices = {"devices": 2} if name in ("mirrored", "central_storage") else harness.transport()
 trainer = tfdist.Trainer(name, compression=compression, **devices)
 
 import keras  # noqa: E402 (the strategy comes first)

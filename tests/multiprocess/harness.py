@@ -17,40 +17,45 @@ from tfdist.launch.launcher import Launcher
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT = 600
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
-_TRANSPORT = "TRANSPORT_OF_TEST"
+TRANSPORT = "TRANSPORT_OF_TEST"
 
 
-def run(module: str, strategy: str, out: pathlib.Path, *args: str) -> list[dict[str, Any]]:
+def run(
+    module: str, strategy: str, out: pathlib.Path, *args: str, size: int = 2, transport: str = ""
+) -> list[dict[str, Any]]:
     """Runs `tests.multiprocess.<module>` and returns each rank's results.
 
     Args:
         module: The program's name.
-        strategy: Passed to the program; a name that begins with `multi_worker` makes it a cluster of two.
+        strategy: Passed to the program; a name that begins with `multi_worker` makes it a cluster.
         out: An empty folder for the results and logs.
         *args: More arguments for the program.
+        size: The cluster's workers.
+        transport: What `transport` returns in the program.
     """
     command = fork_server.command(f"tests.multiprocess.{module}", strategy, str(out), *args)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     environ.pop("TF_CONFIG", None)
+    environ |= {TRANSPORT: transport} if transport else {}
     if not strategy.startswith("multi_worker"):
         done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
         assert done.returncode == 0, done.stdout + done.stderr
         return [load(out, 0)]
     shown = io.BytesIO()
-    code = Launcher(["timeout", str(TIMEOUT), *command], local_cluster(2), out / "logs", environ, output=shown).run()
+    code = Launcher(["timeout", str(TIMEOUT), *command], local_cluster(size), out / "logs", environ, output=shown).run()
     assert code == 0, shown.getvalue().decode()
-    return [load(out, rank) for rank in range(2)]
+    return [load(out, rank) for rank in range(size)]
 
 
 def transport() -> dict[str, str]:
     """Returns the option that says how gradients travel, where a test has said so by `environ`."""
-    return {"transport": os.environ[_TRANSPORT]} if _TRANSPORT in os.environ else {}
+    return {"transport": os.environ[TRANSPORT]} if TRANSPORT in os.environ else {}
 
 
 def mpi_environ(transport: str, **more: str) -> dict[str, str]:
     """Returns the environment of programs that `mpirun` starts, whose gradients are to travel by `transport`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TF_CONFIG", "SLURM_", "OMPI_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", _TRANSPORT: transport, **more}
+    return {**kept, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", TRANSPORT: transport, **more}
 
 
 def mpirun(
