@@ -14,15 +14,14 @@ import sys
 import threading
 import time
 
-import ml_dtypes
 import numpy as np
 
+from tests.collectives.arithmetic import METHODS, TYPES, check, check_all
 from tfdist.collectives import shared_memory
 from tfdist.collectives.buffer_transport import NoTransportError
 
 FOLDER, RANK, SIZE = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 OPTIONS = json.loads(sys.argv[5])
-TYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint16, np.bool_]
 SLOT = 4096
 
 
@@ -41,64 +40,8 @@ def get(key, timeout_seconds):
     return path.read_text()
 
 
-def numbers(seed, shape, dtype, rank):
-    draw = np.random.default_rng([*seed, rank])
-    if np.dtype(dtype).kind in "iub":
-        return draw.integers(0, 2 if dtype == np.bool_ else 100, shape).astype(dtype)
-    found = draw.standard_normal(shape) * 10.0 ** draw.integers(-4, 5, shape)  # so that the order of sums matters
-    return np.asarray(found).astype(dtype)
-
-
-def total(values, largest):
-    """Returns what the sum must be, to the bit."""
-    join = np.maximum if largest else np.add
-    dtype = values[0].dtype
-    wide = dtype.name in ("float16", "bfloat16")
-    result = values[0].astype(np.float32) if wide else values[0]
-    for value in values[1:]:
-        result = join(result, value.astype(np.float32) if wide else value)
-    with np.errstate(over="ignore"):
-        return np.asarray(result).astype(dtype)
-
-
-def same(found, expected):
-    assert found.dtype == expected.dtype and found.shape == expected.shape, (found.shape, expected.shape)
-    assert found.tobytes() == expected.tobytes(), (found, expected)
-
-
-def check(transport, method, shape, dtype, seed):
-    if method == "all_to_all":
-        shape = (SIZE, *shape)
-    values = [numbers(seed, shape, dtype, rank) for rank in range(SIZE)]
-    mine = values[RANK].copy()
-    if method in ("sum", "largest"):
-        same(transport.all_reduce(mine, largest=method == "largest"), total(values, method == "largest"))
-        same(mine, values[RANK])
-    elif method == "all_gather":
-        same(transport.all_gather(mine), np.stack(values))
-        same(mine, values[RANK])
-    else:
-        same(transport.all_to_all(mine), np.stack([value[RANK] for value in values]))
-        same(mine, values[RANK])
-
-
-METHODS = ["sum", "largest", "all_gather", "all_to_all"]
-
-
 def arithmetic(transport):
-    shapes = [(), (0,), (1,), (7,), (3, 5), (SLOT - 1,), (8 * SLOT + 1,), (3, 0), (5 * SLOT // 4, 2)]
-    for dtype in TYPES:
-        for number, shape in enumerate(shapes):
-            for method in METHODS:
-                check(transport, method, shape, dtype, [number])
-    strided = np.arange(40_000, dtype=np.float32).reshape(200, 200)[:, ::2]
-    expected = strided * SIZE
-    same(transport.all_reduce(strided), expected)
-    huge = transport.all_reduce(np.full(9, 6e4, np.float16))
-    assert np.isinf(huge).all() == (SIZE > 1)
-    nan = np.full(9999, np.nan if RANK == SIZE - 1 else 1, np.float32)
-    for largest in (False, True):
-        assert np.isnan(transport.all_reduce(nan, largest)).all()
+    check_all(transport)
     for call, error in [
         (lambda: transport.all_reduce(np.array([{}])), TypeError),
         (lambda: transport.all_gather(np.array([{}])), TypeError),

@@ -94,6 +94,28 @@ def difference(a: Any, b: Any) -> float:
     return max(float(np.abs(x - y).max(initial=0.0)) for x, y in zip(a, b, strict=True))
 
 
+def check_exchanges(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    """Compares what ranks of `compression_program exchanges rows kinds` have got by two transports."""
+    size = len(mine)
+    for here, there in zip(mine, other, strict=True):
+        for name, steps in there["exchanges"].items():
+            if size == 2:  # of more, the sums are rounded in another order
+                assert difference(here["exchanges"][name], steps) == 0, name
+            expected = [sums for ((sums, _),) in steps]
+            far = 0 if size == 2 else 2e-2 * max(np.abs(each).max(initial=0) for each in _flat(expected))
+            for each in (here, mine[0]):  # sums are the same on all ranks
+                assert difference([sums for ((sums, _),) in each["exchanges"][name]], expected) <= far, name
+            assert (
+                difference(
+                    [s for ((s, _),) in here["exchanges"][name]], [s for ((s, _),) in mine[0]["exchanges"][name]]
+                )
+                == 0
+            )
+        for name, (weights, _) in there["rows"].items():
+            assert difference(here["rows"][name][0], weights) <= (0 if size == 2 else 1e-2), name
+        assert difference(here["kinds"], there["kinds"]) == 0
+
+
 def _flat(value: Any) -> list[np.ndarray]:
     if isinstance(value, dict):
         return [number for key in sorted(value) for number in _flat(value[key])]

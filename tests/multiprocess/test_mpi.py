@@ -57,13 +57,7 @@ def test_compressors_exchange_what_they_do_by_grpc(tmp_path, size):
         harness.mpirun("compression_program", tmp_path / transport, *PARTS, size=size, transport=transport)
         for transport in ("mpi", "grpc")
     )
-    for mine, other in zip(mpi, grpc, strict=True):
-        for name, steps in other["exchanges"].items():
-            for each in (mine["exchanges"][name], mpi[0]["exchanges"][name]):  # sums are the same on all ranks
-                sums, expected = ([step[0] for step in results] for results in (each, steps))
-                # Of three ranks the sums are rounded in another order.
-                assert harness.difference(sums, expected) <= (0 if size == 2 else 2e-2), name
-        assert harness.difference(mine["kinds"], other["kinds"]) == 0
+    harness.check_exchanges(mpi, grpc)
 
 
 @pytest.mark.full
@@ -76,6 +70,28 @@ def test_ranks_that_do_different_things_say_so(tmp_path):
 def test_a_rank_without_data_is_named(tmp_path):
     for results in harness.mpirun("mismatch_program", tmp_path, "fit", ends_well=False):
         assert results["said"].startswith("A dataset has fewer batches on some workers than on others"), results["said"]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_sums_are_those_of_numpy_and_waiting_takes_no_processor(size):
+    command = [*harness.MPIRUN, "-np", str(size), sys.executable, "-m", "tests.collectives.mpi_rank"]
+    environ = harness.mpi_environ("mpi")
+    done = subprocess.run(command, env=environ, cwd=harness.ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.count("done") == size, done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_without_mpi4py_it_says_what_to_install():
+    program = (
+        "import sys; sys.modules['mpi4py'] = None\n"
+        "import tfdist; tfdist.Trainer('multi_worker_mirrored', transport='mpi')"
+    )
+    command = [*harness.MPIRUN, "-np", "2", sys.executable, "-c", program]
+    environ = harness.mpi_environ("mpi")
+    done = subprocess.run(command, env=environ, cwd=harness.ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    sentence = "mpi4py is not installed: pip install 'tfdist[mpi]'. Use strategy.transport=grpc."
+    assert f"ConfigError: strategy.transport=mpi is not possible: {sentence}" in done.stderr + done.stdout, done.stderr
 
 
 def lose(tmp_path, how, rank=1, *options):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import fork_server
-from tests.multiprocess import harness
+from tests.multiprocess import harness, test_peers
 from tests.multiprocess.test_backup import check_equal
 from tests.multiprocess.test_backup import run as run_backup_program
 from tfdist.cluster import local_cluster
@@ -87,16 +87,7 @@ def test_compressors_exchange_what_they_do_by_grpc(tmp_path, size):
         harness.run("compression_program", "multi_worker_mirrored", tmp_path / name, *parts, size=size, transport=name)
         for name in ("shared_memory", "grpc")
     )
-    # Of three ranks the sums are rounded in another order.
-    far = 0 if size == 2 else 2e-2
-    for here, there in zip(mine, grpc, strict=True):
-        for name, steps in there["exchanges"].items():
-            for each in (here["exchanges"][name], mine[0]["exchanges"][name]):  # sums are the same on all ranks
-                sums, expected = ([step[0] for step in results] for results in (each, steps))
-                assert harness.difference(sums, expected) <= far, name
-        for name, (weights, _) in there["rows"].items():
-            assert harness.difference(here["rows"][name][0], weights) <= far, name
-        assert harness.difference(here["kinds"], there["kinds"]) == 0
+    harness.check_exchanges(mine, grpc)
 
 
 @pytest.mark.full
@@ -128,6 +119,13 @@ def test_a_worker_that_ends_amid_training_ends_all(tmp_path, lost, how, nothing_
     assert code != 0
     assert "it happens" in text
     assert f"worker:{lost}" in text.split("it happens")[1], text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("lost", "how"), [(1, "error"), (1, "kill"), (0, "kill"), (1, "exit")])
+def test_the_others_end_and_name_it_where_no_launcher_does_so(tmp_path, monkeypatch, lost, how):
+    monkeypatch.setenv(harness.TRANSPORT, "shared_memory")
+    test_peers.test_the_others_end_and_name_it(tmp_path, lost, how)
 
 
 @pytest.mark.slow

@@ -1,0 +1,68 @@
+"""What a transport must return, to the bit; without TensorFlow."""
+
+import ml_dtypes
+import numpy as np
+
+TYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint16, np.bool_]
+METHODS = ["sum", "largest", "all_gather", "all_to_all"]
+PIECE = 4096
+
+
+def numbers(seed, shape, dtype, rank):
+    draw = np.random.default_rng([*seed, rank])
+    if np.dtype(dtype).kind in "iub":
+        return draw.integers(0, 2 if dtype == np.bool_ else 100, shape).astype(dtype)
+    found = draw.standard_normal(shape) * 10.0 ** draw.integers(-4, 5, shape)  # so that the order of sums matters
+    return np.asarray(found).astype(dtype)
+
+
+def total(values, largest):
+    """Returns what the sum must be, to the bit."""
+    join = np.maximum if largest else np.add
+    dtype = values[0].dtype
+    wide = dtype.name in ("float16", "bfloat16")
+    result = values[0].astype(np.float32) if wide else values[0]
+    for value in values[1:]:
+        result = join(result, value.astype(np.float32) if wide else value)
+    with np.errstate(over="ignore"):
+        return np.asarray(result).astype(dtype)
+
+
+def same(found, expected):
+    assert found.dtype == expected.dtype and found.shape == expected.shape, (found.shape, expected.shape)
+    assert found.tobytes() == expected.tobytes(), (found, expected)
+
+
+def check(transport, method, shape, dtype, seed):
+    rank, size = transport.rank, transport.size
+    if method == "all_to_all":
+        shape = (size, *shape)
+    values = [numbers(seed, shape, dtype, each) for each in range(size)]
+    mine = values[rank].copy()
+    if method in ("sum", "largest"):
+        same(transport.all_reduce(mine, largest=method == "largest"), total(values, method == "largest"))
+        same(mine, values[rank])
+    elif method == "all_gather":
+        same(transport.all_gather(mine), np.stack(values))
+        same(mine, values[rank])
+    else:
+        same(transport.all_to_all(mine), np.stack([value[rank] for value in values]))
+        same(mine, values[rank])
+
+
+def check_all(transport):
+    """Compares each method with NumPy, on all ranks at once, for sizes about that of a piece."""
+    rank, size = transport.rank, transport.size
+    shapes = [(), (0,), (1,), (7,), (3, 5), (PIECE - 1,), (8 * PIECE + 1,), (3, 0), (5 * PIECE // 4, 2)]
+    for dtype in TYPES:
+        for number, shape in enumerate(shapes):
+            for method in METHODS:
+                check(transport, method, shape, dtype, [number])
+    strided = np.arange(40_000, dtype=np.float32).reshape(200, 200)[:, ::2]
+    expected = strided * size
+    same(transport.all_reduce(strided), expected)
+    huge = transport.all_reduce(np.full(9, 6e4, np.float16))
+    assert np.isinf(huge).all() == (size > 1)
+    nan = np.full(9999, np.nan if rank == size - 1 else 1, np.float32)
+    for largest in (False, True):
+        assert np.isnan(transport.all_reduce(nan, largest)).all()
