@@ -102,13 +102,13 @@ class MpiTransport(BufferTransport):
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         mine, every = np.ascontiguousarray(array), np.empty((self.size, *array.shape), array.dtype)
-        every[self.rank] = mine
+        every[self.rank] = array
         self._exchange([mine] * self.size, [every[r, ...] for r in range(self.size)])
         return every
 
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
         mine, rows = np.ascontiguousarray(array), np.empty(array.shape, array.dtype)
-        rows[self.rank] = mine[self.rank]
+        rows[self.rank] = array[self.rank]
         self._exchange([mine[r, ...] for r in range(self.size)], [rows[r, ...] for r in range(self.size)])
         return rows
 
