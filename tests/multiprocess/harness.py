@@ -94,6 +94,19 @@ def difference(a: Any, b: Any) -> float:
     return max(float(np.abs(x - y).max(initial=0.0)) for x, y in zip(a, b, strict=True))
 
 
+def check_trained_alike(found: list[dict[str, Any]], transport: str) -> None:
+    """Compares what two ranks of `transport_program` have trained by a transport with the same by TensorFlow's collectives."""
+    for results in found:
+        assert results["transport"] == transport
+        assert results["travelled"] == ["all_gather", "all_reduce", "all_to_all"]
+        assert results["travelled since"] == 0
+        for case, (before, after) in results["mine"].items():
+            assert all(np.isfinite(weights).all() for weights in after)
+            assert difference(before, after) > 1e-3, case
+            assert difference(after, results["tensorflow"][case][1]) == 0, case
+            assert difference(after, found[0]["mine"][case][1]) == 0, case
+
+
 def check_exchanges(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     """Compares what ranks of `compression_program exchanges rows kinds` have got by two transports."""
     size = len(mine)
@@ -101,15 +114,12 @@ def check_exchanges(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> 
         for name, steps in there["exchanges"].items():
             if size == 2:  # of more, the sums are rounded in another order
                 assert difference(here["exchanges"][name], steps) == 0, name
-            expected = [sums for ((sums, _),) in steps]
-            far = 0 if size == 2 else 2e-2 * max(np.abs(each).max(initial=0) for each in _flat(expected))
-            for each in (here, mine[0]):  # sums are the same on all ranks
-                assert difference([sums for ((sums, _),) in each["exchanges"][name]], expected) <= far, name
-            assert (
-                difference(
-                    [s for ((s, _),) in here["exchanges"][name]], [s for ((s, _),) in mine[0]["exchanges"][name]]
-                )
-                == 0
+            expected, first, sums = (
+                [sums for ((sums, _),) in each["exchanges"][name]] for each in (there, mine[0], here)
+            )
+            assert difference(sums, first) == 0, name
+            assert difference(sums, expected) <= 2e-2 * max(np.abs(each).max(initial=0) for each in _flat(expected)), (
+                name
             )
         for name, (weights, _) in there["rows"].items():
             assert difference(here["rows"][name][0], weights) <= (0 if size == 2 else 1e-2), name

@@ -51,6 +51,11 @@ def test_two_ranks_train_what_they_do_by_grpc_to_the_bit(tmp_path):
 
 
 @pytest.mark.full
+def test_compressed_gradients_train_what_they_do_by_grpc_to_the_bit(tmp_path):
+    harness.check_trained_alike(harness.mpirun("transport_program", tmp_path), "mpi")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 3])
 def test_compressors_exchange_what_they_do_by_grpc(tmp_path, size):
     mpi, grpc = (

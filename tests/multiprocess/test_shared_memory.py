@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 
-import numpy as np
 import pytest
 
 from tests.helpers import fork_server
@@ -54,15 +53,7 @@ def nothing_is_left():
 
 def test_two_workers_train_what_they_do_by_grpc_to_the_bit(tmp_path):
     found = harness.run("transport_program", "multi_worker_mirrored", tmp_path, transport="shared_memory")
-    for results in found:
-        assert results["transport"] == "shared_memory"
-        assert results["travelled"] == ["all_gather", "all_reduce", "all_to_all"]
-        assert results["travelled since"] == 0
-        for case, (before, after) in results["mine"].items():
-            assert all(np.isfinite(weights).all() for weights in after)
-            assert harness.difference(before, after) > 1e-3, case
-            assert harness.difference(after, results["tensorflow"][case][1]) == 0, case
-            assert harness.difference(after, found[0]["mine"][case][1]) == 0, case
+    harness.check_trained_alike(found, "shared_memory")
 
 
 @pytest.mark.full
