@@ -37,18 +37,15 @@ CASES = [
 
 
 @pytest.fixture
-def nothing_is_left():
-    """Checks that the test leaves no file where programs share memory, nor the launcher's or a task's temporary folder."""
-    folders = pathlib.Path("/dev/shm"), pathlib.Path(tempfile.gettempdir())
-
-    def found():
-        return {path for path in folders[0].iterdir() if path.owner() == pathlib.Path("/proc/self").owner()} | {
-            path for path in folders[1].glob("tfdist-*") if str(os.getpid()) in path.name
-        }
-
-    before = found()
+def nothing_is_left(tmp_path, monkeypatch):
+    """Checks that the test leaves no folder of the launcher's or a task's, nor a file where programs share memory."""
+    fork_server.command("")  # which has its socket elsewhere
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    assert found() <= before
+    assert [*folder.glob("*tfdist*"), *pathlib.Path("/dev/shm").glob("*tfdist*")] == []
 
 
 def test_two_workers_train_what_they_do_by_grpc_to_the_bit(tmp_path):
