@@ -51,7 +51,9 @@ def find_python(version: str) -> str | None:
 
 def _of_pyenv(version: str) -> list[pathlib.Path]:
     """Returns pythons that pyenv has installed; its commands on the path refuse what it was not told to use."""
-    return sorted(pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob(f"versions/{version}.*/bin/python"))
+    return sorted(
+        pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob(f"versions/{version}.*/bin/python")
+    )
 
 
 def make_environment(row: Row, python: str, folder: pathlib.Path) -> None:
@@ -70,7 +72,9 @@ def make_environment(row: Row, python: str, folder: pathlib.Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=ROWS, help="run one row")
-    parser.add_argument("--root", type=pathlib.Path, default=TREE / "build" / "versions", help="where environments are kept")
+    parser.add_argument(
+        "--root", type=pathlib.Path, default=TREE / "build" / "versions", help="where environments are kept"
+    )
     parser.add_argument("--all", action="store_true", help="a Python that is not there is an error")
     options, arguments = parser.parse_known_args()
     results = {}

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.version import __version__
 
 # From, and up to but without.
-TESTED = {"tensorflow": ("2.21", "2.22"), "keras": ("3.15", "3.16")}
+TESTED = {"tensorflow": ("2.18", "2.22"), "keras": ("3.13", "3.16")}
 
 
 @functools.cache
