@@ -34,7 +34,7 @@ class Row:
 
 
 ROWS = {
-    "oldest": Row("3.11", ("tensorflow==2.18.*", "keras==3.9.*", "tf_keras==2.18.*")),
+    "oldest": Row("3.11", ("tensorflow==2.18.*", "keras==3.13.*", "tf_keras==2.18.*")),
     "newest": Row("3.13", ("tensorflow==2.21.*", "keras==3.15.*", "tf_keras==2.21.*")),
 }
 
