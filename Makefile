@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all slow lint docs system-deps clean
+.PHONY: demo test test-all test-versions slow lint docs system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/tfdist train --config=digits_multi_worker --workdir=runs/demo
@@ -25,6 +25,10 @@ SLICE ?= 1/1
 slow: .venv/.installed
 	$(PYTEST) -m slow --group=$(word 1,$(subst /, ,$(SLICE))) --splits=$(word 2,$(subst /, ,$(SLICE))) \
 		--durations-path=tests/slow_durations.json
+
+# With the ends of the ranges of versions; ROW=oldest or ROW=newest for one of them.
+test-versions:
+	$(PYTHON) tools/versions.py $(if $(ROW),--only=$(ROW)) --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

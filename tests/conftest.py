@@ -15,7 +15,11 @@ import tensorflow as tf
 from tfdist.runtime import log
 
 log.print_always()  # as commands do: pytest has handlers of its own, which would take the lines
-hypothesis.settings.register_profile("tfdist", derandomize=True, deadline=None, max_examples=200)
+# On a busy machine examples are made slowly, which is no fault of theirs.
+too_slow = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "tfdist", derandomize=True, deadline=None, max_examples=200, suppress_health_check=too_slow
+)
 hypothesis.settings.load_profile("tfdist")
 
 tf.config.set_logical_device_configuration(

@@ -1,7 +1,6 @@
 """The private names of Keras and TensorFlow that tfdist leans on: says which seam a release has moved."""
 
 import concurrent.futures
-import ctypes
 import gc
 import inspect
 import re
@@ -84,7 +83,7 @@ def test_tasks_are_connected_by_a_function_of_the_c_interface():
     call = f"pywrap_tfe.{tf_cluster.TF_CONNECT}("
     assert call in inspect.getsource(context.Context.ensure_initialized), moved
     assert call in inspect.getsource(context.Context.enable_collective_ops), moved
-    library = ctypes.CDLL(None)
+    library = tf_cluster._c_interface()
     assert all(hasattr(library, name) for name in (tf_cluster.TF_CONNECT, *tf_cluster.TF_STATUS)), moved
     bound = getattr(context.pywrap_tfe, tf_cluster.TF_CONNECT)
     with tf_cluster.releasing_lock():

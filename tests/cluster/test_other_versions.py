@@ -28,8 +28,16 @@ def older(tmp_path):
     return folder.parent
 
 
-def start(command, jobs, older, other):
-    """Runs a command as each task of a cluster, one of which has older metadata; returns the exit codes and what each says."""
+def start(command, jobs, older, other, python=sys.executable):
+    """Runs a command as each task of a cluster, one of which has older metadata; returns the exit codes and what each says.
+
+    Args:
+        command: The arguments of Python.
+        jobs: How many tasks each job has.
+        older: A folder that stands before the installed packages of the one that differs.
+        other: The one that differs.
+        python: Its Python.
+    """
     ports = iter(free_ports(sum(jobs.values())))
     spec = ClusterSpec({job: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for job, count in jobs.items()})
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
@@ -39,7 +47,8 @@ def start(command, jobs, older, other):
             path = f"{older}:{ROOT}" if task == other else str(ROOT)
             environ = {**kept, "PYTHONPATH": path, "TF_CONFIG": spec.to_tf_config(task), "TF_CPP_MIN_LOG_LEVEL": "2"}
             both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            processes.append(subprocess.Popen([sys.executable, *command], env=environ, cwd=older.parent, **both))
+            words = [python if task == other else sys.executable, *command]
+            processes.append(subprocess.Popen(words, env=environ, cwd=older.parent, **both))
         said = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
@@ -62,11 +71,14 @@ def test_the_check_of_a_cluster_names_the_task_that_differs(older):
     assert "worker:2" not in said[0] + said[1]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
+STRATEGIES = pytest.mark.parametrize(
     ("strategy", "jobs"),
     [("multi_worker_mirrored", {"worker": 2}), ("parameter_server", {"chief": 1, "worker": 1, "ps": 1})],
 )
+
+
+@pytest.mark.full
+@STRATEGIES
 def test_a_strategy_names_it_before_tensorflow_connects(older, tmp_path, strategy, jobs):
     script = tmp_path / "script.py"
     script.write_text(STRATEGY)
@@ -75,4 +87,21 @@ def test_a_strategy_names_it_before_tensorflow_connects(older, tmp_path, strateg
     assert codes == [1] * len(codes), said
     assert sentence(spec, other) in said[0], "the chief says who"
     assert f"this task runs TensorFlow 2.20.0, the chief {HERE}" in said[spec.tasks().index(other)]
+    assert "has started" not in "".join(said)
+
+
+@pytest.mark.skipif("TFDIST_OTHER_PYTHON" not in os.environ, reason="tools/versions.py alone has a second environment")
+@STRATEGIES
+def test_a_task_of_another_environment_is_named(tmp_path, strategy, jobs):
+    python = os.environ["TFDIST_OTHER_PYTHON"]
+    ask = [python, "-c", "from importlib.metadata import version; print(version('tensorflow'))"]
+    there = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    (tmp_path / "empty").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(STRATEGY)
+    other = TaskSpec("worker", jobs["worker"] - 1)
+    codes, said, spec = start([str(script), strategy], jobs, tmp_path / "empty", other, python)
+    assert codes == [1] * len(codes), said
+    assert f"{other} at {spec.address(other)} runs TensorFlow {there}, the chief {HERE}" in said[0]
+    assert f"this task runs TensorFlow {there}, the chief {HERE}" in said[spec.tasks().index(other)]
     assert "has started" not in "".join(said)

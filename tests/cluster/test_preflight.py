@@ -202,7 +202,7 @@ def test_a_name_that_is_looked_for_does_not_hold_the_wait(monkeypatch):
 @pytest.mark.parametrize(
     ("theirs", "fault", "line"),
     [
-        ({"keras": "3.14.0"}, "runs Keras 3.14.0, the chief 3.15", ""),
+        ({"keras": "3.12.0"}, "runs Keras 3.12.0, the chief 3.", ""),
         ({"configuration": "other"}, "has another configuration than the chief", ""),
         ({"python": "3.12.1"}, "", "runs Python 3.12.1, the chief 3."),
         ({"script": "other"}, "", "has another script"),

@@ -202,13 +202,13 @@ def test_a_current_folder_that_is_gone(tmp_path):
 def test_versions(tmp_path, monkeypatch):
     findings = found(versions.check, {})
     assert {each.level for each in findings.values()} == {OK}
-    older = tmp_path / "tensorflow-2.20.0.dist-info"
+    older = tmp_path / "tensorflow-2.17.0.dist-info"
     older.mkdir()
-    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorflow\nVersion: 2.20.0\n")
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorflow\nVersion: 2.17.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     finding = found(versions.check, {})["TensorFlow"]
-    assert (finding.level, finding.value.startswith("2.20.0; ")) == (WARNING, True)
-    assert finding.remedy.startswith("pip install 'tensorflow<2.22,>=2.21")
+    assert (finding.level, finding.value.startswith("2.17.0; ")) == (WARNING, True)
+    assert finding.remedy.startswith("pip install 'tensorflow<2.22,>=2.18")
 
 
 @pytest.mark.parametrize(

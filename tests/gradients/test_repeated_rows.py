@@ -122,6 +122,7 @@ def test_a_distributed_optimizer_trains_as_dense_gradients_do(mirrored, name, co
         np.testing.assert_allclose(mine, dense, atol=tolerance)
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras has it since 3.15")
 def test_a_multi_optimizer_on_one_device():
     trainer = tfdist.Trainer("one_device")
     with trainer.scope():

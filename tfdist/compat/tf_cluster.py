@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context as eager_context
@@ -72,6 +73,7 @@ def abort_collectives(code: int, message: str) -> None:
 TF_SERVES = "_std_server_started"
 TF_CONNECT = "TFE_EnableCollectiveOps"
 TF_ADD_FUNCTION, TF_REMOVE_FUNCTION = "TFE_ContextAddFunction", "TFE_ContextRemoveFunction"
+TF_LIBRARY = "libtensorflow_cc.so.2"
 TF_STATUS = ("TF_NewStatus", "TF_GetCode", "TF_Message", "TF_DeleteStatus")
 
 
@@ -82,7 +84,7 @@ def releasing_lock() -> Iterator[None]:
     No other thread of Python would run meanwhile: none could say who is missing, or hear a signal. TensorFlow's binding does no more
     than `_connect`, but for the lock: ctypes releases it. A system whose TensorFlow hides its C interface keeps the binding.
     """
-    if not hasattr(ctypes.CDLL(None), TF_CONNECT):
+    if not hasattr(_c_interface(), TF_CONNECT):
         yield
         return
     before = getattr(eager_context.pywrap_tfe, TF_CONNECT)
@@ -109,7 +111,7 @@ def register_functions_without_lock() -> None:
     Of the operations on a cluster of parameter servers these are the ones whose binding holds the lock. They are part of the first call
     of a `tf.function`, of `fit` and of checkpoints. A system whose TensorFlow hides its C interface keeps the binding.
     """
-    if hasattr(ctypes.CDLL(None), TF_ADD_FUNCTION):
+    if hasattr(_c_interface(), TF_ADD_FUNCTION):
         setattr(eager_context.pywrap_tfe, TF_ADD_FUNCTION, _add_function)
         setattr(eager_context.pywrap_tfe, TF_REMOVE_FUNCTION, _remove_function)
 
@@ -124,11 +126,19 @@ def _remove_function(context: Any, name: str | bytes) -> None:
     _call(TF_REMOVE_FUNCTION, context, ctypes.c_char_p(tf.compat.as_bytes(name)))
 
 
+@functools.cache
+def _c_interface() -> ctypes.CDLL:
+    """Returns the library with TensorFlow's C interface: before 2.20 it is not among what the process shows to all."""
+    path = os.path.join(tf.sysconfig.get_lib(), TF_LIBRARY)
+    found = ctypes.CDLL(None)
+    return found if hasattr(found, TF_CONNECT) or not os.path.exists(path) else ctypes.CDLL(path)
+
+
 def _call(name: str, context: Any, *arguments: Any) -> None:
     """Calls a function of TensorFlow's C interface without the interpreter's lock; raises what its status tells."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.argtypes, pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
-    library = ctypes.CDLL(None)
+    library = _c_interface()
     new, code, message, delete = (getattr(library, each) for each in TF_STATUS)
     new.restype, message.restype = ctypes.c_void_p, ctypes.c_char_p
     code.argtypes = message.argtypes = delete.argtypes = [ctypes.c_void_p]
@@ -165,7 +175,7 @@ def configure_coordination_service(jobs: Mapping[str, Sequence[str]], heartbeat_
         service_leader=multi_worker_util.coordination_leader(spec),
         heartbeat_timeout_in_ms=heartbeat_timeout_ms,
         coordinated_jobs=[
-            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
+            eager_context.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(addresses))
             for job, addresses in jobs.items()
             if job in ("chief", "worker")
         ],

@@ -62,7 +62,7 @@ def _of_program(path: str, source: bytes) -> TrainConfig:
     except BaseException as e:  # sys.exit(), too: no training has taken place
         if isinstance(e, KeyError) and "get_config" not in namespace:
             raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
-        text = told(e)
+        text = re.sub(r"\. Did you mean '\w+'\?$", "", told(e))  # of Python 3.13, which knows some names only
         if isinstance(e, ModuleNotFoundError) and (e.name or "").startswith("tfdist."):
             text += "; import public names from tfdist itself, as `from tfdist import Task`"
         elif isinstance(e, ModuleNotFoundError):

@@ -23,7 +23,7 @@ def build_optimizer(
         steps_per_epoch: Steps of an epoch; None where they are not known.
 
     Raises:
-        ConfigError: The schedule needs the number of steps, which is not known; or the function that `optimizer.name` names does not return an optimizer.
+        ConfigError: The installed Keras has no such optimizer; the schedule needs the number of steps, which is not known; or the function that `optimizer.name` names does not return an optimizer.
     """
     name = config.optimizer.name
     arguments = config.optimizer.arguments()
@@ -43,7 +43,12 @@ def build_optimizer(
             )
     else:
         # Not keras.optimizers.get, which does not know "lamb".
-        optimizer = {key.lower(): each for key, each in vars(keras.optimizers).items()}[name](**arguments)
+        kinds = {key.lower(): each for key, each in vars(keras.optimizers).items()}
+        if name not in kinds:
+            raise ConfigError(
+                f"Keras {keras.__version__} has no optimizer {name!r}: install a newer one, or choose another optimizer."
+            )
+        optimizer = kinds[name](**arguments)
     if names := config.optimizer.excluded_from_weight_decay():
         optimizer.exclude_from_weight_decay(var_names=[re.escape(name) for name in names])
     if config.precision == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
