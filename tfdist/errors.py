@@ -52,9 +52,16 @@ def format_value(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
+_RENAMED = {"implementation": ("transport", ", of which 'ring' is 'grpc'"), "ring": ("grpc", "")}
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `"; did you mean 'x'?"` for the known word nearest to `word`, or a full stop."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    """Returns `"; did you mean 'x'?"` for the known word nearest to `word`, or what it is called now, or a full stop."""
+    known = list(known)
+    new, remark = _RENAMED.get(str(word).lstrip("-").rpartition(".")[2], ("", ""))
+    if new in {each.lstrip("-").rpartition(".")[2] for each in known}:
+        return f"; it is now called {new!r}{remark}."
+    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
@@ -67,14 +74,9 @@ def collect_errors(faults: list[str]) -> Iterator[None]:
         faults += e.faults
 
 
-_RENAMED = {"implementation": "transport, of which 'ring' is 'grpc'", "ring": "'grpc'"}
-
-
 def unknown_name_message(what: str, received: str, known: Iterable[str]) -> str:
     """Returns the sentence for a name that is not in a list of known names."""
     known = sorted(known)
-    if (new := _RENAMED.get(str(received).lstrip("-").rpartition(".")[2])) is not None:
-        return f"unknown {what} {format_value(received)}; it is now called {new}."
     return f"unknown {what} {format_value(received)}{did_you_mean(received, known)} Known: {', '.join(known)}."
 
 

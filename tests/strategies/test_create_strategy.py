@@ -58,7 +58,7 @@ def test_communication_options_pass_through(trainer):
         (
             ["multi_worker_mirrored"],
             {"implementation": "ring"},
-            "it is now called transport, of which 'ring' is 'grpc'",
+            "it is now called 'transport', of which 'ring' is 'grpc'",
         ),
         (["mirrored"], {"transport": "mpi"}, "strategy.transport=mpi is for multi_worker_mirrored"),
         (["multi_worker_mirrored"], {"transport": "gloo"}, "Known: auto, grpc, mpi, nccl, shared_memory"),
