@@ -91,6 +91,9 @@ class Terminal:
         self.screen.width = width
 
     def type(self, text: str) -> None:
+        """Types what a user would; ^C as soon as all output was read: the kernel drops what was not, and a frame with it."""
+        while select.select([self._file], [], [], 0)[0] and self._read():
+            pass
         os.write(self._file, text.encode())
 
     def text(self) -> str:
