@@ -39,7 +39,7 @@ def test_two_ranks_train_what_one_process_does(runs, tmp_path, cases):
                 np.testing.assert_allclose(mine, other, atol=far, rtol=0, err_msg=case)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_ranks_train_what_they_do_by_grpc_to_the_bit(tmp_path):
     mpi, grpc = (
         harness.mpirun("fit_program", tmp_path / transport, *CASES, transport=transport)
@@ -55,8 +55,7 @@ def test_compressed_gradients_train_what_they_do_by_grpc_to_the_bit(tmp_path):
     harness.check_trained_alike(harness.mpirun("transport_program", tmp_path), "mpi")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.slow)])
 def test_compressors_exchange_what_they_do_by_grpc(tmp_path, size):
     mpi, grpc = (
         harness.mpirun("compression_program", tmp_path / transport, *PARTS, size=size, transport=transport)
