@@ -58,9 +58,11 @@ def main(argv: Sequence[str]) -> int:
     if values.json:
         print(report.as_json(findings))
         return 0 if report.is_ok(findings) else 1
-    in_terminal = sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ  # mpirun's pseudo-terminal
+    in_terminal = (
+        bool(sys.stdout and sys.stdout.isatty()) and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    )  # mpirun's pseudo-terminal
     text = report.as_table(findings) if in_terminal else report.as_lines(findings)
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     return 0 if report.is_ok(findings) else 1
 

@@ -57,7 +57,7 @@ def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
         summary: As for `rows`.
         workdir: As for `rows`.
     """
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # there may be no output
     # A path or a metric's name that the terminal's encoding lacks must not fail a run that has ended well.
     text = [
         [cell.encode(encoding, "backslashreplace").decode(encoding) for cell in row] for row in rows(summary, workdir)
@@ -73,7 +73,7 @@ def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
 
 def is_terminal() -> bool:
     """Returns whether a person reads standard output in a terminal. mpirun gives its tasks a pseudo-terminal."""
-    return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    return bool(sys.stdout and sys.stdout.isatty()) and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 def _metric(value: Any) -> str:

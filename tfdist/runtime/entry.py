@@ -15,7 +15,8 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """Returns a command's exit code; after Ctrl-C, or where nobody reads its output (`--help | head`), a shell's for that signal."""
     try:
         code = main(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # Python's word for one that was closed before the start
+            sys.stdout.flush()
     except KeyboardInterrupt:
         logger.error(interrupt.MESSAGE)
         return 128 + signal.SIGINT
