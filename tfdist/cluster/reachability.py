@@ -14,6 +14,7 @@ from tfdist.cluster import greeting
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 
 ANSWER_TIMEOUT = 3.0  # seconds that an address has to answer
+SETTLED = 5.0  # seconds within which the system closes the port of a process that is killed, after its connections
 WAITS_FOR_OTHERS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
 # What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
 ENDED = ("connection refused", WAITS_FOR_OTHERS)

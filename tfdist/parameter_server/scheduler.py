@@ -123,7 +123,9 @@ class Scheduler:
             if self._watch.lost_servers:
                 raise self._server_lost(self._watch.lost_servers) from e
             servers = [task for task in self._spec.tasks() if task.type == "ps"]
-            absent = reachability.unreachable_tasks(self._spec, servers)
+            ends = time.monotonic() + reachability.SETTLED
+            while not (absent := reachability.unreachable_tasks(self._spec, servers)) and time.monotonic() < ends:
+                time.sleep(0.2)
             told = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
             if not absent and told and tf_cluster.is_server_failure(e):  # it is there again, without its variables
                 absent = {TaskSpec("ps", int(told[1])): "started again"}

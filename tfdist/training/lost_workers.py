@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -66,7 +67,12 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     try:
         yield
     except tf.errors.OpError as e:
-        if sentence := mismatch.explain_mismatch(cluster, task, e) or _explain_loss(cluster, task, others, silent, e):
+        sentence = mismatch.explain_mismatch(cluster, task, e) or _explain_loss(cluster, task, others, silent, e)
+        ends = time.monotonic() + reachability.SETTLED
+        while not sentence and isinstance(e, tf.errors.UnavailableError) and time.monotonic() < ends:
+            time.sleep(0.2)
+            sentence = _explain_loss(cluster, task, others, silent, e)
+        if sentence:
             raise ClusterError(sentence) from e
         raise
     finally:
