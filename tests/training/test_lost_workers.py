@@ -28,11 +28,9 @@ def test_a_worker_whose_port_closes_after_its_connections_is_named(port):
         port.close()
 
     ending = threading.Thread(target=end)
-    with pytest.raises(
-        ClusterError, match=r"worker:0 at 127.0.0.1:\d+ \(connection refused\) has ended while worker:1"
-    ):
-        with abort_on_lost_workers(_cluster(port), TaskSpec("worker", 1)):
-            ending.start()
+    told = r"worker:0 at 127.0.0.1:\d+ \(connection refused\) has ended while worker:1"
+    with pytest.raises(ClusterError, match=told), abort_on_lost_workers(_cluster(port), TaskSpec("worker", 1)):
+        ending.start()
         raise tf.errors.UnavailableError(None, None, "Collective ops is aborted by: Socket closed")
     ending.join()
 
