@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-versions slow lint docs system-deps clean
+.PHONY: demo test test-all test-torch test-versions slow lint docs system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/tfdist train --config=digits_multi_worker --workdir=runs/demo
@@ -19,6 +19,14 @@ test: lint
 # What goes the way of another test, with another case.
 test-all: .venv/.installed
 	$(PYTEST) -m "full and not slow"
+
+# What needs PyTorch: the transport by gloo, and the comparison with PyTorch. The other tests go without, as most users do.
+test-torch: .venv/.torch
+	$(PYTEST) -m "not slow" tests/collectives/test_gloo.py tests/multiprocess/test_gloo.py tests/tools/test_bench.py
+
+.venv/.torch: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gloo]'
+	touch $@
 
 # Long schedules: all, or a part, `make slow SLICE=3/8`.
 SLICE ?= 1/1

@@ -58,6 +58,11 @@ def test_two_workers_train_what_they_do_by_grpc_to_the_bit(tmp_path):
 def test_workers_train_what_one_process_does(runs, tmp_path, size):
     (stock,) = runs("stock", "fit_program", *CASES)[0]
     found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *CASES, size=size, transport="shared_memory")
+    check_fits(found, stock)
+
+
+def check_fits(found, stock):
+    """Compares what ranks of `fit_program` have trained in all `CASES` with what one process has."""
     for results in found:
         for case in CASES:
             far = 2e-2 if case.startswith("mixed") else 1e-5

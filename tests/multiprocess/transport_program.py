@@ -1,6 +1,6 @@
 """Trains models whose gradients travel by a transport, and again by TensorFlow's collectives, in the same processes.
 
-Arguments: strategy, output folder. The transport is `harness.transport()`.
+Arguments: strategy, output folder, and which cases (all). The transport is `harness.transport()`.
 """
 
 import sys
@@ -8,7 +8,7 @@ import sys
 import tfdist
 from tests.multiprocess import harness
 
-name, out = sys.argv[1:]
+name, out, *only = sys.argv[1:]
 trainer = tfdist.Trainer(name, **harness.transport())
 
 import keras  # noqa: E402 (the strategy comes first)
@@ -59,7 +59,7 @@ def train(layers, x, compression, compiled):
 
 
 def train_all():
-    return {case: train(*how) for case, how in CASES.items()}
+    return {case: train(*how) for case, how in CASES.items() if case in (only or CASES)}
 
 
 travelled = []

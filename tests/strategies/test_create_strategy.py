@@ -61,7 +61,7 @@ def test_communication_options_pass_through(trainer):
             "it is now called 'transport', of which 'ring' is 'grpc'",
         ),
         (["mirrored"], {"transport": "mpi"}, "strategy.transport=mpi is for multi_worker_mirrored"),
-        (["multi_worker_mirrored"], {"transport": "gloo"}, "Known: auto, grpc, mpi, nccl, shared_memory"),
+        (["multi_worker_mirrored"], {"transport": "ucx"}, "Known: auto, gloo, grpc, mpi, nccl, shared_memory"),
         (["multi_worker_mirrored"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),
         (
             ["mirrored"],

@@ -89,6 +89,11 @@ def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Fu
 _alive: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 
+def have_failed() -> bool:
+    """Whether a call of any transport of this process has failed, been given up or been ended."""
+    return any(calls.ended for calls in list(_alive))
+
+
 def abort_collectives(code: int, message: str) -> None:
     """Makes all collectives of this process fail: TensorFlow's, and those of other transports.
 

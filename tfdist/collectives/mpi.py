@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError, aligned_empty
-from tfdist.collectives.fold import fold
+from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError
+from tfdist.collectives.exchanged import ExchangedTransport
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes were started together
 _MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # by which a process can join the others
-_SMALL = 2**15  # bytes up to which every rank adds up the whole array: one exchange instead of two
 _LEAST_PAUSE, _MOST_PAUSE = 2e-5, 5e-4  # seconds between two looks whether an exchange is done
 _open = 0  # transports of this process
 
@@ -71,7 +70,7 @@ def _library() -> Any:
     return importlib.import_module("mpi4py.MPI")
 
 
-class MpiTransport(BufferTransport):
+class MpiTransport(ExchangedTransport):
     """Sums arrays by MPI.
 
     Args:
@@ -86,47 +85,17 @@ class MpiTransport(BufferTransport):
         self._mpi, self._communicator, self._started = library, communicator, started
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
 
-    def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
-        flat = np.ascontiguousarray(array).reshape(-1)
-        total = aligned_empty(flat.size, flat.dtype)
-        if flat.nbytes <= _SMALL:
-            fold(self.all_gather(flat), total, largest)
-            return total.reshape(array.shape)
-        parts = [slice(r * flat.size // self.size, (r + 1) * flat.size // self.size) for r in range(self.size)]
-        mine = flat[parts[self.rank]]
-        rows = [mine if r == self.rank else np.empty_like(mine) for r in range(self.size)]
-        self._exchange([flat[part] for part in parts], rows)
-        fold(rows, total[parts[self.rank]], largest)
-        self._exchange([total[parts[self.rank]]] * self.size, [total[part] for part in parts])
-        return total.reshape(array.shape)
-
-    def all_gather(self, array: np.ndarray) -> np.ndarray:
-        mine, every = np.ascontiguousarray(array), np.empty((self.size, *array.shape), array.dtype)
-        every[self.rank] = array
-        self._exchange([mine] * self.size, [every[r, ...] for r in range(self.size)])
-        return every
-
-    def all_to_all(self, array: np.ndarray) -> np.ndarray:
-        mine, rows = np.ascontiguousarray(array), np.empty(array.shape, array.dtype)
-        rows[self.rank] = array[self.rank]
-        self._exchange([mine[r, ...] for r in range(self.size)], [rows[r, ...] for r in range(self.size)])
-        return rows
-
     def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
-        """Sends an array to each other rank, and receives one from each."""
         requests = []
         for distance in range(1, self.size):
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            requests.append(self._communicator.Irecv(self._bytes(received[source]), source))
-            requests.append(self._communicator.Isend(self._bytes(sent[target]), target))
+            requests.append(self._communicator.Irecv([received[source], self._mpi.BYTE], source))
+            requests.append(self._communicator.Isend([sent[target], self._mpi.BYTE], target))
         pause = _LEAST_PAUSE
         # MPI's own waiting spins: it takes the core that backward needs.
         while not self._mpi.Request.Testall(requests):
             time.sleep(pause)
             pause = min(1.5 * pause, _MOST_PAUSE)
-
-    def _bytes(self, array: np.ndarray) -> list[Any]:
-        return [array.reshape(-1).view(np.uint8), self._mpi.BYTE]
 
     def close(self) -> None:
         global _open

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.collectives import mpi, shared_memory
+from tfdist.collectives import gloo, mpi, shared_memory
 from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError
 from tfdist.collectives.buffered import BufferedCommunicator
 from tfdist.collectives.communicator import Communicator
@@ -35,12 +35,14 @@ class Meeting:
         name: Another one for each transport, the same on all workers.
         rank: This worker's number.
         workers: The names of all.
+        addresses: `host:port` of each.
         timeout_seconds: How long an exchange may take; 0 means for ever.
     """
 
     name: str
     rank: int
     workers: Sequence[str]
+    addresses: Sequence[str]
     timeout_seconds: float
 
 
@@ -58,17 +60,21 @@ class Candidate:
 
 
 def _share_memory(meeting: Meeting) -> BufferTransport:
-    return shared_memory.connect(
-        meeting.rank,
-        len(meeting.workers),
-        tf_cluster.publish,
-        lambda key, seconds: tf_cluster.published(key, max(1, int(1000 * seconds))),
-        f"{meeting.name}/memory",
-        meeting.timeout_seconds,
-    )
+    size, name = len(meeting.workers), f"{meeting.name}/memory"
+    return shared_memory.connect(meeting.rank, size, tf_cluster.publish, _published, name, meeting.timeout_seconds)
+
+
+def _published(key: str, seconds: float) -> str:
+    return tf_cluster.published(key, max(1, int(1000 * seconds)))
 
 
 CANDIDATES: Mapping[str, Candidate] = {
+    "gloo": Candidate(
+        lambda meeting: gloo.why_not(meeting.rank, meeting.addresses),
+        lambda meeting: gloo.connect(
+            meeting.rank, meeting.addresses, tf_cluster.publish, _published, f"{meeting.name}/gloo"
+        ),
+    ),
     "mpi": Candidate(
         lambda meeting: mpi.why_not(len(meeting.workers)),
         lambda meeting: mpi.connect(meeting.rank, len(meeting.workers)),
@@ -78,13 +84,14 @@ CANDIDATES: Mapping[str, Candidate] = {
 
 
 def choose(
-    strategy: Any, workers: Sequence[str], rank: int, wanted: str, timeout_seconds: float
+    strategy: Any, workers: Sequence[str], addresses: Sequence[str], rank: int, wanted: str, timeout_seconds: float
 ) -> tuple[str, Communicator]:
     """Returns the name of the transport, and the communicator. A collective.
 
     Args:
         strategy: Of the workers of a cluster.
         workers: Their names.
+        addresses: `host:port` of each.
         rank: This one's number.
         wanted: `strategy.transport`.
         timeout_seconds: How long an exchange may take; 0 means for ever.
@@ -103,7 +110,7 @@ def choose(
     if wanted in TENSORFLOW_TRANSPORTS or ranks.size == 1:
         own = "nccl" if "GPU" in devices[0] else "grpc"
         return wanted if wanted in ("grpc", "nccl") else own, CrossProcessCommunicator(strategy)
-    meeting = Meeting(f"tfdist/transport/{numbers[0, 1]}", rank, workers, timeout_seconds)
+    meeting = Meeting(f"tfdist/transport/{numbers[0, 1]}", rank, workers, addresses, timeout_seconds)
     candidate, transport = CANDIDATES[wanted], None
     unfit = _DEVICES if len(devices) > 1 or "GPU" in devices[0] else candidate.why_not(meeting)
     reason = _first_reason(ranks, meeting, "fit", unfit)

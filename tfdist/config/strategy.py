@@ -11,7 +11,7 @@ from tfdist.errors import ConfigError, format_value, unknown_name_message
 
 PLACEMENTS = ("round_robin", "by_bytes")
 TENSORFLOW_TRANSPORTS = ("auto", "grpc", "nccl")
-TRANSPORTS = (*TENSORFLOW_TRANSPORTS, "mpi", "shared_memory")
+TRANSPORTS = (*TENSORFLOW_TRANSPORTS, "gloo", "mpi", "shared_memory")
 
 
 MAX_VIRTUAL_CPUS = 256
@@ -29,8 +29,8 @@ class StrategyConfig:
         devices: Device names, as `"GPU:0,GPU:1"` or a list of them, or a number of virtual CPUs of this process.
             Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
         transport: How gradients travel between the workers of `multi_worker_mirrored`: by TensorFlow's `"grpc"` or `"nccl"` (GPUs),
-            by `"mpi"` (CPUs, workers that mpirun or srun has started), or by `"shared_memory"` (CPUs, workers of one host). `"auto"`
-            is TensorFlow's choice. Under `mirrored`: `"nccl"`, or `"grpc"`, by one device.
+            by `"gloo"` (CPUs, with PyTorch), by `"mpi"` (CPUs, workers that mpirun or srun has started), or by `"shared_memory"`
+            (CPUs, workers of one host). `"auto"` is TensorFlow's choice. Under `mirrored`: `"nccl"`, or `"grpc"`, by one device.
         bucket_bytes: `multi_worker_mirrored` sums gradients in buckets of so many bytes, which travel while backward computes
             the others; 0 means one sum of all. `bf16`, `fp16` and `int8` cut larger gradients; `powersgd` and `topk`, which
             need a gradient whole, count its bytes as they send them.

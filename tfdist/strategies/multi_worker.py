@@ -149,7 +149,12 @@ def multi_worker_mirrored(
     if cluster is not None:
         workers = spec.training_tasks()
         strategy.transport, strategy.communicator = transport_choice.choose(
-            strategy, list(map(str, workers)), workers.index(task), config.transport, config.timeout_seconds
+            strategy,
+            list(map(str, workers)),
+            list(map(spec.address, workers)),
+            workers.index(task),
+            config.transport,
+            config.timeout_seconds,
         )
     if resolver:
         atexit.unregister(_exit_barrier)  # for a strategy before this one

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, missing_tasks, reachability, silent_tasks
-from tfdist.collectives.calls import abort_collectives
+from tfdist.collectives import calls
 from tfdist.errors import ClusterError
 from tfdist.training import mismatch
 
@@ -59,7 +59,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
             elif max(silent.seconds.values(), default=0.0) >= _GIVEN_UP:
                 lost = f"{silent.sentence()} {_REMEDY}"
             if lost and not done.is_set():
-                abort_collectives(tf.errors.UNAVAILABLE, f"{_TOLD}{lost}")
+                calls.abort_collectives(tf.errors.UNAVAILABLE, f"{_TOLD}{lost}")
                 return
             before = set(ended)
 
@@ -69,7 +69,8 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     except tf.errors.OpError as e:
         sentence = mismatch.explain_mismatch(cluster, task, e) or _explain_loss(cluster, task, others, silent, e)
         ends = time.monotonic() + reachability.SETTLED
-        while not sentence and isinstance(e, tf.errors.UnavailableError) and time.monotonic() < ends:
+        of_peers = isinstance(e, tf.errors.UnavailableError) or calls.have_failed()
+        while not sentence and of_peers and time.monotonic() < ends:
             time.sleep(0.2)
             sentence = _explain_loss(cluster, task, others, silent, e)
         if sentence:

@@ -1,0 +1,141 @@
+"""Workers whose gradients travel by gloo train what they train by TensorFlow's collectives, and what one process does."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import two_hosts
+from tests.multiprocess import harness, test_peers, test_shared_memory
+from tests.multiprocess.test_backup import check_equal
+from tests.multiprocess.test_backup import run as run_backup_program
+from tfdist.cluster import ClusterSpec, TaskSpec
+
+pytest.importorskip("torch", reason="PyTorch is not installed: make test-torch")
+pytestmark = pytest.mark.timeout(900)
+CASES = test_shared_memory.CASES
+
+
+@contextlib.contextmanager
+def ranks(folder, size, how):
+    """Starts ranks of `gloo_rank`, and ends them."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "tests.collectives.gloo_rank", str(folder)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), how],
+            cwd=harness.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_sums_are_those_of_numpy_and_waiting_takes_no_processor(tmp_path, size):
+    with ranks(tmp_path / "told", size, "well") as processes:
+        for process in processes:
+            said = process.communicate(timeout=200)[0]
+            assert process.returncode == 0 and "done" in said, said
+
+
+def test_a_rank_that_dies_is_noticed_at_once(tmp_path):
+    with ranks(tmp_path / "told", 2, "kill") as processes:
+        said = processes[0].communicate(timeout=100)[0]
+        assert "lost" in said and "onnection" in said, said
+
+
+def test_two_workers_train_what_they_do_by_grpc_to_the_bit(tmp_path):
+    found = harness.run("transport_program", "multi_worker_mirrored", tmp_path, transport="gloo")
+    harness.check_trained_alike(found, "gloo")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_workers_train_what_one_process_does(runs, tmp_path, size):
+    (stock,) = runs("stock", "fit_program", *CASES)[0]
+    found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *CASES, size=size, transport="gloo")
+    test_shared_memory.check_fits(found, stock)
+
+
+@pytest.mark.full
+def test_compressors_exchange_what_they_do_by_grpc(tmp_path):
+    parts = ["exchanges", "rows", "kinds"]
+    mine, grpc = (
+        harness.run("compression_program", "multi_worker_mirrored", tmp_path / name, *parts, transport=name)
+        for name in ("gloo", "grpc")
+    )
+    harness.check_exchanges(mine, grpc)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("callback", "Workers did different things at once: worker:0 was in fit"),
+        ("fit", "A dataset has fewer batches on some workers than on others"),
+    ],
+)
+def test_workers_that_do_different_things_say_so(tmp_path, case, sentence):
+    for results in harness.run("mismatch_program", "multi_worker_mirrored", tmp_path, case, transport="gloo"):
+        assert results["said"].startswith(sentence), results["said"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "how"),
+    [(0, "kill"), *(pytest.param(1, how, marks=pytest.mark.full) for how in ("kill", "error", "exit"))],
+)
+def test_the_others_end_and_name_it_where_no_launcher_does_so(tmp_path, monkeypatch, lost, how):
+    monkeypatch.setenv(harness.TRANSPORT, "gloo")
+    test_peers.test_the_others_end_and_name_it(tmp_path, lost, how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, monkeypatch, lost):
+    monkeypatch.setenv(harness.TRANSPORT, "gloo")
+    test_peers.test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, lost)
+
+
+@pytest.mark.full
+def test_a_killed_worker_is_restarted_and_the_bits_are_the_same(tmp_path, monkeypatch):
+    _, _, expected = run_backup_program("multi_worker_mirrored", tmp_path / "whole", save_freq=0)
+    monkeypatch.setenv(harness.TRANSPORT, "gloo")
+    kills = [[1, "step", 12]]
+    code, text, results = run_backup_program("multi_worker_mirrored", tmp_path / "killed", max_restarts=1, kills=kills)
+    assert code == 0, text
+    assert "worker:1 lost" in text and text.count("gradients travel by gloo") == 2, text
+    check_equal(results, expected)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(two_hosts.missing()), reason=two_hosts.missing() or "there are namespaces")
+def test_workers_of_two_hosts_train_alike(tmp_path):
+    spec = ClusterSpec({"worker": [f"{name}:2222" for name in two_hosts.NAMES]})
+    with two_hosts.two(tmp_path) as hosts, contextlib.ExitStack() as stack:
+        processes = []
+        for rank, host in enumerate(hosts):
+            environ = os.environ | {"PYTHONPATH": str(harness.ROOT), harness.TRANSPORT: "gloo"}
+            environ["TF_CONFIG"] = spec.to_tf_config(TaskSpec("worker", rank))
+            words = ["tests.multiprocess.transport_program", "multi_worker_mirrored", str(tmp_path), "executions"]
+            process = subprocess.Popen([*host, sys.executable, "-m", *words], cwd=harness.ROOT, env=environ)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        assert [process.wait(300) for process in processes] == [0, 0]
+    for rank in range(2):
+        results = harness.load(tmp_path, rank)
+        assert results["transport"] == "gloo" and "all_reduce" in results["travelled"]
+        before, after = results["mine"]["executions"]
+        assert harness.difference(before, after) > 1e-3
+        assert harness.difference(after, results["tensorflow"]["executions"][1]) == 0

@@ -1,0 +1,141 @@
+"""Exchanges by gloo, the library by which PyTorch's processes exchange gradients on CPUs: through TCP, and with no process manager."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.util
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdist.collectives.buffer_transport import NoTransportError
+from tfdist.collectives.exchanged import ExchangedTransport
+from tfdist.compat import gloo_group
+from tfdist.errors import told
+
+_INSTALL = "pip install 'tfdist[gloo]'"
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # PyTorch's variable, by which a user names the network
+_NO_LIMIT = datetime.timedelta(days=365)  # who calls has its own
+
+
+def why_not(rank: int, addresses: Sequence[str]) -> str:
+    """Returns why gloo cannot be used by this process, with the remedy, or an empty text.
+
+    Args:
+        rank: This process's number.
+        addresses: `host:port` of each rank.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return f"PyTorch, which has gloo, is not installed: {_INSTALL}"
+    try:
+        library = importlib.import_module("torch.distributed")
+    except Exception as e:  # a library of its own is missing, or has another version
+        return f"PyTorch, which has gloo, cannot be imported: {told(e)}"
+    if not (library.is_available() and library.is_gloo_available()):
+        return f"this PyTorch has no gloo: {_INSTALL}"
+    try:
+        _device(library, rank, addresses)
+    except (RuntimeError, OSError) as e:
+        return f"gloo finds no network{_named()} to listen on: {told(e)}"
+    return ""
+
+
+def connect(
+    rank: int,
+    addresses: Sequence[str],
+    put: Callable[[str, str], None],
+    get: Callable[[str, float], str],
+    name: str,
+    meeting_seconds: float = 60,
+) -> GlooTransport:
+    """Connects all ranks. A collective.
+
+    Args:
+        rank: This process's number.
+        addresses: `host:port` of each rank: gloo uses the network on which they reach each other, and ports that are free.
+        put: Makes a text known to all ranks: `put(key, text)`.
+        get: Returns the text of a key, or raises when there is none in time: `get(key, timeout_seconds)`.
+        name: What the keys begin with; another one at each call.
+        meeting_seconds: Limit of each wait while the ranks connect.
+
+    Raises:
+        NoTransportError: The ranks cannot reach each other; the message says why.
+    """
+    library = importlib.import_module("torch.distributed")
+    store = _store(library, put, get, name, meeting_seconds)
+    try:
+        device = _device(library, rank, addresses)
+        group = gloo_group.create_group(library, store, rank, len(addresses), device, meeting_seconds)
+    except (RuntimeError, OSError) as e:
+        raise NoTransportError(f"gloo{_named()} could not connect the workers: {told(e)}") from e
+    return GlooTransport(group, store)
+
+
+def _device(library: Any, rank: int, addresses: Sequence[str]) -> Any:
+    interface = os.environ.get(_INTERFACE, "")
+    return gloo_group.create_device(library, "" if interface else _own_address(rank, addresses), interface)
+
+
+def _named() -> str:
+    return f" (of {_INTERFACE}={interface})" if (interface := os.environ.get(_INTERFACE)) else ""
+
+
+def _own_address(rank: int, addresses: Sequence[str]) -> str:
+    """Returns this host's address on the network where it reaches the other ranks."""
+    host, port = addresses[0 if rank else -1].rsplit(":", 1)
+    family, kind, _, _, there = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as each:
+        each.connect(there)  # sends nothing
+        return str(each.getsockname()[0])
+
+
+def _store(
+    library: Any, put: Callable[[str, str], None], get: Callable[[str, float], str], name: str, seconds: float
+) -> Any:
+    """Returns where gloo's ranks tell each other their addresses: a port of its own, as PyTorch's, would be one more to open."""
+
+    class Store(library.Store):
+        def set(self, key: str, value: bytes) -> None:
+            put(f"{name}/{key}", bytes(value).hex())
+
+        def get(self, key: str) -> bytes:
+            return bytes.fromhex(get(f"{name}/{key}", seconds))
+
+        def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+            for key in keys:
+                self.get(key)
+
+        def has_extended_api(self) -> bool:
+            return False
+
+    return Store()
+
+
+class GlooTransport(ExchangedTransport):
+    """Sums arrays by gloo.
+
+    Args:
+        group: PyTorch's group of all ranks.
+        store: That of the group, which must live as long.
+    """
+
+    def __init__(self, group: Any, store: Any):
+        self._torch, self._group, self._store = importlib.import_module("torch"), group, store
+        self.rank, self.size = group.rank(), group.size()
+
+    def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        works = []
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            works.append(self._group.recv([self._torch.from_numpy(received[source])], source, 0))
+            works.append(self._group.send([self._torch.from_numpy(sent[target])], target, 0))
+        for work in works:
+            work.wait(_NO_LIMIT)
+
+    def close(self) -> None:
+        self._group.barrier().wait()  # others may still read what this rank has sent
+        del self._group, self._store
