@@ -70,7 +70,7 @@ def connect(
     try:
         device = _device(library, rank, addresses)
         group = gloo_group.create_group(library, store, rank, len(addresses), device, meeting_seconds)
-    except (RuntimeError, OSError) as e:
+    except Exception as e:  # PyTorch's, the system's, or what a store raises
         raise NoTransportError(f"gloo{_named()} could not connect the workers: {told(e)}") from e
     return GlooTransport(group, store)
 
