@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 
 import psutil
@@ -45,9 +44,9 @@ def test_a_run_that_was_killed_hinders_nobody_not_even_as_a_zombie(other, tmp_pa
     OwnershipMarker(str(tmp_path)).check_free()
 
 
-def test_a_run_that_is_about_to_end_is_waited_for(tmp_path):
-    code = "import time; time.sleep(1)"
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
+def test_a_run_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "_ENDING_SECONDS", 60.0)
+    with subprocess.Popen(["sleep", "1"]) as process:
         begun = psutil.Process(process.pid).create_time()
         text = f"process {process.pid} on {socket.gethostname()} (0f), begun at {begun:.2f}"
         (tmp_path / ownership.FILE).write_text(text)

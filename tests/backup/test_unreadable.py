@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import subprocess
-import threading
 
 import pytest
 
@@ -63,7 +62,13 @@ def test_one_that_cannot_be_read_for_a_moment_is_used(folder, monkeypatch, capsy
     write(folder, 14)
     path = folder / "step-14" / "shared.data-00000-of-00001"
     path.chmod(0)
-    threading.Timer(0.5, path.chmod, [0o644]).start()
+
+    def free(record):
+        path.chmod(0o644)
+        return True
+
+    # As soon as it is said that it is tried again.
+    monkeypatch.setattr(search.logger, "filters", [free, *search.logger.filters])
     assert find(folder).step == 14
     assert capsys.readouterr().out.count("trying again") == 1
 

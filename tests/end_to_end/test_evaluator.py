@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tests.end_to_end.test_train import finish, start
+from tests.helpers import gate
 from tests.helpers.launched_job import until
 from tests.monitoring.test_tensorboard import curves
 from tfdist import train
@@ -115,14 +116,16 @@ def test_statistics_that_differ_between_workers_are_averaged(tmp_path):
 def test_kills_of_the_evaluator_and_of_a_worker(tmp_path):
     epochs = 15
     arguments = ["--config=digits_multi_worker", f"--config.epochs={epochs}", "--config.cluster.evaluator=1", *KEEP]
-    process = start(*arguments, "--config.max_restarts=1", f"--workdir={tmp_path}")
+    killed = tmp_path / "killed"
+    process = start(*arguments, "--config.max_restarts=1", gate.flag(killed, 10), f"--workdir={tmp_path}")
     try:
-        until(lambda: len(rows(tmp_path)) >= 2, 90)
+        until(lambda: len(rows(tmp_path)) >= 2, 110)
         evaluator = process_of("evaluator:0", tmp_path)
         os.kill(evaluator, signal.SIGKILL)
         until(lambda: process_of("evaluator:0", tmp_path) not in (None, evaluator))
         evaluator = process_of("evaluator:0", tmp_path)
         os.kill(process_of("worker:1", tmp_path), signal.SIGKILL)
+        killed.touch()
     finally:
         output = finish(process)
     assert process.returncode == 0, output

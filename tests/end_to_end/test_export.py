@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests.end_to_end.test_evaluator import process_of
 from tests.end_to_end.test_train import finish, start
-from tests.helpers import tiers
+from tests.helpers import gate, tiers
 from tests.helpers.launched_job import until
 from tests.monitoring.test_tensorboard import curves
 from tfdist.tasks import digits
@@ -55,13 +55,21 @@ def test_the_best_and_the_last_model_are_exported(config, tmp_path):
 
 @pytest.mark.full
 def test_a_restart_after_a_kill_keeps_the_best(tmp_path):
-    arguments = ["--config=digits_multi_worker", "--config.epochs=8", *ROSE, f"--workdir={tmp_path}"]
+    killed = tmp_path / "killed"
+    arguments = [
+        "--config=digits_multi_worker",
+        "--config.epochs=8",
+        *ROSE,
+        f"--workdir={tmp_path}",
+        gate.flag(killed, 6),
+    ]
     process = start(
         *arguments, "--config.export.best=val_loss", "--config.export.final=true", "--config.max_restarts=1"
     )
     try:
-        until(lambda: (tmp_path / "export" / "best" / "3").exists(), 90)
+        until(lambda: (tmp_path / "export" / "best" / "3").exists(), 110)
         os.kill(process_of("worker:0", tmp_path), signal.SIGKILL)
+        killed.touch()
     finally:
         output = finish(process)
     assert process.returncode == 0 and "restart 1/1" in output, output

@@ -129,7 +129,7 @@ def test_slurm_trains_what_its_job_says(tmp_path):
     with tempfile.TemporaryDirectory(prefix="slurm") as folder, local_slurm.running(pathlib.Path(folder)) as more:
         # Less memory than it asks for: the node has little.
         run(["sbatch", "--mem-per-cpu=400M", f"--output={log}", JOBS["slurm"]], tmp_path, **more)
-        until(lambda: not run(["squeue", "-h"], tmp_path, **more).stdout, 120)
+        until(lambda: not run(["squeue", "-h"], tmp_path, **more).stdout, 250)
     summary = json.loads((tmp_path / "runs/my_task/summary.json").read_text())
     assert (summary["cluster"], summary["epochs"]) == ({"worker": 2}, 5), log.read_text()
     assert summary["metrics"]["val_accuracy"] > 0.9

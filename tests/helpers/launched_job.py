@@ -15,6 +15,8 @@ TASK = json.loads(os.environ["TF_CONFIG"])["task"]
 def await_file(name):
     while not (pathlib.Path(name).exists() and pathlib.Path(name).stat().st_size):
         time.sleep(0.01)
+def say(text):  # in one write: `print` writes a line and its end apart, and a task may be killed between them
+    os.write(1, text.encode() + b"\\n")
 def sleep_for_ever():
     print("ready", flush=True)
     while True:
@@ -22,7 +24,7 @@ def sleep_for_ever():
 """
 
 
-def until(condition: Callable[[], object], seconds: float = 30) -> None:
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "what was waited for did not happen"
@@ -37,13 +39,19 @@ class Job:
         self.marker = f"marker-{uuid.uuid4().hex}"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, script: str | Sequence[str], *flags: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
-        """Starts the launcher on a Python script, or on a command."""
+    def start(
+        self, script: str | Sequence[str], *flags: str, stdout: int | None = None, before: str = ""
+    ) -> subprocess.Popen[bytes]:
+        """Starts the launcher on a Python script, or on a command; `before` is what its process does first, such as longer waits."""
         (self.folder / "script.py").write_text(PRELUDE + script if isinstance(script, str) else "")
         command = [sys.executable, "script.py", self.marker] if isinstance(script, str) else [*script]
+        launcher = ["-m", "tfdist.launch"]
+        if before:
+            run = "import runpy; runpy.run_module('tfdist.launch', run_name='__main__', alter_sys=True)"
+            launcher = ["-c", f"{before}\n{run}"]
         with (self.folder / "out").open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tfdist.launch", *flags, "--", *command],
+                [sys.executable, *launcher, *flags, "--", *command],
                 cwd=self.folder,
                 stdout=out if stdout is None else stdout,
                 stderr=subprocess.STDOUT,
@@ -51,7 +59,7 @@ class Job:
         return self.process
 
     def run(self, script: str | Sequence[str], *flags: str) -> int:
-        return self.start(script, *flags).wait(timeout=60)
+        return self.start(script, *flags).wait(timeout=150)
 
     def output(self) -> str:
         return (self.folder / "out").read_bytes().decode()

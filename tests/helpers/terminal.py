@@ -99,7 +99,7 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.screen.lines)
 
-    def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = 120) -> None:
         """Follows the output until a condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():

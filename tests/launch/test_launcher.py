@@ -18,6 +18,8 @@ from tfdist.cluster import TaskSpec, local_cluster
 from tfdist.launch.launcher import Launcher
 from tfdist.launch.process import Failure
 
+# A busy machine may keep a task waiting for longer than the 2 s that it has after Ctrl-C.
+PATIENT = "from tfdist.launch import launcher; launcher._AFTER_INTERRUPT = 20.0"
 CHILD = "import sys, time; time.sleep(300)"
 
 
@@ -144,7 +146,7 @@ await_file("seen")
     assert process.poll() is None
     assert job.output().index("[worker:0] ValueError: handled") < job.output().index("going on")
     (job.folder / "seen").write_text("yes")
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=60) == 0
     assert job.output().count("handled") == 2  # the line of code, and the error
 
 
@@ -162,10 +164,10 @@ def bye(*args):
 signal.signal({number}, bye)
 sleep_for_ever()
 """
-    process = job.start(code, "--workers=2")
+    process = job.start(code, "--workers=2", "--grace_seconds=600", before=PATIENT)
     until(lambda: job.output().count("ready") == 2)
     process.send_signal(number)
-    assert process.wait(timeout=20) == 128 + number  # well before the grace of 25 s is over
+    assert process.wait(timeout=60) == 128 + number
     assert "[worker:0] bye" in job.output() and "[worker:1] bye" in job.output()
     assert "failed" not in job.output()
 
@@ -178,19 +180,19 @@ def test_a_deaf_task_is_killed_after_the_grace(job):
     until(lambda: job.output().count("ready") == 2)
     begun = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 143
+    assert process.wait(timeout=60) == 143
     assert time.monotonic() - begun > 0.9
     assert not job.alive()
 
 
 def test_a_second_signal_does_not_wait_for_the_grace(job):
-    process = job.start(DEAF, "--workers=2", "--grace_seconds=300")
+    process = job.start(DEAF, "--workers=2", "--grace_seconds=600")
     until(lambda: job.output().count("ready") == 2)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    until(lambda: "those left after 600 s are killed, or upon another signal" in job.output())
     assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
     assert not job.alive()
 
 
@@ -202,7 +204,7 @@ def test_what_a_shell_runs_has_the_grace_although_the_shell_dies_at_once(job):
     process = job.start(["bash", "-c", f'{sys.executable} -c "{child}" {job.marker}; true'])
     until(lambda: "ready" in job.output())
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 143
+    assert process.wait(timeout=60) == 143
     assert "[worker:0] saved" in job.output()
 
 
@@ -223,9 +225,26 @@ sleep_for_ever()
     process = job.start(code, "--workers=2")
     until(lambda: len(job.alive()) == 5 and job.output().count("ready") == 2)
     os.kill(int((job.folder / "pid1").read_text()), signal.SIGKILL)
-    assert process.wait(timeout=30) == 137
+    assert process.wait(timeout=60) == 137
     assert "worker:1 was killed by SIGKILL" in job.output()
-    until(lambda: not job.alive(), seconds=5)
+    until(lambda: not job.alive())
+
+
+def test_killing_the_launcher_just_after_it_has_started_a_task_leaves_no_process(job):
+    """Its guardian has not heard of that task yet."""
+    before = """
+import os, signal
+from tfdist.launch import guardian
+def watch(self, group, started=[]):
+    started.append(group)
+    if len(started) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    self._tell(f"+{group}")
+guardian.Guardian.watch = watch
+"""
+    process = job.start("pathlib.Path(f'{os.getpid()}.pid').touch()\nsleep_for_ever()", "--workers=2", before=before)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    until(lambda: not job.alive())
 
 
 def test_a_launcher_without_its_guardian_still_ends_well(job):
@@ -234,7 +253,7 @@ def test_a_launcher_without_its_guardian_still_ends_well(job):
     until(lambda: len(children.read_text().split()) == 3)  # first the guardian, then the tasks
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
     (job.folder / "go").write_text("yes")
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=60) == 0
     assert [line for line in job.output().splitlines() if "no task has made a tfdist.Trainer" not in line] == []
 
 
@@ -243,7 +262,8 @@ def test_a_killed_worker_is_spared_where_servers_keep_what_it_has_learnt(job):
 if TASK == {"type": "worker", "index": 1}:
     os.kill(os.getpid(), signal.SIGKILL)
 elif TASK["type"] == "chief":
-    time.sleep(1)
+    while "go on" not in pathlib.Path("out").read_text():
+        time.sleep(0.05)
 else:
     sleep_for_ever()
 """
@@ -276,7 +296,7 @@ def test_a_reader_that_goes_away_neither_ends_nor_blocks_the_run(job):
     process = job.start("await_file('go'); [print('x' * 99) for _ in range(9999)]", stdout=subprocess.PIPE)
     process.stdout.close()
     (job.folder / "go").write_text("yes")
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=60) == 0
     assert len(job.log("worker-0")) == 999900
 
 
@@ -329,7 +349,7 @@ tell = Progress(f"{TASK['type']}-{TASK['index']}").write
 
 def test_a_failed_run_starts_again_as_a_whole(job):
     code = f"""{LIFE}{TELL}
-print("life", LIFE, flush=True)
+say(f"life {{LIFE}}")
 if LIFE == 2:
     sys.exit(0)
 tell(412, 400)
@@ -366,12 +386,15 @@ def test_a_restart_takes_other_ports_than_one_that_has_been_stolen(job):
     code = f"""{LIFE}
 import socket
 jobs = json.loads(os.environ["TF_CONFIG"])["cluster"]
-print("at", json.dumps(jobs), flush=True)
+say("at " + json.dumps(jobs))
+if TASK["index"] == 0:
+    pathlib.Path("told").write_text("the ports of this life")
 port = int(jobs["worker"][1].rpartition(":")[2])
 if TASK["index"] == 1 and LIFE == 0:
-    thief = "import socket, time; s = socket.create_server(('', " + str(port) + ")); print('has it', flush=True); time.sleep(60)"
+    thief = "import socket, time; s = socket.create_server(('', " + str(port) + ")); print('has it', flush=True); time.sleep(300)"
     subprocess.Popen([sys.executable, "-c", thief, sys.argv[1]], stdout=open("taken", "w"), stderr=subprocess.DEVNULL, start_new_session=True)
     await_file("taken")
+    await_file("told")
 if TASK["index"] == 1:
     socket.create_server(("", port)).close()
 """
@@ -406,7 +429,7 @@ def test_a_faulty_configuration_is_not_tried_again(job):
 
 def test_a_worker_of_parameter_servers_is_started_again_alone(job):
     code = f"""{LIFE}
-print("life", LIFE, flush=True)
+say(f"life {{LIFE}}")
 def await_all(*others):
     for other in others:
         await_file("logs/" + other + ".log")
@@ -501,15 +524,16 @@ def test_a_supervisor_that_is_told_to_go_gives_its_tasks_exit_code(job):
     process = job.start(code, "--workers=2", "--max_restarts=3")
     until(lambda: job.output().count("ready") == 2)
     process.terminate()
-    assert process.wait(timeout=30) == 75
+    assert process.wait(timeout=60) == 75
     assert "starting again" not in job.output()
 
 
 def test_ctrl_c_ends_the_wait_for_a_restart(job):
-    process = job.start("sys.exit(1)", "--max_restarts=99")
-    until(lambda: "restart 4/99" in job.output())
+    long = "from tfdist.launch import restart_policy as r; r.RestartPolicy.delay = property(lambda _: 600.0)"
+    process = job.start("sys.exit(1)", "--max_restarts=99", before=long)
+    until(lambda: "restart 1/99" in job.output())
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=5) == 128 + signal.SIGINT
+    assert process.wait(timeout=60) == 128 + signal.SIGINT
 
 
 def test_a_progress_bar_is_shown_when_it_is_full(job):
@@ -591,17 +615,15 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch
 
 def test_ctrl_c_is_answered_at_once_and_leaves_nobody_waiting(job):
     code = """
-pathlib.Path(f"ready-{TASK['index']}").touch()
 if TASK["index"] == 0:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as if it waited in a collective
+pathlib.Path(f"ready-{TASK['index']}").touch()
 sleep_for_ever()
 """
-    job.start(code, "--workers=2")
+    job.start(code, "--workers=2", "--grace_seconds=600")
     until(lambda: len(list(job.folder.glob("ready-*"))) == 2)
-    began = time.monotonic()
     job.process.send_signal(signal.SIGINT)
-    assert job.process.wait(timeout=20) == 130
-    assert time.monotonic() - began < 10  # the grace is 25
+    assert job.process.wait(timeout=60) == 130  # the grace is 600
     assert "tfdist: SIGINT: ending all tasks; those left after 2 s are killed, or upon another signal" in job.output()
 
 
@@ -614,10 +636,10 @@ except KeyboardInterrupt:
     traceback.print_exc()
     time.sleep(4)  # longer than a traceback is held back
 """
-    job.start(code, "--workers=1")
+    job.start(code, "--workers=1", before=PATIENT)
     until(lambda: "ready" in job.output())
     job.process.send_signal(signal.SIGINT)
-    assert job.process.wait(timeout=20) == 130
+    assert job.process.wait(timeout=60) == 130
     assert "Traceback" not in job.output() and "Traceback" in job.log("worker-0")
 
 
@@ -637,14 +659,14 @@ sys.exit(1)
 
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_one_ctrl_c_ends_deaf_and_stopped_tasks_within_seconds_and_says_one_line(job, stopped):
-    process = job.start(DEAF, "--workers=2", "--grace_seconds=300")
+    process = job.start(DEAF, "--workers=2", "--grace_seconds=600")
     until(lambda: job.output().count("ready") == 2)
     if stopped:
         for pid in set(job.alive()) - {process.pid}:
             os.kill(pid, signal.SIGSTOP)
     before = job.output()
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    assert process.wait(timeout=60) == 130
     assert not job.alive()
     said = job.output().removeprefix(before)
     assert said == "tfdist: SIGINT: ending all tasks; those left after 2 s are killed, or upon another signal\n"

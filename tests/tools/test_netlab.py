@@ -23,6 +23,14 @@ pytestmark = [
 ]
 
 
+def fastest(enough, *arguments):
+    """Returns the bits a second of the fastest of three transfers, or more: other work makes them slower; nothing may make them faster."""
+    speeds = []
+    while len(speeds) < 3 or (max(speeds) < enough and len(speeds) < 15):
+        speeds.append(netlab.goodput(*arguments) * 8)
+    return max(speeds)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("rate", "bits"), [("100mbit", 100e6), ("1gbit", 1e9)])
 def test_links_are_as_fast_as_their_rate_in_both_directions(rate, bits):
@@ -30,9 +38,7 @@ def test_links_are_as_fast_as_their_rate_in_both_directions(rate, bits):
     with netlab.Lab(2, rate) as lab:
         first, second = lab.hosts
         for sender, receiver in ((first, second), (second, first)):
-            # Other work on the machine makes it slower; nothing may make it faster.
-            speeds = [netlab.goodput(sender, receiver, size) * 8 for _ in range(3)]
-            assert max(speeds) == pytest.approx(bits, rel=0.1)
+            assert fastest(0.9 * bits, sender, receiver, size) == pytest.approx(bits, rel=0.1)
             before = sender.counters()[1], receiver.counters()[0]
             netlab.goodput(sender, receiver, size)
             sent, received = sender.counters()[1] - before[0], receiver.counters()[0] - before[1]
@@ -42,8 +48,11 @@ def test_links_are_as_fast_as_their_rate_in_both_directions(rate, bits):
 def test_small_messages_are_limited_too():
     """After a pause, in which a link could save up what it lets pass at once: of a compressor's messages all would be free."""
     with netlab.Lab(2, "100mbit") as lab:
-        speeds = [netlab.goodput(*lab.hosts, 200_000) * 8 for _ in range(3)]
-    assert 0.5 * 100e6 < max(speeds) < 1.2 * 100e6
+        assert 0.5 * 100e6 < fastest(0.5 * 100e6, *lab.hosts, 200_000) < 1.2 * 100e6
+
+
+def interfaces():
+    return {line.partition(":")[0].strip() for line in pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]}
 
 
 @pytest.fixture
@@ -51,7 +60,7 @@ def nothing_is_left(monkeypatch):
     """Of all that has been started here; others make namespaces, too."""
     mark = f"TEST_NETLAB={uuid.uuid4()}"
     monkeypatch.setenv(*mark.split("="))
-    links = pathlib.Path("/proc/net/dev").read_text().count(":")
+    links = interfaces()
 
     def left():
         for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
@@ -62,10 +71,8 @@ def nothing_is_left(monkeypatch):
                 pass
 
     yield
-    until(lambda: not list(left()), 10)
-    assert pathlib.Path("/proc/net/dev").read_text().count(":") == links, (
-        "the machine's own interfaces are as they were"
-    )
+    until(lambda: not list(left()))
+    until(lambda: interfaces() <= links)  # the machine's own interfaces are as they were; others may just make some
 
 
 @pytest.mark.parametrize("entered", [True, False])
@@ -76,7 +83,7 @@ def test_an_exception_leaves_nothing(nothing_is_left, entered):
             assert sleeper.stdout.readline() == b"in\n"
         raise ZeroDivisionError
     # One that is just about to enter finds the host gone.
-    assert sleeper.wait(10) in ([-signal.SIGKILL] if entered else [-signal.SIGKILL, 1])
+    assert sleeper.wait(60) in ([-signal.SIGKILL] if entered else [-signal.SIGKILL, 1])
     sleeper.stdout.close()
 
 
@@ -97,7 +104,7 @@ def lab(*command, hosts=2, rate=""):
 )
 def test_a_commands_end_is_the_laboratorys(nothing_is_left, script, code):
     with lab("sh", "-c", script) as process:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=100)
     assert process.returncode == code
     assert re.search(r"10\.77\.0\.2 sent [0-9.]+ MB, received [0-9.]+ MB", output)
 
@@ -120,7 +127,7 @@ def test_a_signal_leaves_nothing(nothing_is_left, number, whole):
         (os.killpg if whole else os.kill)(process.pid, number)
         if number == signal.SIGKILL:  # nobody is there to end what runs on the hosts
             subprocess.run(["pkill", "-KILL", "-g", str(process.pid)], check=False)
-        process.communicate(timeout=30)
+        process.communicate(timeout=100)
     assert process.returncode
 
 
@@ -139,7 +146,7 @@ def test_the_launchers_tasks_run_on_the_hosts(tmp_path, nothing_is_left):
     script = "import json, os; print(os.environ['TF_CONFIG'], flush=True); os.system('ip -4 -o address show eth0'); print(os.sched_getaffinity(0))"
     launch = [sys.executable, "-m", "tfdist.launch", "--workers=2", f"--log_dir={tmp_path}"]
     with lab(*launch, "--", sys.executable, "-c", script) as p:
-        output, _ = p.communicate(timeout=60)
+        output, _ = p.communicate(timeout=110)
     assert p.returncode == 0, output
     cores = [
         set(re.findall(r"\d+", re.findall(r"\{([\d, ]+)\}", (tmp_path / f"worker-{n}.log").read_text())[-1]))

@@ -115,7 +115,7 @@ _READ, _TORN, _UNREADABLE, _REFUSED = range(4)  # the worst of all ranks holds f
 
 def _attempt(read: Callable[[], Any]) -> _Outcome:
     """Reads, for some seconds again and again if it cannot; raises none of its errors, as the other ranks wait to hear of it."""
-    deadline, has_warned = time.monotonic() + _PATIENCE, False
+    deadline = None  # from the first failure on: a read may take longer to fail than others are tried for
     while True:
         try:
             return _Outcome(_READ, read())
@@ -124,11 +124,11 @@ def _attempt(read: Callable[[], Any]) -> _Outcome:
         except ConfigError as e:
             return _Outcome(_REFUSED, why=str(e))
         except UnreadableBackupError as e:
-            if time.monotonic() >= deadline:
-                return _Outcome(_UNREADABLE, why=str(e))
-            if not has_warned:
+            if deadline is None:
+                deadline = time.monotonic() + _PATIENCE
                 logger.warning(f"{e}; trying again for {_PATIENCE:.0f} s")
-            has_warned = True
+            elif time.monotonic() >= deadline:
+                return _Outcome(_UNREADABLE, why=str(e))
             time.sleep(min(_RETRY_EVERY, _PATIENCE))
 
 

@@ -111,7 +111,7 @@ class EvaluatorProcess:
         task.signal(signal.SIGKILL)  # and what it has started
         task.process.wait()
         task.over = True
-        self._output.forward(task)
+        self._output.drain(task)
         self._guardian.unwatch(task.process.pid)
         task.close()
         self._task = None

@@ -7,7 +7,7 @@ import pathlib
 import selectors
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from tfdist.cluster import ClusterSpec, TaskSpec, local
@@ -148,6 +148,7 @@ class Launcher:
     def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
         command = [*self._prefixes.get(spec, ()), *self._command]
         told = task_environ(self._environ, self._cluster, spec, self._progress)
+        self._guardian.announce()
         task = TaskProcess(spec, command, told, self._log_dir / f"{spec.name}.log", append or self._appends)
         self._guardian.watch(task.process.pid)
         return task
@@ -169,15 +170,8 @@ class Launcher:
             # After Ctrl-C tracebacks say nothing new, and a task may take seconds to end, as the others do not answer.
             for task in self._running if signal.SIGINT not in self._signals else ():
                 self._output.release_expired(task)
-            # Of several at once, the one that was killed or complained first is the cause.
-            for task in sorted(filter(self._is_over, self._running), key=TaskProcess.failures_by_cause):
-                self._running.remove(task)
-                # What it started and left behind would hold its pipe open, too.
-                task.signal(signal.SIGKILL)
-                task.over = True
-                self._drain(task)
-                self._guardian.unwatch(task.process.pid)
-                self._ended(task)
+            if any(self._is_over(task) for task in self._running):
+                self._take_ended()
             if len(self._signals) > handled:
                 grace = 0.0 if handled else self._grace_seconds
                 if self._signals[0] == signal.SIGINT:
@@ -191,6 +185,19 @@ class Launcher:
             if time.monotonic() > self._kill_at:
                 for task in self._running:
                     task.signal(signal.SIGKILL)
+
+    def _take_ended(self) -> None:
+        # Asked anew: where one has ended because of another, that one is among them.
+        ended = [task for task in self._running if self._is_over(task)]
+        for task in ended:
+            self._running.remove(task)
+            # What it started and left behind would hold its pipe open, too.
+            task.signal(signal.SIGKILL)
+            task.over = True
+            self._forward_output(task, self._output.drain)
+            self._guardian.unwatch(task.process.pid)
+        for task in sorted(ended, key=TaskProcess.failures_by_cause):
+            self._ended(task)
 
     def _is_over(self, task: TaskProcess) -> bool:
         # A shell dies of a signal at once; what it runs has the whole grace.
@@ -211,15 +218,10 @@ class Launcher:
         running = [*(task.spec for task in self._running), *self._evaluator.running]
         self._output.refresh(running, [*later, *self._evaluator.waiting], self._kill_at < float("inf"))
 
-    def _forward_output(self, task: TaskProcess) -> None:
-        self._output.forward(task)
+    def _forward_output(self, task: TaskProcess, forward: Callable[[TaskProcess], None] | None = None) -> None:
+        (forward or self._output.forward)(task)
         if not task.open and task.pipe in self._selector.get_map():
             self._selector.unregister(task.pipe)
-
-    def _drain(self, task: TaskProcess) -> None:
-        deadline = time.monotonic() + 1
-        while task.open and time.monotonic() < deadline:
-            self._forward_output(task)
 
     def _ended(self, task: TaskProcess) -> None:
         code = task.process.returncode

@@ -25,6 +25,8 @@ _INTERRUPTED = _OWN + interrupt.MESSAGE.encode()
 _MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; of more, the tasks' oldest are left out
 # How long the end waits for the reader, in seconds: since it last took something, in all, and in all after a signal.
 _LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5
+_TURN = 0.02  # seconds between two looks at the writer
+_DRAIN_SECONDS = 1.0  # for which the end of a task's output is waited for: what it has left behind may have it open
 
 
 class LauncherOutput:
@@ -77,21 +79,35 @@ class LauncherOutput:
         Args:
             signals: Returns how many signals have come. After one, the wait for the reader is short; another one ends it.
         """
-        begun, before = time.monotonic(), signals()
+        before, moved = signals(), self._writer.moved_at
+        longest = _LAST_WAIT_AFTER_SIGNAL if before else _LONGEST_LAST_WAIT
+        # In turns, not by the clock: where this process is kept waiting, its writer is, too, and the reader not to blame.
+        waited = still = 0.0
         while not self._writer.is_broken and (self._table or self._waiting or not self._writer.is_idle):
-            now = time.monotonic()
-            until = min(max(begun, self._writer.moved_at) + _LAST_WAIT, begun + _LONGEST_LAST_WAIT)
-            if now > (begun + _LAST_WAIT_AFTER_SIGNAL if before else until) or signals() > before:
+            if self._writer.moved_at != moved:
+                moved, still = self._writer.moved_at, 0.0
+            if waited >= longest or still >= _LAST_WAIT or signals() > before:
                 break
             if self._writer.is_idle and self._table:
                 self._writer.write(self._table.stop(self._take_lines()))
                 self._table = None
             self._flush()
-            self._writer.wait(0.02)
+            self._writer.wait(_TURN)
+            waited, still = waited + _TURN, still + _TURN
 
-    def forward(self, task: TaskProcess) -> None:
-        """Prints the complete lines that a task has written since, and holds a traceback back."""
-        for line in task.read():
+    def drain(self, task: TaskProcess) -> None:
+        """Prints what a task that has ended has still written."""
+        deadline, last = time.monotonic() + _DRAIN_SECONDS, False
+        while task.open and not last:
+            # All that it has written fits in its pipe: it is read once, however late this process comes to that.
+            last = time.monotonic() >= deadline
+            self.forward(task, last)
+            if task.open and not last:
+                time.sleep(0.005)
+
+    def forward(self, task: TaskProcess, last: bool = False) -> None:
+        """Prints the complete lines that a task has written since, and holds a traceback back. Arguments as for `TaskProcess.read`."""
+        for line in task.read(last):
             if task.held or line.startswith(_TRACEBACK):
                 task.held_since = task.held_since if task.held else time.monotonic()
                 task.held.append(line)

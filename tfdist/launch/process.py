@@ -29,6 +29,8 @@ _DETAIL = re.compile(
     rb"\s|Arguments received by |Detected at node |<stack traces unavailable>|Node: |\d+ root error|.*:$"
 )
 _REASON_LENGTH = 200
+# As `training.lost_workers` says.
+_BLAMES_ANOTHER = re.compile(rb"\w:\d+ at .* has ended while \w+:\d+ trained with it")
 _COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
 
 
@@ -109,24 +111,27 @@ class TaskProcess:
         self.open = True
         self.over = False
 
-    def read(self) -> list[bytes]:
-        """Returns complete lines that have come since, not always all; notes the end of the output."""
+    def read(self, last: bool = False) -> list[bytes]:
+        """Returns complete lines that have come since, not always all; notes the end of the output.
+
+        Args:
+            last: Whether a line is complete that has no end yet, as the task has ended.
+        """
         try:
             # So much and no more: a task that never stops writing must leave time for signals.
             chunk = os.read(self.pipe.fileno(), _CHUNK)
         except BlockingIOError:
-            return []
-        except OSError:
+            if not last:
+                return []
             chunk = b""
-        if chunk == b"":
-            self.open = False
-            chunk, self.partial = self.partial, b""
-            lines = [chunk] if chunk else []
+        except OSError:
+            chunk, self.open = b"", False
         else:
-            self._keep(chunk)
-            *lines, self.partial = (self.partial + chunk).split(b"\n")
-            if len(self.partial) > _LONGEST_LINE:
-                lines, self.partial = [*lines, self.partial], b""
+            self.open = chunk != b""
+        self._keep(chunk)
+        *lines, self.partial = (self.partial + chunk).split(b"\n")
+        if last or not self.open or len(self.partial) > _LONGEST_LINE:
+            lines, self.partial = [*lines, self.partial], b""
         shown = []
         for line in filter(bytes.strip, map(line_kinds.to_plain, lines)):
             self._chatters = line_kinds.is_chatter(line, self._chatters)
@@ -147,9 +152,13 @@ class TaskProcess:
                 self.log.close()
             self.log, self.log_fault = None, e
 
-    def failures_by_cause(self) -> tuple[bool, float]:
-        """Sorts ended tasks: killed ones first, then by the time of their traceback."""
-        return (self.process.returncode >= 0, self.held_since or float("inf"))
+    def failures_by_cause(self) -> tuple[bool, bool, float]:
+        """Sorts ended tasks, the likely cause of the others' end first: killed ones, then by the time of their traceback.
+
+        Those come last that say themselves that another has ended.
+        """
+        blames = any(map(_BLAMES_ANOTHER.search, self.held or self.tail))
+        return (self.process.returncode >= 0, blames, self.held_since or float("inf"))
 
     def signal(self, number: int) -> bool:
         """Sends a signal to the task and all that it has started; returns whether any of it was there."""

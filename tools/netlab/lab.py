@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv")
 _RATE = re.compile(r"([1-9][0-9]*)(kbit|mbit|gbit)")
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DEVICE = "eth0"
+_CLOSING_SECONDS = 30.0  # for which processes are killed that are on the hosts
 _MOST = 250  # addresses of 10.77.0.0/24
 
 
@@ -109,12 +109,12 @@ class Lab:
                 holder.kill()
                 holder.wait()
             ours.discard(os.readlink(_path(os.getpid())))
-            for _ in range(3):  # one that was on its way there is there by now
-                for path in pathlib.Path("/proc").glob("[0-9]*"):
-                    if _identity(path.name) in ours:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(int(path.name), 9)
-                time.sleep(0.05)
+            deadline = time.monotonic() + _CLOSING_SECONDS
+            while (left := [pid for pid in _processes() if _uses(pid, ours)]) and time.monotonic() < deadline:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, 9)
+                time.sleep(0.02)
         self._holders = []
         self.hosts = []
 
@@ -123,7 +123,7 @@ class Lab:
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"]
         holder = subprocess.Popen(command, start_new_session=True)  # Ctrl-C is for others
         self._holders.append(holder)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while _identity(holder.pid) in (None, _identity(os.getpid())):
             if time.monotonic() > deadline or holder.poll() is not None:
                 raise RuntimeError(f"{' '.join(command)} makes no network namespace")
@@ -160,6 +160,22 @@ def limit(device: str, rate: str) -> str:
 
 def _path(pid: int) -> str:
     return f"/proc/{pid}/ns/net"
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def _uses(pid: int, spaces: Collection[str]) -> bool:
+    """Whether a process is in one of these namespaces, or on its way there: it has opened one."""
+    opened: list[str] = []
+    with contextlib.suppress(OSError):
+        opened = os.listdir(f"/proc/{pid}/fd")
+    for file in opened:
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{file}") in spaces:
+                return True
+    return _identity(pid) in spaces  # last: on its way it would be missed otherwise
 
 
 def _identity(pid: int | str) -> str | None:
