@@ -215,15 +215,29 @@ def test_ports_are_free_and_different():
             s.bind(("", port))
 
 
+def unused_port():
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
+
+
+def test_a_port_that_another_process_was_given_is_not_given_again():
+    (given,), free = cluster.free_ports(1), unused_port()
+    code = f"local.random.SystemRandom.sample = lambda *_: [{given}, {free}]; print(local.free_ports(1))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"from tfdist.cluster import local; {code}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"[{free}]\n"
+
+
 def test_a_port_in_use_is_not_given(monkeypatch):
     with socket.socket() as s:
         s.bind(("", 0))
-        taken = s.getsockname()[1]
-        free = cluster.free_ports(1)[0]
+        taken, free = s.getsockname()[1], unused_port()
         monkeypatch.setattr(local.random.SystemRandom, "sample", lambda *_: [taken, free])
-        assert cluster.free_ports(1) == [free]
         with pytest.raises(ConfigError, match=r"No 2 free ports .* 1 were found"):
             cluster.free_ports(2)
+        assert cluster.free_ports(1) == [free]
 
 
 def test_a_local_cluster_has_a_chief_on_top_with_parameter_servers_only():
@@ -436,13 +450,16 @@ def test_check_connects(capsys, monkeypatch):
     assert "http_proxy=http://proxy:1" in out and "https_proxy=proxy:2" in out and "hunt" not in out
     assert out.endswith("OK: all tasks can be reached\n")
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": [own, absent]}))
-    code, out, err = run(capsys, "check", "--connect", "--timeout=0.5")
+    code, out, err = run(capsys, "check", "--connect", "--timeout=3")
     assert code == 1 and f"worker:1 at {absent} (connection refused)" in err
 
 
-def test_every_wrong_tf_config_is_told_at_once_and_soon():
+def test_every_wrong_tf_config_is_told_at_once_and_soon(tmp_path):
+    for name in ("tensorflow", "keras", "numpy"):  # who loads what takes long ends with another code
+        (tmp_path / f"{name}.py").write_text("import os\nos._exit(99)\n")
     jobs = {"worker_hosts": ["a:1"], "worker": ["http://h:1", "u@h:2", "h:3", "h:3"], "chief": ["x:1", "y:1"]}
-    environ = {**os.environ, "TF_CONFIG": tf_config(jobs, {"type": "worker", "index": 9})}
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path, "TF_CONFIG": tf_config(jobs, {"type": "worker", "index": 9})}
     seconds = []
     for _ in range(3):
         before = os.times()
@@ -452,7 +469,7 @@ def test_every_wrong_tf_config_is_told_at_once_and_soon():
         after = os.times()  # processor time, as the machine may be busy with others
         seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 6), done.stderr
-    assert min(seconds) < 0.5
+    assert min(seconds) < 2  # 0.2 on a machine with nothing else to do
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])

@@ -15,7 +15,7 @@ from tfdist.cluster import ClusterSpec, TaskSpec, free_ports
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = metadata.version("tensorflow")
 STRATEGY = (
-    "import sys, tfdist\ntfdist.create_strategy(sys.argv[1], start_timeout=15)\nprint('has started', flush=True)\n"
+    "import sys, tfdist\ntfdist.create_strategy(sys.argv[1], start_timeout=60)\nprint('has started', flush=True)\n"
 )
 
 

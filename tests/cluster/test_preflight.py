@@ -160,11 +160,11 @@ def test_peers_are_asked_at_once(monkeypatch):
     together = threading.Barrier(20)
 
     def unreachable(address, *_, **__):
-        together.wait(10)
+        together.wait(30)
         return ""
 
     monkeypatch.setattr(reachability, "unreachable_reason", unreachable)
-    preflight.wait_until_reachable(spec, spec.tasks(), 5)
+    preflight.wait_until_reachable(spec, spec.tasks(), 60)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,21 @@ def test_hosts_that_mean_themselves_are_told_so(addresses, hint):
     with pytest.raises(ClusterError) as caught:
         preflight.wait_until_reachable(spec, spec.tasks(), 0.0)
     assert ("Every host means itself by" in str(caught.value)) == hint
+
+
+def test_a_peer_whose_answer_takes_long_keeps_the_reason_of_the_round_before():
+    (task,) = ClusterSpec({"worker": ["h:1"]}).tasks()
+    reasons, asked, over = iter(["connection refused"]), [], threading.Event()
+
+    def why_not(task, seconds):
+        asked.append(task)
+        return next(reasons, None) or (over.wait(30) and "connection refused")
+
+    probe = reachability.ReachabilityProbe(why_not)
+    try:
+        assert probe.ask([task], 30) == probe.ask([task], 0) == {task: "connection refused"} and len(asked) == 2
+    finally:
+        over.set()
 
 
 def test_a_port_that_cannot_be_had_is_not_called_taken(monkeypatch):
@@ -220,9 +235,9 @@ def test_tasks_that_run_something_else_are_named_before_the_start(monkeypatch, c
         where = f"worker:1 at {spec.address(other)} "
         if fault:
             with pytest.raises(ClusterError, match=re.escape(where + fault)):
-                preflight.wait_until_reachable(spec, [other], 5, sleep=lambda seconds: None)
+                preflight.wait_until_reachable(spec, [other], 60, sleep=lambda seconds: None)
         else:
-            preflight.wait_until_reachable(spec, [other], 5)
+            preflight.wait_until_reachable(spec, [other], 60)
     assert (where + (fault or line) in capsys.readouterr().err) == bool(fault or line)
 
 
@@ -232,4 +247,4 @@ def test_a_task_that_says_nothing_sound_of_its_versions_is_no_fault(monkeypatch,
     _, other = spec.tasks()
     monkeypatch.setattr(task_versions, "encode", lambda: said)
     with greeting.listening_for_peers(spec, other):
-        preflight.wait_until_reachable(spec, [other], 5)
+        preflight.wait_until_reachable(spec, [other], 60)

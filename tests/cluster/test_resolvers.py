@@ -503,7 +503,7 @@ def test_a_job_without_srun_is_told():
 def test_ranks_meet_in_a_folder(tmp_path):
     """Open MPI on two hosts, whose environments say nothing of each other; written by hand."""
 
-    def resolve(rank, start, seconds=10):
+    def resolve(rank, start, seconds=60):
         environ = {**RECORDED_OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
         environ |= {
             "OMPI_COMM_WORLD_LOCAL_SIZE": "1",

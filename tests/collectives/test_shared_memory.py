@@ -153,6 +153,7 @@ def test_a_stopped_rank_is_waited_for_up_to_the_limit(start):
     assert ranks.line(0) == ranks.line(1) == "ready"
     assert ranks.line(0) == "TimeoutError: rank 1 did not take part within 2 seconds"
     assert ranks.line(0) == "again: rank 1 did not take part within 2 seconds"
+    stopped(ranks.processes[1])  # or it would stop after it was told to go on
     ranks.processes[1].send_signal(signal.SIGCONT)
     assert ranks.outputs()[1][0] == "ConnectionError: rank 1 is lost, as rank 0 has found"
 
@@ -219,13 +220,13 @@ def test_too_little_memory_is_an_error_at_the_start(start):
 
 @pytest.mark.full
 def test_a_rank_that_cannot_reach_another_one_is_found_by_trying(start):
-    ranks = start(3, "ends", options={1: {"unreachable": 1}}, meeting_seconds=3)
+    ranks = start(3, "ends", options={1: {"unreachable": 1}}, meeting_seconds=6)
     assert "rank 1 " in refused(ranks.outputs())
 
 
 @pytest.mark.full
 def test_a_rank_that_is_not_there_is_waited_for_up_to_the_limit(start):
-    assert "rank 1 is not there" in refused(start(3, "ends", only=[0, 2], meeting_seconds=1).outputs())
+    assert "rank 1 is not there" in refused(start(3, "ends", only=[0, 2], meeting_seconds=3).outputs())
 
 
 @pytest.mark.full

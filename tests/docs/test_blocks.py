@@ -20,7 +20,7 @@ RUN = [block for block in blocks("python") if not block.shown_only and block.pag
 def test_python_blocks_run(page, tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     command = fork_server.command("tests.docs.page_program", page)
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ran the block") == len([block for block in RUN if block.page == page])
 

@@ -52,7 +52,7 @@ def start(command: str, folder: pathlib.Path) -> subprocess.Popen[str]:
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environ = {**kept, "PYTHONPATH": str(ROOT), "PATH": path}
-    return subprocess.Popen(["timeout", "120", "sh", "-c", command], cwd=folder, env=environ, **both)
+    return subprocess.Popen(["timeout", "280", "sh", "-c", command], cwd=folder, env=environ, **both)
 
 
 @pytest.mark.parametrize("command", tiers.cases(RUN, QUICK))

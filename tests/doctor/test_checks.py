@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.full_disk import mounted
 from tests.helpers.unprivileged import open_folder, unprivileged
+from tfdist.cluster import free_ports
 from tfdist.doctor import cluster, devices, examination, folders, report, resources, settings, versions
 from tfdist.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, shorten
 from tfdist.runtime import progress
@@ -108,7 +109,7 @@ def test_a_task_of_the_launcher_may_have_tf_config_beside_slurms_variables(tmp_p
 
 
 def test_a_port_that_is_taken():
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", free_ports(1)[0])) as server:  # which nobody takes once it is closed
         number = server.getsockname()[1]
         environ = {"TF_CONFIG": tf_config([f"127.0.0.1:{number}", "127.0.0.1:1"])}
         finding = found(cluster.check, environ)["own port"]

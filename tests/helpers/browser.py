@@ -99,7 +99,7 @@ def page(folder):
     flags += ["--no-first-run", "--disable-background-networking"]
     script = f'exec "$@" 3<&{theirs} 4>&{ours}'
     process = subprocess.Popen(
-        ["bash", "-c", script, "bash", "timeout", "200", CHROMIUM, *flags],
+        ["bash", "-c", script, "bash", "timeout", "280", CHROMIUM, *flags],
         pass_fds=(theirs, ours),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

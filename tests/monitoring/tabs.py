@@ -10,6 +10,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+ASKED = {"startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS", "STATUS_RUNNING", "STATUS_UNKNOWN"]}
+
+
+def groups(ask):
+    """Returns the groups of sessions that the tab HParams shows."""
+    return ask("hparams/session_groups", request=json.dumps(ASKED))["sessionGroups"]
+
+
+def status(ask):
+    """Returns the status of each session."""
+    return [session["status"] for group in groups(ask) for session in group["sessions"]]
+
 
 def check(ask, keras_own, last):
     """Asserts that a server shows what `tensorboard_program` writes beside the curves, each once.
@@ -19,8 +31,7 @@ def check(ask, keras_own, last):
         keras_own: The curves of the same training by Keras alone.
         last: The last step.
     """
-    asked = {"startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS", "STATUS_RUNNING", "STATUS_UNKNOWN"]}
-    (group,) = ask("hparams/session_groups", request=json.dumps(asked))["sessionGroups"]
+    (group,) = groups(ask)
     assert group["hparams"] == {"optimizer.name": "sgd", "optimizer.clipnorm": "None", "decay": 1.0, "nesterov": False}
     assert [session["status"] for session in group["sessions"]] == ["STATUS_SUCCESS"]
     metrics = {each["name"]["tag"]: (each["trainingStep"], each["value"]) for each in group["metricValues"]}

@@ -5,20 +5,24 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-# The main thread waits in C for a lock that it holds: no signal interrupts that.
+# The main thread waits in C for a lock that it holds: no signal interrupts that. glibc makes 2 of the lock's first number, which is
+# 1 while it is only held, when somebody begins to wait: not before that does the program say that it is ready.
 PROGRAM = """
-import ctypes, sys
+import ctypes, sys, threading, time
 from tfdist.runtime import interrupt, preemption
 interrupt.after_imports()
 interrupt.listen()
 if sys.argv[1] == "preemption":
     preemption.Preemption().listen()
 lock = ctypes.create_string_buffer(64)
-print("ready", flush=True)
+def tell():
+    while ctypes.c_int.from_buffer(lock).value != 2:
+        time.sleep(0.01)
+    print("ready", flush=True)
+threading.Thread(target=tell, daemon=True).start()
 for _ in range(2):
     ctypes.CDLL(None).pthread_mutex_lock(lock)
 """
@@ -31,10 +35,9 @@ def test_a_command_that_is_stuck_ends_within_seconds_of_ctrl_c(presses, listener
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout.readline() == b"ready\n"
-            time.sleep(1)  # until it is in C
             for _ in range(presses):
                 process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=20) == 128 + signal.SIGINT
+            assert process.wait(timeout=60) == 128 + signal.SIGINT
             assert process.stderr.read() == b"tfdist: ended by Ctrl-C (SIGINT)\n"
         finally:
             process.kill()

@@ -9,15 +9,13 @@ import pytest
 
 # Waits for a task whose port nobody listens at; 10 seconds pass at once.
 WAITING = """
-import itertools, logging, socket, sys
+import itertools, logging, sys
 {before}
-from tfdist.cluster import ClusterSpec, TaskSpec, preflight
+from tfdist.cluster import ClusterSpec, TaskSpec, free_ports, preflight
 from tfdist.errors import ClusterError
 from tfdist.runtime import log
 {after}
-silent = socket.create_server(("127.0.0.1", 0), reuse_port=True)
-port = silent.getsockname()[1]
-silent.close()
+(port,) = free_ports(1)
 try:
     preflight.wait_until_reachable(
         ClusterSpec({{"worker": ["127.0.0.1:1", f"127.0.0.1:{{port}}"]}}), [TaskSpec("worker", 1)], 11,

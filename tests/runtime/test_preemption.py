@@ -27,6 +27,7 @@ def started(program, grace=60.0, training=False):
     )
     try:
         assert process.stdout.readline() == b"ready\n"
+        process.sent = time.monotonic()
         process.send_signal(signal.SIGTERM)
         yield process
     finally:
@@ -37,7 +38,7 @@ def started(program, grace=60.0, training=False):
 
 def run(program, **how):
     with started(program, **how) as process:
-        return process.wait(timeout=30)
+        return process.wait(timeout=60)
 
 
 def test_outside_of_a_training_it_ends_the_process_at_once():
@@ -58,23 +59,31 @@ def test_it_is_heard_while_the_main_thread_is_not_in_python():
 
 
 def test_a_second_one_ends_the_process_at_once():
-    program = "while not heard.requested: time.sleep(0.01)\nprint('noticed', flush=True)\ntime.sleep(60)"
-    with started(program, training=True) as process:
-        assert process.stdout.readline() == b"noticed\n"
-        process.send_signal(signal.SIGTERM)  # the same one, through the supervisor
-        time.sleep(1.5)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    program = "while not heard.requested: time.sleep(0.01)\nprint('noticed', flush=True)\ntime.sleep(600)"
+    for _ in range(10):
+        with started(program, training=True) as process:
+            assert process.stdout.readline() == b"noticed\n"
+            process.send_signal(signal.SIGTERM)  # the same one, through the supervisor
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.5)
+                # A busy machine may have brought the second one a second later, when it is another one.
+                assert time.monotonic() - process.sent > 1
+                continue
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            return
+    pytest.fail("this machine needs a second for two signals, ten times in a row")
 
 
 def test_a_forked_process_keeps_its_own_signals():
     program = """
 import os, signal
+read, write = os.pipe()
 child = os.fork()
 if not child:
+    os.write(write, b"forked")  # what the child does at its beginning is done
     time.sleep(60)
-time.sleep(0.2)
+os.read(read, 6)
 os.kill(child, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 time.sleep(0.2)
@@ -82,7 +91,7 @@ assert not second.requested
 sys.exit(4)
 """
     process = subprocess.run(
-        [sys.executable, "-c", PRELUDE.format(grace=60.0, training=True) + "second = heard" + program], timeout=30
+        [sys.executable, "-c", PRELUDE.format(grace=60.0, training=True) + "second = heard" + program], timeout=60
     )
     assert process.returncode == 4
 
@@ -103,7 +112,7 @@ async def work():
     again.listen()
     again.give_back()
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(heard_by_loop.wait(), 10)
+    await asyncio.wait_for(heard_by_loop.wait(), 50)
     assert not again.requested
 signal.set_wakeup_fd(-1)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -111,7 +120,7 @@ asyncio.run(work())
 sys.exit(5)
 """
     code = "import sys\nfrom tfdist.runtime.preemption import Preemption\n" + program
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 5
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 5
 
 
 def test_a_handler_of_ones_own_is_there_again_after_a_training():
@@ -125,4 +134,4 @@ heard.give_back()
 os.kill(os.getpid(), signal.SIGTERM)
 sys.exit(7)
 """
-    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 6
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 6

@@ -207,7 +207,7 @@ def test_what_is_there_is_whole_whenever_the_process_is_killed(tmp_path):
         command = [sys.executable, "-c", TRAIN, str(tmp_path)]
         process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
         try:
-            until(functools.partial(lambda known: versions()[-1:] > [known], newest))
+            until(functools.partial(lambda known: versions()[-1:] > [known], newest), 200)
             time.sleep(random.uniform(0, 1))
         finally:
             process.kill()

@@ -7,14 +7,15 @@ import time
 import pytest
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.cluster import ClusterSpec, TaskSpec, free_ports, reachability
 from tfdist.errors import ClusterError
 from tfdist.training.lost_workers import abort_on_lost_workers
 
 
 @pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    # Not one that the system may give to an outgoing connection once it is closed.
+    with socket.create_server(("127.0.0.1", free_ports(1)[0])) as server:
         yield server
 
 
@@ -23,8 +24,9 @@ def _cluster(port):
 
 
 def test_a_worker_whose_port_closes_after_its_connections_is_named(port):
-    def end():
-        time.sleep(1.0)  # a process that is killed closes one after the other
+    def end():  # a process that is killed closes one after the other: it is asked once before it has closed its port
+        asked, _ = port.accept()
+        asked.close()
         port.close()
 
     ending = threading.Thread(target=end)
@@ -35,9 +37,10 @@ def test_a_worker_whose_port_closes_after_its_connections_is_named(port):
     ending.join()
 
 
-def test_other_errors_are_raised_at_once_as_they_are(port):
+def test_other_errors_are_raised_at_once_as_they_are(port, monkeypatch):
+    monkeypatch.setattr(reachability, "SETTLED", 200.0)
     began = time.monotonic()
     kept = pytest.raises(tf.errors.InvalidArgumentError, match="label 7")
     with kept, abort_on_lost_workers(_cluster(port), TaskSpec("worker", 1)):
         raise tf.errors.InvalidArgumentError(None, None, "label 7")
-    assert time.monotonic() - began < 4.5  # an address has 3 s to answer
+    assert time.monotonic() - began < 100, "what is no lost connection is not asked about again"

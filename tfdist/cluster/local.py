@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import errno
+import os
 import random
 import socket
+import sys
 
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.errors import ConfigError
+
+_MOST_HELD = 100  # of the ports that this process has given last
+_held: collections.deque[int] = collections.deque()  # descriptors
 
 
 def local_cluster(workers: int, ps: int = 0) -> ClusterSpec:
@@ -36,17 +44,51 @@ def free_ports(count: int) -> list[int]:
     """Returns ports of this machine that nobody listens on.
 
     They lie below the range from which the kernel picks ports for outgoing connections: a port from that range may
-    be taken again before the task that it is meant for has started.
+    be taken again before the task that it is meant for has started. Nor does this function give them to another process while this
+    one lives, though nobody listens on them yet.
     """
     ports: list[int] = []
+    holders: list[int] = []
     candidates = random.SystemRandom().sample(range(10000, 32000), 2000)
     for port in candidates:
+        holder = _hold(port) if len(holders) < _MOST_HELD else -1
+        if holder is None:
+            continue
         with socket.socket() as s:
             try:
                 s.bind(("", port))
             except OSError:
+                _close(holder)
                 continue
+        holders.append(holder)
         ports.append(port)
         if len(ports) == count:
+            _held.extend(holders)
+            while len(_held) > _MOST_HELD:
+                _close(_held.popleft())
             return ports
+    for holder in holders:
+        _close(holder)
     raise ConfigError(f"No {count} free ports between 10000 and 32000 on this machine; {len(ports)} were found.")
+
+
+def _hold(port: int) -> int | None:
+    """Keeps other processes from giving a port, or returns None where one does so.
+
+    Returns:
+        The descriptor of a socket with a name that stands for the port. The kernel knows such a name for each network namespace, as
+        the port itself, and forgets it with the process. -1 on systems without such names, which are not Linux.
+    """
+    if sys.platform != "linux":
+        return -1
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as holder:
+            holder.bind(f"\0tfdist-port-{port}")
+            return holder.detach()
+    except OSError as e:
+        return None if e.errno == errno.EADDRINUSE else -1
+
+
+def _close(holder: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(holder)

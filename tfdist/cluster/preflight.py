@@ -21,7 +21,8 @@ from tfdist.runtime.log import TO_STDERR, logger
 
 START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
-_LINGER = 2.0  # seconds
+# Seconds. A task that has asked too early asks again once all others have answered, or not.
+_LINGER = reachability.ANSWER_TIMEOUT + 2.0
 
 
 def wait_until_reachable(

@@ -115,7 +115,9 @@ class ReachabilityProbe:
         tasks = list(tasks)
         for task in tasks:
             if task not in self._threads:
-                self._reasons[task] = "its name is not resolved yet"
+                # Until there is an answer, the reason of the round before counts: a busy machine may take long to give the next one.
+                if not self._reasons.get(task):
+                    self._reasons[task] = "its name is not resolved yet"
                 self._threads[task] = threading.Thread(target=self._ask, args=(task, seconds), daemon=True)
                 self._threads[task].start()
         ends = time.monotonic() + seconds + 0.5
