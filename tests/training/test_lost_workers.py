@@ -22,7 +22,15 @@ def _cluster(port):
     return ClusterSpec({"worker": [f"127.0.0.1:{port.getsockname()[1]}", "127.0.0.1:1"]})
 
 
-def test_a_worker_whose_port_closes_after_its_connections_is_named(port):
+@pytest.mark.parametrize(
+    "error",
+    [
+        tf.errors.UnavailableError(None, None, "Collective ops is aborted by: Socket closed"),
+        tf.errors.UnknownError(None, None, "ConnectionError: rank 0 has died\nTraceback (most recent call last):"),
+    ],
+    ids=["tensorflow", "another transport"],
+)
+def test_a_worker_whose_port_closes_after_its_connections_is_named(port, error):
     def end():
         time.sleep(1.0)  # a process that is killed closes one after the other
         port.close()
@@ -31,7 +39,7 @@ def test_a_worker_whose_port_closes_after_its_connections_is_named(port):
     told = r"worker:0 at 127.0.0.1:\d+ \(connection refused\) has ended while worker:1"
     with pytest.raises(ClusterError, match=told), abort_on_lost_workers(_cluster(port), TaskSpec("worker", 1)):
         ending.start()
-        raise tf.errors.UnavailableError(None, None, "Collective ops is aborted by: Socket closed")
+        raise error
     ending.join()
 
 

@@ -217,9 +217,11 @@ class Launcher:
             self._selector.unregister(task.pipe)
 
     def _drain(self, task: TaskProcess) -> None:
-        deadline = time.monotonic() + 1
-        while task.open and time.monotonic() < deadline:
+        deadline, reads = time.monotonic() + 1, 0
+        # What a pipe holds, and its end, are read even where this process gets to it late: there is the cause of a failure.
+        while task.open and (reads < 2 or time.monotonic() < deadline):
             self._forward_output(task)
+            reads += 1
 
     def _ended(self, task: TaskProcess) -> None:
         code = task.process.returncode

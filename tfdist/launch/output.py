@@ -25,6 +25,7 @@ _INTERRUPTED = _OWN + interrupt.MESSAGE.encode()
 _MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; of more, the tasks' oldest are left out
 # How long the end waits for the reader, in seconds: since it last took something, in all, and in all after a signal.
 _LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5
+_LONGEST_ROUND = 0.1  # seconds that count for a round of that wait
 
 
 class LauncherOutput:
@@ -77,11 +78,21 @@ class LauncherOutput:
         Args:
             signals: Returns how many signals have come. After one, the wait for the reader is short; another one ends it.
         """
-        begun, before = time.monotonic(), signals()
+        before, moved_at, last = signals(), self._writer.moved_at, time.monotonic()
+        waited = stalled = 0.0  # seconds: in all, and since the reader last took something
         while not self._writer.is_broken and (self._table or self._waiting or not self._writer.is_idle):
             now = time.monotonic()
-            until = min(max(begun, self._writer.moved_at) + _LAST_WAIT, begun + _LONGEST_LAST_WAIT)
-            if now > (begun + _LAST_WAIT_AFTER_SIGNAL if before else until) or signals() > before:
+            # A stop of this process itself, in which the reader could be given nothing, counts for one round.
+            passed, last = min(now - last, _LONGEST_ROUND), now
+            waited += passed
+            stalled = stalled + passed if moved_at == self._writer.moved_at else 0.0
+            moved_at = self._writer.moved_at
+            too_long = (
+                waited > _LAST_WAIT_AFTER_SIGNAL
+                if before
+                else max(stalled / _LAST_WAIT, waited / _LONGEST_LAST_WAIT) > 1
+            )
+            if too_long or signals() > before:
                 break
             if self._writer.is_idle and self._table:
                 self._writer.write(self._table.stop(self._take_lines()))

@@ -69,7 +69,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     except tf.errors.OpError as e:
         sentence = mismatch.explain_mismatch(cluster, task, e) or _explain_loss(cluster, task, others, silent, e)
         ends = time.monotonic() + reachability.SETTLED
-        while not sentence and isinstance(e, tf.errors.UnavailableError) and time.monotonic() < ends:
+        while not sentence and _has_broken_off(e) and time.monotonic() < ends:
             time.sleep(0.2)
             sentence = _explain_loss(cluster, task, others, silent, e)
         if sentence:
@@ -77,6 +77,11 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
         raise
     finally:
         done.set()
+
+
+def _has_broken_off(error: tf.errors.OpError) -> bool:
+    """Whether a connection has: TensorFlow's, or one of another transport, of whose errors TensorFlow keeps the name."""
+    return isinstance(error, tf.errors.UnavailableError) or "ConnectionError: " in error.message
 
 
 def _explain_loss(
