@@ -5,7 +5,7 @@ starts is `fork_client`, a small process that launchers, `timeout`, `unshare` an
 forks the program with the client's arguments, folder, environment, standard streams and network namespace.
 
 What differs from a real process: TensorFlow has read its environment already (`TF_CPP_MIN_LOG_LEVEL`); all programs have one
-seed of Python's hashes; SIGSTOP to the client does not stop the program, and SIGKILL ends it some milliseconds later.
+seed of Python's hashes; SIGSTOP to the client does not stop the program, and SIGKILL ends it some while later (`kill` waits for that).
 Tests of how tasks start (`tfdist.train`, launchers, schedulers) therefore run real processes.
 """
 
@@ -31,6 +31,7 @@ import threading
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
+CLIENT = ROOT / "tests/helpers/fork_client.py"
 PRELOADED = ("tensorflow", "keras", "tfdist.training.trainer", "tfdist.strategies.factory")
 _LOCK = threading.Lock()  # two threads of a test may ask at once
 
@@ -38,7 +39,14 @@ _LOCK = threading.Lock()  # two threads of a test may ask at once
 def command(module: str, *args: str) -> list[str]:
     """Returns the words that run a module as `python -m` does, forked from this process's server."""
     with _LOCK:
-        return [sys.executable, "-IS", str(ROOT / "tests/helpers/fork_client.py"), _start_server(), module, *args]
+        return [sys.executable, "-IS", str(CLIENT), _start_server(), module, *args]
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process, and waits until it has ended; with what `command` has started, the program itself."""
+    is_client = str(CLIENT) in process.args  # type: ignore[operator]
+    process.send_signal(signal.SIGUSR1 if is_client else signal.SIGKILL)
+    process.wait()
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 
 import tfdist
 from tests.multiprocess import harness
@@ -67,6 +68,9 @@ class Deaths:
                     int(pathlib.Path(out, f"pid-{self.who}").read_text()) if isinstance(self.who, str) else os.getpid()
                 )
                 os.kill(pid, options.get("signal", signal.SIGKILL))
+                ends = time.monotonic() + 60  # for the launcher to notice it, or the training might end before
+                while pid != os.getpid() and progress.restarts() == LIFE and time.monotonic() < ends:
+                    time.sleep(0.05)
 
 
 deaths = Deaths()

@@ -21,7 +21,10 @@ class GoesAway(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         pathlib.Path(sys.argv[1], f"steps-{progress.restarts()}").touch()
         if len(list(FOLDER.glob("step-*/manifest.json"))):
-            time.sleep(0.5)  # it is noted
+            ends = time.monotonic() + 60
+            while not progress.had_backup(str(FOLDER)):  # it is noted a moment later
+                assert time.monotonic() < ends
+                time.sleep(0.02)
             FOLDER.rename(FOLDER.with_name("elsewhere"))
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 
+from tests.helpers import fork_server
 from tfdist.cluster import TaskSpec, local_cluster
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -69,8 +70,7 @@ class Roles:
             for path in sorted((self.folder / "asked").glob("*.do")):
                 what, task = path.read_text().split()
                 if what == "kill":
-                    self.processes[task].send_signal(signal.SIGKILL)
-                    self.processes[task].wait()
+                    fork_server.kill(self.processes[task])
                 elif what in SIGNALS:
                     self.send(what, task)
                 else:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.cluster import from_tf_config, greeting, preflight
+from tfdist.runtime import blocking_call
 
 THIEF = """
 import os, socket, sys, time
@@ -29,13 +30,21 @@ WATCHING = ("tfdist-start", "tfdist-signals")
 strategy, lost, how, timeout, backups = sys.argv[1:]
 cluster, task = from_tf_config(os.environ["TF_CONFIG"])
 is_first = how != "steal once" or pathlib.Path(os.environ["TFDIST_PROGRESS"], "restarts").read_text().split() == ["0"]
+set_action = blocking_call._set_action
 wait, name_owner = preflight.wait_until_reachable, greeting.naming_port_owner
 
 
 def wait_and_linger(*args, **kwargs):
-    """Waits for the others, and then long enough for them to find this task."""
+    """Waits for the others, and then until they have found this task, which answers until then."""
     wait(*args, **kwargs)
-    time.sleep(1)
+    if strategy != "multi_worker_mirrored":
+        return time.sleep(1)
+    met = [pathlib.Path(os.environ["ROLES"], f"{each}{'' if is_first else ' again'}.met") for each in cluster.tasks()]
+    met[cluster.tasks().index(task)].touch()
+    ends = time.monotonic() + float(timeout)
+    while not all(path.exists() for path in met):
+        assert time.monotonic() < ends
+        time.sleep(0.02)
 
 
 def come_to_harm(*args):
@@ -52,6 +61,13 @@ def come_to_harm(*args):
     return name_owner(*args)
 
 
+def tell_action(address):
+    before = set_action(address)
+    print("heeds SIGTERM", flush=True)
+    return before
+
+
+blocking_call._set_action = tell_action
 preflight.wait_until_reachable, greeting.naming_port_owner = wait_and_linger, come_to_harm
 trainer = tfdist.Trainer(strategy, start_timeout=float(timeout), backup_dir=backups or None)
 total = trainer.strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.constant(1.0)))

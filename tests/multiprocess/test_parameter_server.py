@@ -22,7 +22,7 @@ def run(module, folder, workers, *cases):
     with Roles(command, folder / "roles", workers) as roles:
         code = roles.wait("chief:0", 300)
         assert code == 0, roles.log("chief:0")
-        assert [roles.wait(task, 20) for task in roles.processes] == [0] * len(roles.processes), "every role ends"
+        assert [roles.wait(task, 60) for task in roles.processes] == [0] * len(roles.processes), "every role ends"
         return harness.load(folder / "out", 0), roles.log("chief:0"), folder / "out"
 
 
@@ -82,18 +82,20 @@ def test_history_equals_the_sum_of_what_steps_returned(results):
 def test_tensorboard_has_how_far_steps_overlap(program):
     results, _, out = program
     train = curves(out / "curves")["train"]
-    spans = results["train_digits"]["spans"]
-    ends = np.array([end for _, end in spans])
-    overlaps = [np.count_nonzero((begin < ends) & (ends < end)) for begin, end in spans]
+    outer_begin, begin, end, outer_end = np.array(results["train_digits"]["spans"]).T[:, :, None]
+    # A step looks at the count of ended ones, and adds itself, at some moment between two of these.
+    least = np.count_nonzero((end > begin.T) & (outer_end < end.T), axis=0).mean()
+    most = np.count_nonzero((outer_end > outer_begin.T) & (end < outer_end.T), axis=0).mean() - 1  # itself
     ((step, staleness),) = train["ps/staleness"]
-    assert step == len(spans) == 220
-    assert staleness == pytest.approx(np.mean(overlaps), abs=0.1) and staleness > 0.3, "of two workers"
+    assert step == len(end) == 220
+    assert least - 1e-4 <= staleness <= most + 1e-4 and staleness > 0.3, "of two workers"
     ((_, in_flight),) = train["ps/steps_in_flight"]
     assert 2 < in_flight <= 2 * scheduler.MAX_IN_FLIGHT
     # Workers make the data, nobody has the gradient of all, and servers send no gradients to each other.
     assert not train.keys() & {"perf/input_wait_ms", "train/gradient_norm", "comm/bytes_per_step"}
     ((_, waited),) = curves(out / "curves_of_slow_data")["train"]["perf/input_wait_ms"]
-    assert 20 < waited < 400, "the chief reads the data, which come each 40 ms; some while it traces the first step"
+    slow_data = results["evaluate_and_predict"]["slow_data"]  # seconds, for 10 steps, each of which waits for 150 ms
+    assert 50 < waited < 100 * slow_data, "the chief reads the data; the steps take some of the time"
 
 
 def test_batch_hooks_come_once_a_step_in_order_with_logs(results):
@@ -158,7 +160,8 @@ SIZES = (1, 10, 11, 19, 20, 41)
 @pytest.mark.parametrize("kind", ["function", "arrays or dataset"])
 @pytest.mark.parametrize("size", SIZES)
 def test_evaluate_and_predict_equal_one_process(results, size, kind):
-    (found,) = (result for key, result in results["evaluate_and_predict"].items() if key[0] == size and key[1] in kind)
+    cases = results["evaluate_and_predict"]
+    (found,) = (result for key, result in cases.items() if key[0] == size and key[1] in kind)
     assert np.allclose(found["evaluation"], found["expected"], rtol=0, atol=1e-6)
     assert found["predictions"].shape == found["expected_predictions"].shape == (size, 3)
     assert np.allclose(found["predictions"], found["expected_predictions"], rtol=0, atol=1e-6)
@@ -329,7 +332,8 @@ def test_each_step_draws_numbers_of_its_own_whichever_worker_runs_it(results):
     for run in (first, second):
         assert len(run) >= 40
         for drawn in run.T:
-            assert len(np.unique(drawn)) == len(drawn)
+            # Of numbers of 23 bits two are the same now and then; of workers that draw the same, half of them.
+            assert len(np.unique(drawn)) > 0.9 * len(drawn)
     assert np.array_equal(np.sort(first[:, 0]), np.sort(second[:, 0])), "keras.random, with one seed"
 
 
@@ -350,13 +354,13 @@ def test_all_roles_end(tmp_path, what, workers, ps, sentence):
         while "it happens" not in roles.log("chief:0") and roles.processes["chief:0"].poll() is None:
             time.sleep(0.05)
         happened = time.monotonic()
-        assert roles.wait("chief:0", 60) not in (0, None)
-        assert time.monotonic() - happened < 30
+        assert roles.wait("chief:0", 120) not in (0, None)
+        assert time.monotonic() - happened < 100  # a server that is given up alone would take the 300 s of a start
         log = roles.log("chief:0")
         assert sum(sentence in line for line in log.splitlines()) == 1, log
         killed = {"servers": {"ps:1"}, "workers": {"worker:0", "worker:1"}}.get(what, set())
         for task in set(roles.processes) - killed - {"chief:0"}:
-            assert roles.wait(task, 20) == 1, "or a scheduler would think that it has finished"
+            assert roles.wait(task, 60) == 1, "or a scheduler would think that it has finished"
             assert "ends with exit code 1, as the chief has\n" in roles.log(task)
 
 
@@ -372,13 +376,13 @@ def test_those_who_serve_end_as_the_chief_does(tmp_path, what, chiefs, others, s
     with Roles(command, tmp_path / "roles", 1, 1) as roles:
         assert roles.wait("chief:0", 90) == chiefs
         for task in ("worker:0", "ps:0"):
-            assert roles.wait(task, 20) == others
+            assert roles.wait(task, 60) == others
             assert said in roles.log(task)
 
 
 def test_all_workers_update_the_moving_statistics(results):
     # Of 100 updates, however few are one worker's: a single one of zeros, or of tens, moves the mean by 0.037 at least.
-    assert 0.02 < results["statistics"] < 10 * (1 - 0.99**100) - 0.02
+    assert 5 * 0.99**100 + 0.02 < results["statistics"] < 10 - 5 * 0.99**100 - 0.02
 
 
 @pytest.mark.slow
@@ -387,6 +391,6 @@ def test_the_same_command_serves_or_trains_under_tf_config(tmp_path):
     command = [sys.executable, "-m", "tfdist.train", "--config=configs/digits_parameter_server.py", *options]
     with Roles(command, tmp_path / "roles", workers=1, ps=1) as roles:
         assert roles.wait("chief:0", 120) == 0, roles.log("chief:0")
-        assert [roles.wait(task, 20) for task in roles.processes] == [0] * 3
+        assert [roles.wait(task, 60) for task in roles.processes] == [0] * 3
         assert "ends with exit code 0, as the chief has" in roles.log("worker:0")
     assert (tmp_path / "run" / "summary.json").exists()

@@ -24,7 +24,7 @@ def test_the_others_go_on_without_a_stopped_worker_which_comes_back(tmp_path, wh
         assert f"chief:0 waits for worker:1 at {address}: no answer for" in log
         assert f"worker:1 at {address} is given up after" in log
         assert "without it" in log and "all steps" in log
-        assert [roles.wait(task, 30) for task in ("worker:0", "worker:1", "ps:0")] == [0, 0, 0]
+        assert [roles.wait(task, 90) for task in ("worker:0", "worker:1", "ps:0")] == [0, 0, 0]
 
 
 @pytest.mark.full
@@ -40,7 +40,7 @@ def test_a_stopped_server_ends_the_job_by_name(tmp_path, where):
             f"tfdist.errors.ClusterError: ps:0 is lost, and with it the variables it held: ps:0 at {address} (no answer"
         )
         assert sum(sentence in line for line in log.splitlines()) == 1, log
-        assert [roles.wait(task, 30) for task in ("worker:0", "worker:1")] == [1, 1]
+        assert [roles.wait(task, 90) for task in ("worker:0", "worker:1")] == [1, 1]
 
 
 @pytest.mark.full
@@ -55,7 +55,7 @@ def test_whatever_the_chief_does_with_a_stopped_server_ends(tmp_path, call):
             assert "chief:0 waits for ps:0" in log
         if call in ("first_fit_call", "save"):
             assert "tfdist.errors.ClusterError: ps:0 is lost" in log
-        assert roles.wait("worker:0", 30) == 1
+        assert roles.wait("worker:0", 90) == 1
 
 
 class RolesOnTwoHosts(Roles):

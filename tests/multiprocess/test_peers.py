@@ -18,8 +18,8 @@ def test_the_others_end_and_name_it(tmp_path, lost, how):
         roles.wait(gone, 120)
         ended = time.monotonic()
         assert "it happens" in roles.log(gone), roles.log(gone)
-        assert roles.wait(left, 40) == 1  # without looking it would wait for two minutes
-        assert time.monotonic() - ended < 30
+        assert roles.wait(left, 110) == 1
+        assert time.monotonic() - ended < 90  # without looking it would wait for two minutes
         sentence = (
             f"tfdist.errors.ClusterError: {gone} at {roles.cluster.address(roles.cluster.training_tasks()[lost])}"
         )
@@ -73,7 +73,7 @@ def test_who_waits_for_a_task_that_is_killed_as_it_saves_saves_itself(tmp_path, 
     command = fork_server.command("tests.multiprocess.lost_worker_program", str(lost), "save", str(place))
     with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:
         gone, left = (f"worker:{rank}" for rank in (lost, 1 - lost))
-        wait_until(lambda: "the export is there" in roles.log(left), 60)
+        wait_until(lambda: "the export is there" in roles.log(left), 180)
         assert "it happens" in roles.log(gone)
         assert (place / "saved_model.pb").exists() and [path.name for path in tmp_path.glob("exported*")] == [
             "exported"

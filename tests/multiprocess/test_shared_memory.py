@@ -3,6 +3,7 @@
 import io
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -110,8 +111,8 @@ def launch(tmp_path, *args):
 def test_a_worker_that_ends_amid_training_ends_all(tmp_path, lost, how, nothing_is_left):
     code, text = launch(tmp_path, str(lost), how)
     assert code != 0
-    assert "it happens" in text
-    assert f"worker:{lost}" in text.split("it happens")[1], text
+    assert text.count(said := f"[worker:{lost}] it happens") == 1
+    assert f"worker:{lost}" in text.replace(said, ""), text
 
 
 @pytest.mark.full
@@ -138,7 +139,9 @@ def test_a_killed_worker_is_restarted_and_the_bits_are_the_same(tmp_path, monkey
     kills = [[rank, "step", 12]]
     code, text, results = run_backup_program("multi_worker_mirrored", tmp_path / "killed", max_restarts=1, kills=kills)
     assert code == 0, text
-    assert f"worker:{rank} lost" in text and text.count("gradients travel by shared_memory") == 2, text
+    # The other one ends of it, and may do so before the launcher has seen how the first one ended.
+    assert re.search(rf"worker:{rank} lost|worker:{1 - rank} lost .*worker:{rank} at", text), text
+    assert text.count("gradients travel by shared_memory") == 2, text
     check_equal(results, expected)
 
 

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, free_ports, reachability
+from tfdist.collectives.calls import Calls
 from tfdist.errors import ClusterError
 from tfdist.training.lost_workers import abort_on_lost_workers
 
@@ -23,7 +24,23 @@ def _cluster(port):
     return ClusterSpec({"worker": [f"127.0.0.1:{port.getsockname()[1]}", "127.0.0.1:1"]})
 
 
-def test_a_worker_whose_port_closes_after_its_connections_is_named(port):
+def _error_of_tensorflow():
+    return tf.errors.UnavailableError(None, None, "Collective ops is aborted by: Socket closed")
+
+
+def _error_of_another_transport():
+    with pytest.raises(ConnectionError):
+        calls(lambda: (_ for _ in ()).throw(ConnectionError("rank 0 has died")))
+    return tf.errors.UnknownError(None, None, "ConnectionError: rank 0 has died")
+
+
+calls = Calls()
+
+
+@pytest.mark.parametrize("make_error", [_error_of_tensorflow, _error_of_another_transport])
+def test_a_worker_whose_port_closes_after_its_connections_is_named(port, make_error):
+    error = make_error()
+
     def end():  # a process that is killed closes one after the other: it is asked once before it has closed its port
         asked, _ = port.accept()
         asked.close()
@@ -33,7 +50,7 @@ def test_a_worker_whose_port_closes_after_its_connections_is_named(port):
     told = r"worker:0 at 127.0.0.1:\d+ \(connection refused\) has ended while worker:1"
     with pytest.raises(ClusterError, match=told), abort_on_lost_workers(_cluster(port), TaskSpec("worker", 1)):
         ending.start()
-        raise tf.errors.UnavailableError(None, None, "Collective ops is aborted by: Socket closed")
+        raise error
     ending.join()
 
 

@@ -33,6 +33,7 @@ from tfdist.strategies.base import KerasStrategy
 Method = Callable[..., Any]
 
 _PARTIAL = ".partial"
+_KNOWN_MS = 60_000  # limit for a text that has been published
 _FILES = (".weights.h5", ".h5", ".keras")
 
 
@@ -146,7 +147,8 @@ def _wait_for_first(cluster: ClusterSpec, key: str) -> str:
     """Returns what files the task that came first has left; an empty text if it has ended before, or left none."""
     missed = 0
     with contextlib.suppress(tf.errors.OpError):
-        first = cluster.training_tasks()[int(tf_cluster.published(key, 1000))]
+        # It is there: only a chief that is busy answers late, and two tasks that write at once would mix their files.
+        first = cluster.training_tasks()[int(tf_cluster.published(key, _KNOWN_MS))]
         while missed < 2:  # the network may have hesitated
             with contextlib.suppress(tf.errors.DeadlineExceededError):
                 return tf_cluster.published(f"{key}/done", 1000)

@@ -69,8 +69,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     except tf.errors.OpError as e:
         sentence = mismatch.explain_mismatch(cluster, task, e) or _explain_loss(cluster, task, others, silent, e)
         ends = time.monotonic() + reachability.SETTLED
-        of_peers = isinstance(e, tf.errors.UnavailableError) or calls.have_failed()
-        while not sentence and of_peers and time.monotonic() < ends:
+        while not sentence and _has_broken_off(e) and time.monotonic() < ends:
             time.sleep(0.2)
             sentence = _explain_loss(cluster, task, others, silent, e)
         if sentence:
@@ -78,6 +77,12 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
         raise
     finally:
         done.set()
+
+
+def _has_broken_off(error: tf.errors.OpError) -> bool:
+    """Whether a connection has: TensorFlow's, or one of another transport."""
+    of_transport = isinstance(error, tf.errors.UnknownError) and calls.have_failed()
+    return of_transport or isinstance(error, tf.errors.UnavailableError)
 
 
 def _explain_loss(

@@ -97,4 +97,4 @@ def _exchange(cluster: ClusterSpec, task: TaskSpec, mine: str) -> Iterator[tuple
     with contextlib.suppress(
         tf.errors.OpError
     ):  # the chief, which holds what is published, must not end before all have read it
-        tf_cluster.wait_at_barrier("tfdist/call", 2000)
+        tf_cluster.wait_at_barrier("tfdist/call", max(2000, int(1000 * (deadline - time.monotonic()))))
