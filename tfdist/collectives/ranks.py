@@ -59,4 +59,6 @@ class Ranks:
             first = context.replica_id_in_sync_group % replicas == 0
             return tf.convert_to_tensor(value) if first else tf.zeros_like(value)
 
-        return self._sum(self._strategy.experimental_distribute_values_from_function(once))
+        values = self._strategy.experimental_distribute_values_from_function(once)
+        # Not called itself: TensorFlow would warn the user of a function that is traced for several shapes.
+        return self._sum.get_concrete_function(values)(values)
