@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import pathlib
 import re
 import statistics
@@ -14,7 +12,7 @@ import sys
 import pytest
 
 from tools import netlab
-from tools.bench import accuracy, link, peers, record, report, scale
+from tools.bench import accuracy, link, record, report, scale
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -135,30 +133,3 @@ def test_an_extrapolation_says_so():
 def test_wrong_arguments_are_refused(tmp_path, arguments, said):
     done = bench(tmp_path, *arguments)
     assert done.returncode and said in done.stderr
-
-
-@pytest.mark.skipif(bool(netlab.missing()), reason="no network namespaces")
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is not installed")
-def test_a_peer_runs_alone_in_its_processes():
-    found = peers.alone("DDP powersgd r4", 2, "")
-    assert found["tensorflow"] is False
-    assert len(found["seconds"]) == peers.TURNS and min(found["seconds"]) > 0
-    assert 0.2e6 < found["sent"] < 0.4e6, "both low-rank factors of the MLP, in bytes"
-
-
-def test_what_is_not_there_is_left_out(tmp_path):
-    """Said, and never made up."""
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, p=None: None if n == 'torch' else f(n, p)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.bench", "peers", f"--out={tmp_path}"],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0 and "peers is left out: PyTorch is not installed" in done.stdout
-    assert not (tmp_path / "results").exists()

@@ -53,6 +53,8 @@ def main() -> int:
                     print(f"{name} {case}: {e}", file=sys.stderr, flush=True)
                     failed += 1
                     continue
+                if found is None:  # it has said why
+                    continue
                 record.write(args.out / "results" / f"{name}.jsonl", [found])
                 print(report.table(found, args.out), flush=True)
     finally:  # what there is by now

@@ -1,7 +1,8 @@
 """One task of `tools.bench.link` and its kin. Arguments: output folder, options as JSON.
 
 All contenders have their turns in the same processes. With the model `mlp` a contender's step is a whole one, the function that
-Keras' `fit` calls; with others it is the sum of gradients of the model's shapes alone.
+Keras' `fit` calls; with others it is the sum of gradients of the model's shapes alone. `options`: `transport`, as
+`config.strategy`'s, may be left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import time
 
 import tfdist
 
-trainer = tfdist.Trainer("multi_worker_mirrored")
+FOLDER, OPTIONS = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+trainer = tfdist.Trainer("multi_worker_mirrored", transport=OPTIONS.get("transport", "auto"))
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
@@ -29,7 +31,6 @@ from tfdist.monitoring import network  # noqa: E402
 from tools.bench import compressors, models  # noqa: E402
 from tools.bench.exchange import exchanger, of_tensorflow  # noqa: E402
 
-FOLDER, OPTIONS = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 MODEL, ROUNDS, STEPS, BATCH = (OPTIONS[name] for name in ("model", "rounds", "steps", "batch"))
 logging.disable(logging.WARNING)  # a function for each contender is no retracing
 strategy, shapes = trainer.strategy, models.SHAPES[MODEL]()
@@ -115,25 +116,33 @@ meet = exchanger(communicator_for(strategy), None, [(1,)]) if strategy.num_repli
 contenders = {name: make(name) for name in OPTIONS["contenders"]}
 seconds = {name: [] for name in contenders}
 counted = dict.fromkeys(contenders, 0)
+processor = dict.fromkeys(contenders, 0.0)  # seconds in which this process's threads used a core
 for number in range(ROUNDS + 1):
     for name, step in contenders.items():
         meet()
-        mine, before = [], sent()
+        mine, before, used = [], sent(), time.process_time()
         for _ in range(STEPS):
             began = time.perf_counter()
             step()
             mine.append(time.perf_counter() - began)
+        used = time.process_time() - used
         meet()
         if number:  # the first round compiles
             seconds[name].append(statistics.median(mine))
             counted[name] += sent() - before
+            processor[name] += used
 results = {
     "seconds": seconds,
     "sent": {name: count / ROUNDS / STEPS for name, count in counted.items()},
     "planned": {name: count for name in contenders if (count := planned(name)) is not None},
     "latency": latency(),
+    "transport": strategy.transport,
 }
+own = {"processor": {name: used / ROUNDS / STEPS for name, used in processor.items()}}
+(FOLDER / f"results-{trainer.task.index}.json").write_text(json.dumps(own))
 if trainer.is_chief:
     (FOLDER / "results.json").write_text(json.dumps(results))
 time.sleep(2)  # until the others have what this task has sent them
+if strategy.transport == "mpi":
+    sys.exit(0)  # mpirun fails where a rank ends without MPI's end, which belongs to a process's exit
 os._exit(0)

@@ -17,7 +17,7 @@ import psutil
 
 # What matrix products and 16-bit numbers are computed with, by the kernel's names.
 _SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
-_PACKAGES = ("tensorflow", "keras", "tf_keras", "torch", "numpy")
+_PACKAGES = ("tensorflow", "keras", "tf_keras", "torch", "jax", "jaxlib", "mpi4py", "numpy")
 
 
 @dataclasses.dataclass

@@ -9,24 +9,18 @@ import itertools
 import json
 import os
 import pathlib
-import statistics
 import sys
-import time
 
-import numpy as np
-import psutil
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tools.bench import models
+from tools.bench import models, turns
 
 FOLDER, OPTIONS = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
-ROUNDS, STEPS, BATCH = (OPTIONS[name] for name in ("rounds", "steps", "batch"))
 HOOK, _, POWER = OPTIONS["hook"].partition(" r")
-CLUSTER = json.loads(os.environ["TF_CONFIG"])
-RANK, SIZE = CLUSTER["task"]["index"], len(CLUSTER["cluster"]["worker"])
+WORKERS, RANK = turns.cluster()
 _ONE_BUCKET_MB = 10_000
 
 
@@ -48,19 +42,12 @@ def made() -> DistributedDataParallel:
     return model
 
 
-def sent() -> int:
-    """Returns the bytes that this task has sent to others."""
-    return sum(each.bytes_sent for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo")
-
-
 torch.set_num_threads(len(os.sched_getaffinity(0)))  # as TensorFlow has
-if any(name == "eth0" for name in psutil.net_if_addrs()):  # of the laboratory
+if turns.in_laboratory():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
-distributed.init_process_group("gloo", f"file://{FOLDER}/rendezvous", rank=RANK, world_size=SIZE)
-rng = np.random.default_rng(RANK)
-examples = torch.from_numpy(rng.standard_normal((16 * BATCH, models.MLP[0]), np.float32))
-labels = torch.from_numpy(rng.integers(0, models.MLP[-1], len(examples)))
-batches = itertools.cycle(zip(examples.split(BATCH), labels.split(BATCH), strict=True))
+distributed.init_process_group("gloo", f"file://{FOLDER}/rendezvous", rank=RANK, world_size=len(WORKERS))
+examples, labels = map(torch.from_numpy, turns.examples(RANK, OPTIONS["batch"]))
+batches = itertools.cycle(zip(examples.split(OPTIONS["batch"]), labels.long().split(OPTIONS["batch"]), strict=True))
 ddp, loss_of = made(), nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
 
@@ -77,20 +64,6 @@ def step() -> float:
 
 for _ in range(3):  # PowerSGD begins then
     step()
-seconds, counted = [], 0
-for number in range(ROUNDS + 1):
-    distributed.barrier()
-    mine, before = [], sent()
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        step()
-        mine.append(time.perf_counter() - began)
-    distributed.barrier()
-    if number:  # as of the others
-        seconds.append(statistics.median(mine))
-        counted += sent() - before
-if RANK == 0:
-    results = {"seconds": seconds, "sent": counted / ROUNDS / STEPS, "tensorflow": "tensorflow" in sys.modules}
-    (FOLDER / "results.json").write_text(json.dumps(results))
+turns.write(FOLDER, RANK, turns.measure(step, distributed.barrier, OPTIONS["rounds"], OPTIONS["steps"]))
 distributed.barrier()
 os._exit(0)
