@@ -20,12 +20,12 @@ test: lint
 test-all: .venv/.installed
 	$(PYTEST) -m "full and not slow"
 
-# What needs PyTorch or JAX: the transport by gloo, and the comparison with both. The other tests go without, as most users do.
+# What needs PyTorch: the transport by gloo, and the comparison with PyTorch. The other tests go without, as most users do.
 test-torch: .venv/.torch
 	$(PYTEST) -m "not slow" tests/collectives/test_gloo.py tests/multiprocess/test_gloo.py tests/tools/test_peers.py
 
 .venv/.torch: .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gloo,peers]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gloo]'
 	touch $@
 
 # Long schedules: all, or a part, `make slow SLICE=3/8`.
