@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 
 from tfdist.runtime import progress
 
 # Reads process groups to watch from a pipe. At its end, which comes when the launcher is gone, kills what is left of them,
 # and removes the folder, in which a process that is being killed may still write.
-# In a session of its own, to survive what is sent to the launcher's group. A launcher that is killed while it starts a task has
-# announced that, and not told its number yet: the task is then found by the mark in its environment.
+# In a session of its own, to survive what is sent to the launcher's group. A launcher that is killed amid the start of a task has
+# told that it starts one, and not that it has: the task is then found by the mark in its environment, once it has begun its program.
 _PROGRAM = """
 import os, shutil, signal, sys, time
-folder, mark, launcher = sys.argv[1], os.fsencode(sys.argv[2]), int(sys.argv[3])
+folder, mark = sys.argv[1], os.fsencode(sys.argv[2])
 def marked():
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -24,14 +25,16 @@ def marked():
                     yield int(name)
         except OSError:
             pass
-groups, announced = set(), False
+groups, starting = set(), False
 for line in sys.stdin:
-    announced = line[0] == "?"
-    if not announced:
+    starting = line[0] == "?"
+    if line[0] in "+-":
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-if announced and os.getppid() != launcher:
-    time.sleep(0.2)  # it may not have begun its program, with its environment
-    groups.update(marked())
+if starting:
+    limit = time.monotonic() + 5
+    while groups.issuperset(found := set(marked())) and time.monotonic() < limit:
+        time.sleep(0.05)
+    groups |= found
 for group in groups:
     try:
         os.killpg(group, signal.SIGKILL)
@@ -57,7 +60,7 @@ class Guardian:
 
     def __enter__(self) -> Guardian:
         self._process = subprocess.Popen(
-            [sys.executable, "-SEc", _PROGRAM, self._folder, f"{progress.FOLDER}={self._folder}", str(os.getpid())],
+            [sys.executable, "-SEc", _PROGRAM, self._folder, f"{progress.FOLDER}={self._folder}"],
             bufsize=0,  # so that nothing is left to write, and to fail, should the guardian have been killed
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -71,9 +74,15 @@ class Guardian:
     ) -> None:
         self._process.__exit__(kind, error, trace)
 
-    def announce(self) -> None:
-        """Expects a process group: its number is known only when it runs, and this process may be killed before it tells it."""
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Expects the process group that is started inside, and watched: this process may be killed before it can tell its number."""
         self._tell("?")
+        try:
+            yield
+        except BaseException:
+            self._tell("!")
+            raise
 
     def watch(self, group: int) -> None:
         """Kills this process group at the end."""

@@ -148,9 +148,9 @@ class Launcher:
     def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
         command = [*self._prefixes.get(spec, ()), *self._command]
         told = task_environ(self._environ, self._cluster, spec, self._progress)
-        self._guardian.announce()
-        task = TaskProcess(spec, command, told, self._log_dir / f"{spec.name}.log", append or self._appends)
-        self._guardian.watch(task.process.pid)
+        with self._guardian.starting():
+            task = TaskProcess(spec, command, told, self._log_dir / f"{spec.name}.log", append or self._appends)
+            self._guardian.watch(task.process.pid)
         return task
 
     def _start(self, spec: TaskSpec) -> None:
