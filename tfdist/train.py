@@ -253,7 +253,9 @@ def train(
         report,
         started,
         goodput.report(),
-        getattr(trainer.strategy, "transport", None),
+        (trainer.strategy.transport, trainer.strategy.transport_reason)
+        if hasattr(trainer.strategy, "transport")
+        else None,
     )
     if trainer.is_chief:
         summary["training"] = backup.training_id if backup else ""

@@ -62,10 +62,10 @@ def test_workers_train_what_one_process_does(runs, tmp_path, size):
     check_fits(found, stock)
 
 
-def check_fits(found, stock):
-    """Compares what ranks of `fit_program` have trained in all `CASES` with what one process has."""
+def check_fits(found, stock, cases=CASES):
+    """Compares what ranks of `fit_program` have trained in some cases with what one process has."""
     for results in found:
-        for case in CASES:
+        for case in cases:
             far = 2e-2 if case.startswith("mixed") else 1e-5
             assert harness.difference(results[case]["weights"], stock[case]["weights"]) < far, case
             if not case.startswith("mixed"):
@@ -159,7 +159,7 @@ def test_who_cannot_share_memory_is_told_so_on_all_workers(tmp_path, where, sent
         "from tfdist.collectives import shared_memory_rendezvous as rendezvous\n"
         "index = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
         f"alone = {where == 'alone'}\n"
-        "rendezvous._host = lambda: str(index * alone)\n"
+        "rendezvous.host_key = lambda: str(index * alone)\n"
         "tfdist.Trainer('multi_worker_mirrored', transport='shared_memory' if alone or index else 'grpc')\n"
     )
     command = [sys.executable, "-m", "tfdist.launch", "--workers=2", f"--log_dir={tmp_path}", "--"]

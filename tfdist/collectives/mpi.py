@@ -20,13 +20,18 @@ _LEAST_PAUSE, _MOST_PAUSE = 2e-5, 5e-4  # seconds between two looks whether an e
 _open = 0  # transports of this process
 
 
+def is_started_by_mpi() -> bool:
+    """Whether mpirun or srun has started this process so that it can join the others."""
+    return any(name in os.environ for name in _MARKS)
+
+
 def why_not(size: int) -> str:
     """Returns why MPI cannot be used by this process, with the remedy, or an empty text. Starts nothing.
 
     Args:
         size: The number of workers.
     """
-    if not any(name in os.environ for name in _MARKS):
+    if not is_started_by_mpi():
         return "MPI connects only what it has started: start the workers by mpirun, or by srun --mpi=pmix"
     counts = [os.environ[name] for name in _SIZES if name in os.environ]
     if counts and counts[0] != str(size):

@@ -20,10 +20,9 @@ from tfdist.collectives.buffer_transport import BufferTransport, aligned_empty
 from tfdist.collectives.fold import fold
 from tfdist.collectives.peer_links import PeerLinks
 
-SLOT_BYTES = (
-    2**23
-)  # measured: smaller ones wait more often, which costs most where other processes want the processors, too
+SLOT_BYTES = 2**23  # at most. Smaller ones wait more often: that costs most where other processes want the processors
 _TURNS = 3
+_MOST_BYTES = 3 * 2**26  # of all slots, unless the caller says otherwise
 _SMALL = 2**15  # bytes up to which every rank adds up the whole array: one wait instead of two
 _LINE = 64  # bytes that processors hand over at once
 
@@ -36,7 +35,7 @@ def connect(
     name: str,
     timeout_seconds: float = 0,
     meeting_seconds: float = 60,
-    slot_bytes: int = SLOT_BYTES,
+    slot_bytes: int = 0,
 ) -> SharedMemoryTransport:
     """Connects all ranks of a host. All ranks call it; it returns on all of them, or raises on all of them.
 
@@ -49,12 +48,14 @@ def connect(
         timeout_seconds: Limit of each wait for another rank in a call; 0: none.
         meeting_seconds: Limit of each wait while the ranks connect.
         slot_bytes: The size of a piece, a multiple of 64 for each rank. Rank 0's counts. The memory has 3 * size times as much.
+            0 means 8 MB, or with more than 8 ranks less, so that the memory has 192 MB.
 
     Raises:
         NoTransportError: The ranks share no memory; the message says why, the same on all ranks.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank}, expected one of 0 to {size - 1}.")
+    slot_bytes = slot_bytes or min(SLOT_BYTES, _MOST_BYTES // (_TURNS * size))
     if slot_bytes < size * _LINE:
         raise ValueError(f"slot_bytes is {slot_bytes}, expected at least {size * _LINE}, {_LINE} for each rank.")
     slot_bytes -= slot_bytes % _LINE

@@ -30,7 +30,7 @@ class StrategyConfig:
             Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
         transport: How gradients travel between the workers of `multi_worker_mirrored`: by TensorFlow's `"grpc"` or `"nccl"` (GPUs),
             by `"gloo"` (CPUs, with PyTorch), by `"mpi"` (CPUs, workers that mpirun or srun has started), or by `"shared_memory"`
-            (CPUs, workers of one host). `"auto"` is TensorFlow's choice. Under `mirrored`: `"nccl"`, or `"grpc"`, by one device.
+            (CPUs, workers of one host). `"auto"` takes one that fits (docs/transports.md). Under `mirrored`: `"nccl"`, or `"grpc"`, by one device.
         bucket_bytes: `multi_worker_mirrored` sums gradients in buckets of so many bytes, which travel while backward computes
             the others; 0 means one sum of all. `bf16`, `fp16` and `int8` cut larger gradients; `powersgd` and `topk`, which
             need a gradient whole, count its bytes as they send them.

@@ -30,7 +30,7 @@ def summarize(
     server_report: dict[str, Any],
     started: float,
     goodput: dict[str, Any],
-    transport: str | None = None,
+    transport: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns the summary of a training.
 
@@ -44,14 +44,15 @@ def summarize(
         server_report: What is reported of parameter servers.
         started: The `time.perf_counter()` of the start.
         goodput: Where the wall time of the whole run went, from `Goodput.report`.
-        transport: The name of that by which gradients travel between workers; None where they do not.
+        transport: By what gradients travel between workers, and why; None where they do not.
     """
     return {
         "task": config.task,
         "strategy": config.strategy.name,
         "num_replicas": replicas,
         "cluster": {job: len(addresses) for job, addresses in cluster.jobs.items()} if cluster else {"worker": 1},
-        "transport": transport,
+        "transport": transport and transport[0],
+        "transport_reason": transport and transport[1],
         "batch_size": throughput.global_batch_size,
         "seed": config.seed,
         "epochs": len(history.epoch),

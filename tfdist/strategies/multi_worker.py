@@ -35,12 +35,13 @@ class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWo
         bucket_bytes: How large the buckets are in which gradients are summed; 0 means one sum of all.
         unlike_processors: Each worker's number of threads, if their processors differ; else empty.
         transport: The name of that by which gradients travel.
+        transport_reason: Why they travel by it.
         notes: Numbers by which this worker tells the others something at the next step, `[n]` float32, or None.
     """
 
     bucket_bytes = 0
     unlike_processors: tuple[int, ...] = ()
-    transport = "grpc"
+    transport, transport_reason = "grpc", "there is one worker"
     notes: tf.Variable | None = None
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None):
@@ -148,7 +149,7 @@ def multi_worker_mirrored(
     strategy.unlike_processors = hardware.unlike_processors(strategy, strategy.num_workers)
     if cluster is not None:
         workers = spec.training_tasks()
-        strategy.transport, strategy.communicator = transport_choice.choose(
+        choice = transport_choice.choose(
             strategy,
             list(map(str, workers)),
             list(map(spec.address, workers)),
@@ -156,6 +157,8 @@ def multi_worker_mirrored(
             config.transport,
             config.timeout_seconds,
         )
+        strategy.communicator = choice.communicator
+        strategy.transport, strategy.transport_reason = choice.name, choice.reason
     if resolver:
         atexit.unregister(_exit_barrier)  # for a strategy before this one
         atexit.register(_exit_barrier)

@@ -1,0 +1,63 @@
+"""`strategy.transport=auto` takes what fits where the workers are, says why, and trains what one process does."""
+
+import re
+import shutil
+
+import pytest
+
+from tests.multiprocess import harness
+from tests.multiprocess.test_shared_memory import CASES, check_fits
+
+pytestmark = pytest.mark.timeout(600)
+MEASURED = r"the sum of 4 MB takes [\d.]+ ms, by {} [\d.]+ ms"
+HOSTS = "the workers are on 2 hosts"
+NO_MEMORY = r"the workers share a host, and shared_memory is not possible: no memory of \d+ bytes"
+
+
+def check(found, transport, reason, expected):
+    for results in found:
+        assert results["transport"] == transport, results
+        assert re.fullmatch(reason, results["transport_reason"]), results
+        assert results["transport_reason"] == found[0]["transport_reason"]
+        assert harness.difference(results["weights"], expected[0]["weights"]) < 1e-6
+        assert harness.difference(results["weights"], found[0]["weights"]) == 0
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What one process trains."""
+    return harness.run("auto_program", "one_device", tmp_path_factory.mktemp("alone"), "as it is")
+
+
+@pytest.mark.parametrize(
+    ("situation", "size", "transport", "reason"),
+    [
+        ("as it is", 2, "shared_memory", MEASURED.format("grpc")),
+        ("apart", 2, "grpc", HOSTS),
+        pytest.param("as it is", 3, "shared_memory", "all workers share a host", marks=pytest.mark.full),
+        pytest.param("no memory", 2, "grpc", NO_MEMORY, marks=pytest.mark.full),
+        pytest.param("slow memory", 2, "grpc", MEASURED.format("shared_memory"), marks=pytest.mark.full),
+        pytest.param("as it is", 1, "grpc", "there is one worker", marks=pytest.mark.full),
+    ],
+)
+def test_the_workers_take_what_fits(tmp_path, expected, situation, size, transport, reason):
+    found = harness.run("auto_program", "multi_worker_mirrored", tmp_path, situation, size=size)
+    check(found, transport, reason, expected)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed: make system-deps")
+@pytest.mark.parametrize(
+    ("size", "reason"), [(2, f"{MEASURED.format('grpc')}|{MEASURED.format('mpi')}"), (3, "MPI has started the workers")]
+)
+def test_workers_of_several_hosts_that_mpirun_has_started_take_mpi(tmp_path, expected, size, reason):
+    pytest.importorskip("mpi4py")
+    found = harness.mpirun("auto_program", tmp_path, "apart", size=size, transport="auto")
+    check(found, found[0]["transport"] if size == 2 else "mpi", reason, expected)
+
+
+@pytest.mark.parametrize("cases", [CASES[:5], pytest.param(CASES[5:], marks=pytest.mark.full)])
+def test_workers_train_by_grpc_what_one_process_does(runs, tmp_path, cases):
+    (stock,) = runs("stock", "fit_program", *CASES)[0]
+    found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *cases, transport="grpc")
+    check_fits(found, stock, cases)
