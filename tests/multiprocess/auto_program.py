@@ -17,9 +17,9 @@ def no_memory(size):
     raise NoTransportError(f"no memory of {size} bytes")
 
 
-def slow(*arguments):
+def slow(*arguments, **named):
     time.sleep(0.3)
-    return all_reduce(*arguments)
+    return all_reduce(*arguments, **named)
 
 
 if situation == "apart":  # each worker on a host of its own, for all that tfdist knows

@@ -11,7 +11,7 @@ from tests.multiprocess.test_shared_memory import CASES, check_fits
 pytestmark = pytest.mark.timeout(600)
 MEASURED = r"the sum of 4 MB takes [\d.]+ ms, by {} [\d.]+ ms"
 HOSTS = "the workers are on 2 hosts"
-NO_MEMORY = r"the workers share a host, and shared_memory is not possible: no memory of \d+ bytes"
+NO_MEMORY = r"the workers share a host, and shared_memory is not possible: rank 0: no memory of \d+ bytes"
 
 
 def check(found, transport, reason, expected):
