@@ -82,7 +82,7 @@ def test_main_job_reaches_its_accuracy_and_says_so(main_job):
         r"the sum of 4 MB takes [\d.]+ ms, by (grpc|shared_memory) [\d.]+ ms", summary["transport_reason"]
     )
     through_sockets = summary["wire_bytes_per_step"]["measured"]
-    assert 0 < through_sockets and (through_sockets > 0.9 * planned) == (summary["transport"] == "grpc")
+    assert through_sockets > 0 and (through_sockets > 0.9 * planned) == (summary["transport"] == "grpc")
     shown = [line.removeprefix("[worker:0] ") for line in output.splitlines() if line.startswith("[worker:0] ")]
     end = shown[shown.index("task: digits") : shown.index(f"workdir: {workdir}")]
     assert end == [
