@@ -6,9 +6,11 @@ import pathlib
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.helpers import fork_server
 from tfdist.cluster import local_cluster
@@ -50,6 +52,13 @@ def run(
 def transport() -> dict[str, str]:
     """Returns the option that says how gradients travel, where a test has said so by `environ`."""
     return {"transport": os.environ[TRANSPORT]} if TRANSPORT in os.environ else {}
+
+
+def by_grpc() -> Iterator[None]:
+    """Makes programs that a module's tests start exchange gradients by gRPC, as those of several hosts do. For a fixture."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TRANSPORT, "grpc")
+        yield
 
 
 def mpi_environ(transport: str, **more: str) -> dict[str, str]:

@@ -25,6 +25,8 @@ from tfdist.launch.launcher import Launcher
 
 pytestmark = pytest.mark.timeout(900)
 
+by_grpc = pytest.fixture(scope="module", autouse=True)(harness.by_grpc)
+
 WORKERS = {"mirrored": 1, "multi_worker_mirrored": 2}
 STEPS, SAVE_FREQ, EPOCHS = 10, 7, 3
 

@@ -33,7 +33,7 @@ def run(how, out, isolated, *parts):
         return harness.run("compression_program", strategy, out, *parts), out
     command = fork_server.command("tests.multiprocess.compression_program", strategy, str(out), *parts)
     launch = [sys.executable, "-m", "tfdist.launch", f"--workers={size}", f"--log_dir={out / 'logs'}", "--", *command]
-    environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
+    environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), harness.TRANSPORT: "grpc"}
     done = subprocess.run(
         [*(ISOLATED if isolated else []), *launch], env=environ, capture_output=True, text=True, timeout=harness.TIMEOUT
     )

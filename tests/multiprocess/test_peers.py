@@ -6,8 +6,11 @@ import time
 import pytest
 
 from tests.helpers import fork_server
+from tests.multiprocess import harness
 from tests.multiprocess.roles import Roles
 from tests.multiprocess.waiting import wait_until
+
+by_grpc = pytest.fixture(scope="module", autouse=True)(harness.by_grpc)
 
 
 @pytest.mark.parametrize(("lost", "how"), [(1, "error"), (1, "kill"), (0, "kill"), (1, "exit")])

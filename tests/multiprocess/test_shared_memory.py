@@ -134,6 +134,7 @@ def test_a_worker_that_stays_stopped_is_given_up_by_name(tmp_path, nothing_is_le
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_is_restarted_and_the_bits_are_the_same(tmp_path, monkeypatch, rank, nothing_is_left):
+    monkeypatch.setenv(harness.TRANSPORT, "grpc")
     _, _, expected = run_backup_program("multi_worker_mirrored", tmp_path / "whole", save_freq=0)
     monkeypatch.setenv(harness.TRANSPORT, "shared_memory")
     kills = [[rank, "step", 12]]
