@@ -159,7 +159,7 @@ def test_who_cannot_share_memory_is_told_so_on_all_workers(tmp_path, where, sent
         "from tfdist.collectives import shared_memory_rendezvous as rendezvous\n"
         "index = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
         f"alone = {where == 'alone'}\n"
-        "rendezvous._host = lambda: str(index * alone)\n"
+        "rendezvous.host_key = lambda: str(index * alone)\n"
         "tfdist.Trainer('multi_worker_mirrored', transport='shared_memory' if alone or index else 'grpc')\n"
     )
     command = [sys.executable, "-m", "tfdist.launch", "--workers=2", f"--log_dir={tmp_path}", "--"]

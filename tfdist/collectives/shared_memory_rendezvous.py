@@ -74,7 +74,7 @@ def _join(
     memory_bytes: int,
     sockets: dict[int, socket.socket],
 ) -> mmap.mmap:
-    mine: dict[str, Any] = {"size": size, "host": _host(), "user": os.geteuid(), "token": secrets.token_hex(16)}
+    mine: dict[str, Any] = {"size": size, "host": host_key(), "user": os.geteuid(), "token": secrets.token_hex(16)}
     descriptor, listener = -1, None
     with contextlib.ExitStack() as stack:
         try:
@@ -122,7 +122,7 @@ def _join(
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags)
 
 
-def _host() -> str:
+def host_key() -> str:
     """Returns what processes that can share memory have in common."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
     with contextlib.suppress(OSError):
