@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.collectives import gloo, mpi, shared_memory
+from tfdist.collectives import gloo, mpi, shared_memory, shared_memory_rendezvous, two_level
 from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError
 from tfdist.collectives.buffered import BufferedCommunicator
 from tfdist.collectives.communicator import Communicator
@@ -52,14 +52,17 @@ class Candidate:
 
     Attributes:
         why_not: Returns why this process cannot use it, or an empty text.
-        connect: Returns the transport, or raises `NoTransportError`. A collective.
+        connect: Connects some workers, whose numbers it is given; returns the transport, or raises `NoTransportError`. A collective
+            of all workers; what it returns on the others is only to be closed.
+        across_hosts: Whether it connects one worker of each host where several of them can share memory.
     """
 
     why_not: Callable[[Meeting], str]
-    connect: Callable[[Meeting], BufferTransport]
+    connect: Callable[[Meeting, Sequence[int]], BufferTransport | None]
+    across_hosts: bool = False
 
 
-def _share_memory(meeting: Meeting) -> BufferTransport:
+def _share_memory(meeting: Meeting, members: Sequence[int]) -> BufferTransport:
     size, name = len(meeting.workers), f"{meeting.name}/memory"
     return shared_memory.connect(meeting.rank, size, tf_cluster.publish, _published, name, meeting.timeout_seconds)
 
@@ -71,13 +74,15 @@ def _published(key: str, seconds: float) -> str:
 CANDIDATES: Mapping[str, Candidate] = {
     "gloo": Candidate(
         lambda meeting: gloo.why_not(meeting.rank, meeting.addresses),
-        lambda meeting: gloo.connect(
-            meeting.rank, meeting.addresses, tf_cluster.publish, _published, f"{meeting.name}/gloo"
+        lambda meeting, members: gloo.connect(
+            meeting.rank, meeting.addresses, members, tf_cluster.publish, _published, f"{meeting.name}/gloo"
         ),
+        across_hosts=True,
     ),
     "mpi": Candidate(
         lambda meeting: mpi.why_not(len(meeting.workers)),
-        lambda meeting: mpi.connect(meeting.rank, len(meeting.workers)),
+        lambda meeting, members: mpi.connect(meeting.rank, len(meeting.workers), members),
+        across_hosts=True,
     ),
     "shared_memory": Candidate(lambda _: "", _share_memory),
 }
@@ -111,12 +116,12 @@ def choose(
         own = "nccl" if "GPU" in devices[0] else "grpc"
         return wanted if wanted in ("grpc", "nccl") else own, CrossProcessCommunicator(strategy)
     meeting = Meeting(f"tfdist/transport/{numbers[0, 1]}", rank, workers, addresses, timeout_seconds)
-    candidate, transport = CANDIDATES[wanted], None
+    candidate, transport, way = CANDIDATES[wanted], None, wanted
     unfit = _DEVICES if len(devices) > 1 or "GPU" in devices[0] else candidate.why_not(meeting)
     reason = _first_reason(ranks, meeting, "fit", unfit)
     if not reason:
         try:
-            transport, unfit = candidate.connect(meeting), ""
+            transport, way = _connect(ranks, meeting, wanted)
         except NoTransportError as e:
             unfit = str(e)
         reason = _first_reason(ranks, meeting, "connected", unfit)
@@ -125,20 +130,43 @@ def choose(
     communicator = BufferedCommunicator(strategy, transport, timeout_seconds)
     atexit.register(_end, communicator)
     if ranks.is_chief:
-        logger.info(f"gradients travel by {wanted}.")
+        logger.info(f"gradients travel by {way}.")
     return wanted, communicator
+
+
+def _connect(ranks: Ranks, meeting: Meeting, wanted: str) -> tuple[BufferTransport | None, str]:
+    """Returns the transport, in two levels where that saves bytes, and how to name it. A collective."""
+    candidate = CANDIDATES[wanted]
+    keys = _texts(ranks, meeting, "host", shared_memory_rendezvous.host_key()) if candidate.across_hosts else []
+    if two_level.saves(hosts := two_level.group(keys)):
+        store = (tf_cluster.publish, _published, f"{meeting.name}/local")
+        transport, reason = two_level.connect(
+            *(meeting.rank, hosts, *store, meeting.timeout_seconds),
+            agree=lambda mine: _first_reason(ranks, meeting, "local", mine),
+            connect_leaders=lambda leaders: candidate.connect(meeting, leaders),
+        )
+        if transport:
+            return transport, f"{wanted} between {len(hosts)} hosts, and by shared memory within"
+        if ranks.is_chief:
+            logger.info(f"workers of one host cannot share memory, and exchange gradients by {wanted}, too: {reason}.")
+    return candidate.connect(meeting, range(ranks.size)), wanted
 
 
 def _first_reason(ranks: Ranks, meeting: Meeting, what: str, mine: str) -> str:
     """Returns the first worker's text that is not empty, and whose it is unless it is all workers'. A collective."""
+    texts = _texts(ranks, meeting, what, mine)
+    first = next(filter(None, texts), "")
+    who = [worker for worker, text in zip(meeting.workers, texts, strict=True) if text == first]
+    return first if len(who) == ranks.size else f"{first} ({truncate(', '.join(who))})"
+
+
+def _texts(ranks: Ranks, meeting: Meeting, what: str, mine: str) -> list[str]:
+    """Returns the texts of all workers. A collective."""
     key = f"{meeting.name}/{what}"
     tf_cluster.publish(f"{key}/{ranks.rank}", f"{mine} ")
     ranks.barrier()
     milliseconds = int(1000 * _MEETING_SECONDS)
-    texts = [tf_cluster.published(f"{key}/{rank}", milliseconds)[:-1] for rank in range(ranks.size)]
-    first = next(filter(None, texts), "")
-    who = [worker for worker, text in zip(meeting.workers, texts, strict=True) if text == first]
-    return first if len(who) == ranks.size else f"{first} ({truncate(', '.join(who))})"
+    return [tf_cluster.published(f"{key}/{rank}", milliseconds)[:-1] for rank in range(ranks.size)]
 
 
 def _end(communicator: BufferedCommunicator) -> None:
