@@ -4,7 +4,6 @@ Arguments: a folder for what the ranks tell each other, the rank, the number of 
 """
 
 import os
-import pathlib
 import signal
 import sys
 import time
@@ -12,26 +11,11 @@ import time
 import numpy as np
 
 from tests.collectives.arithmetic import check_all
+from tests.collectives.folder_store import open_store
 from tfdist.collectives import gloo
 
-folder, rank, size, how = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-
-
-def put(key, text):
-    (folder / f"{rank}.new").write_text(text)
-    (folder / f"{rank}.new").rename(folder / key.replace("/", "-"))
-
-
-def get(key, seconds):
-    ends = time.monotonic() + seconds
-    while not (folder / key.replace("/", "-")).exists():
-        if time.monotonic() > ends:
-            raise TimeoutError(key)
-        time.sleep(0.01)
-    return (folder / key.replace("/", "-")).read_text()
-
-
-transport = gloo.connect(rank, ["127.0.0.1:1"] * size, put, get, "test")
+folder, rank, size, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+transport = gloo.connect(rank, ["127.0.0.1:1"] * size, range(size), *open_store(folder, rank), "test")
 check_all(transport)
 if how == "kill":
     if rank == 1:

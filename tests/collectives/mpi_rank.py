@@ -8,7 +8,7 @@ from tests.collectives.arithmetic import check_all
 from tfdist.collectives import mpi
 
 size = MPI.COMM_WORLD.Get_size()
-transport = mpi.connect((MPI.COMM_WORLD.Get_rank() + 1) % size, size)  # in another order than MPI's
+transport = mpi.connect((MPI.COMM_WORLD.Get_rank() + 1) % size, size, range(size))  # in another order than MPI's
 check_all(transport)
 MPI_RANKS = {rank: (rank - 1) % size for rank in range(size)}  # of the transport's
 if transport.rank == 1:

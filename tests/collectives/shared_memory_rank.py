@@ -16,37 +16,33 @@ import time
 
 import numpy as np
 
-from tests.collectives.arithmetic import METHODS, TYPES, check, check_all
+from tests.collectives.arithmetic import METHODS, TYPES, check, check_all, numbers, same
+from tests.collectives.folder_store import open_store
 from tfdist.collectives import shared_memory
 from tfdist.collectives.buffer_transport import NoTransportError
 
 FOLDER, RANK, SIZE = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 OPTIONS = json.loads(sys.argv[5])
 SLOT = 4096
-
-
-def put(key, text):
-    new = FOLDER / f"new-{RANK}"
-    new.write_text(text)
-    new.rename(FOLDER / key.replace("/", "-"))
-
-
-def get(key, timeout_seconds):
-    path, limit = FOLDER / key.replace("/", "-"), time.monotonic() + timeout_seconds
-    while not path.exists():
-        if time.monotonic() > limit:
-            raise RuntimeError(f"no {key}")
-        time.sleep(0.01)
-    return path.read_text()
+put, get = open_store(FOLDER, RANK)
 
 
 def arithmetic(transport):
     check_all(transport)
+    for root in range(SIZE):
+        for dtype in TYPES:
+            for shape in [(), (0,), (7, 3), (SLOT - 1,), (2 * SLOT + 1,)]:
+                values = [numbers([root], shape, dtype, rank) for rank in range(SIZE)]
+                same(transport.broadcast(values[RANK].copy(), root), values[root])
+    same(transport.broadcast(np.arange(4 * SLOT)[::2] + RANK, 0), np.arange(4 * SLOT)[::2])
     for call, error in [
         (lambda: transport.all_reduce(np.array([{}])), TypeError),
         (lambda: transport.all_gather(np.array([{}])), TypeError),
         (lambda: transport.all_to_all(np.zeros((SIZE + 1, 2))), ValueError),
         (lambda: transport.all_to_all(np.float32(1)[...]), ValueError),
+        (lambda: transport.broadcast(np.array([{}]), 0), TypeError),
+        (lambda: transport.broadcast(np.zeros(3), SIZE), ValueError),
+        (lambda: transport.broadcast(np.zeros(3), -1), ValueError),
     ]:
         try:
             call()
@@ -114,6 +110,10 @@ def closes(transport):
 
 def differs(transport):
     transport.all_reduce(np.zeros(3 + RANK, np.float32))
+
+
+def roots_differ(transport):
+    transport.broadcast(np.zeros(3, np.float32), RANK)
 
 
 def ends(transport):

@@ -166,8 +166,9 @@ def test_close_wakes_a_call_of_another_thread(start):
 
 
 @pytest.mark.full
-def test_ranks_that_call_different_things_raise(start):
-    outputs = start(2, "differs").outputs()
+@pytest.mark.parametrize("scenario", ["differs", "roots_differ"])
+def test_ranks_that_call_different_things_raise(start, scenario):
+    outputs = start(2, scenario).outputs()
     errors = sorted(output[1] for output in outputs.values())
     assert errors[-1].startswith("RuntimeError: rank ") and "called another collective" in errors[-1]
     assert errors[0].startswith(("RuntimeError: rank ", "ConnectionError: rank ")), errors

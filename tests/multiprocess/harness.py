@@ -1,6 +1,7 @@
 """Runs a program of this folder in one process or as a real local cluster, and collects what each rank returns."""
 
 import io
+import json
 import os
 import pathlib
 import pickle
@@ -14,12 +15,14 @@ import pytest
 
 from tests.helpers import fork_server
 from tfdist.cluster import local_cluster
+from tfdist.collectives import shared_memory_rendezvous
 from tfdist.launch.launcher import Launcher
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT = 600
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
 TRANSPORT = "TRANSPORT_OF_TEST"
+HOSTS = "HOSTS_OF_TEST"  # a name for each rank, between commas: ranks of one name pretend to be on one host
 
 
 def run(
@@ -50,7 +53,10 @@ def run(
 
 
 def transport() -> dict[str, str]:
-    """Returns the option that says how gradients travel, where a test has said so by `environ`."""
+    """Returns the option that says how gradients travel, where a test has said so by `environ`; pretends hosts, if it has."""
+    if hosts := os.environ.get(HOSTS):
+        rank = os.environ.get("OMPI_COMM_WORLD_RANK") or json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+        shared_memory_rendezvous.host_key = lambda: hosts.split(",")[int(rank)]
     return {"transport": os.environ[TRANSPORT]} if TRANSPORT in os.environ else {}
 
 

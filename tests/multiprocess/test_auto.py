@@ -11,7 +11,7 @@ from tests.multiprocess.test_shared_memory import CASES, check_fits
 pytestmark = pytest.mark.timeout(600)
 MEASURED = r"the sum of 4 MB takes [\d.]+ ms, by {} [\d.]+ ms"
 HOSTS = "the workers are on 2 hosts"
-NO_MEMORY = r"the workers share a host, and shared_memory is not possible: rank 0: no memory of \d+ bytes"
+NO_MEMORY = r"all workers share a host, and shared_memory is not possible: rank 0: no memory of \d+ bytes"
 
 
 def check(found, transport, reason, expected):
@@ -48,7 +48,7 @@ def test_the_workers_take_what_fits(tmp_path, expected, situation, size, transpo
 @pytest.mark.full
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed: make system-deps")
 @pytest.mark.parametrize(
-    ("size", "reason"), [(2, f"{MEASURED.format('grpc')}|{MEASURED.format('mpi')}"), (3, "MPI has started the workers")]
+    ("size", "reason"), [(2, f"{MEASURED.format('grpc')}|{MEASURED.format('mpi')}"), (3, "the workers are on 3 hosts, and MPI has started them")]
 )
 def test_workers_of_several_hosts_that_mpirun_has_started_take_mpi(tmp_path, expected, size, reason):
     pytest.importorskip("mpi4py")

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from tests.helpers import two_hosts
+from tests.collectives import test_two_level
+from tests.helpers import fork_server, tiers, two_hosts
 from tests.multiprocess import harness, test_peers, test_shared_memory
+from tests.multiprocess.roles import Roles
 from tests.multiprocess.test_backup import check_equal
 from tests.multiprocess.test_backup import run as run_backup_program
 from tfdist.cluster import ClusterSpec, TaskSpec
@@ -53,6 +55,39 @@ def test_a_rank_that_dies_is_noticed_at_once(tmp_path):
     with ranks(tmp_path / "told", 2, "kill") as processes:
         said = processes[0].communicate(timeout=100)[0]
         assert "lost" in said and "onnection" in said, said
+
+
+@pytest.mark.parametrize("hosts", tiers.cases([[[0, 1], [2]], [[0, 2], [1, 3]]], quick=1))
+def test_sums_by_host_are_those_of_numpy(tmp_path, hosts):
+    test_two_level.check_sums(tmp_path / "told", hosts, "gloo")
+
+
+@pytest.mark.parametrize("lost", tiers.cases([0, 1, 2, 3], quick=[1]))
+def test_a_rank_that_is_killed_ends_all_hosts(tmp_path, lost):
+    test_two_level.check_that_all_end(tmp_path / "told", [[0, 2], [1, 3]], "gloo", lost)
+
+
+@pytest.mark.full
+def test_workers_of_several_hosts_train_what_one_process_does(runs, tmp_path, monkeypatch):
+    (stock,) = runs("stock", "fit_program", *CASES)[0]
+    monkeypatch.setenv(harness.HOSTS, "a,a,b")
+    found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *CASES, size=3, transport="gloo")
+    test_shared_memory.check_fits(found, stock)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_lost_worker_ends_those_of_all_hosts(tmp_path, monkeypatch, lost):
+    monkeypatch.setenv(harness.TRANSPORT, "gloo")
+    monkeypatch.setenv(harness.HOSTS, "a,b,a,b")
+    command = fork_server.command("tests.multiprocess.lost_worker_program", str(lost), "kill")
+    with Roles(command, tmp_path / "roles", workers=4, ps=0) as roles:
+        roles.wait(f"worker:{lost}", 200)
+        assert "it happens" in roles.log(f"worker:{lost}")
+        others = [f"worker:{rank}" for rank in range(4) if rank != lost]
+        assert [roles.wait(task, 110) for task in others] == [1, 1, 1], roles.log(others[0])
+        line = "gradients travel by gloo between 2 hosts, and by shared memory within:"
+        assert roles.log("worker:0").count(line) == 1, roles.log("worker:0")
 
 
 def test_two_workers_train_what_they_do_by_grpc_to_the_bit(tmp_path):

@@ -1,5 +1,6 @@
 """Workers whose gradients travel by MPI train what they train by TensorFlow's collectives, and what one process does."""
 
+import json
 import re
 import shutil
 import signal
@@ -39,6 +40,18 @@ def test_two_ranks_train_what_one_process_does(runs, tmp_path, cases):
                 np.testing.assert_allclose(mine, other, atol=far, rtol=0, err_msg=case)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("hosts", ["a,b,a,b", pytest.param("a,a,b", marks=pytest.mark.slow)])
+def test_ranks_of_several_hosts_train_what_one_process_does(runs, tmp_path, monkeypatch, hosts):
+    (stock,) = runs("stock", "fit_program", *CASES)[0]
+    monkeypatch.setenv(harness.HOSTS, hosts)
+    every = harness.mpirun("fit_program", tmp_path, *CASES, size=len(hosts.split(",")))
+    for results in every:
+        for case in CASES:
+            assert harness.difference(results[case]["weights"], stock[case]["weights"]) < 2e-5, case
+            assert harness.difference(results[case]["weights"], every[0][case]["weights"]) == 0, case
+
+
 @pytest.mark.slow
 def test_two_ranks_train_what_they_do_by_grpc_to_the_bit(tmp_path):
     mpi, grpc = (
@@ -64,6 +77,12 @@ def test_compressors_exchange_what_they_do_by_grpc(tmp_path, size):
     harness.check_exchanges(mpi, grpc)
 
 
+@pytest.mark.slow
+def test_compressors_exchange_what_they_do_by_grpc_where_ranks_share_a_host(tmp_path, monkeypatch):
+    monkeypatch.setenv(harness.HOSTS, "a,b,a")
+    test_compressors_exchange_what_they_do_by_grpc(tmp_path, 3)
+
+
 @pytest.mark.full
 def test_ranks_that_do_different_things_say_so(tmp_path):
     for results in harness.mpirun("mismatch_program", tmp_path, "callback", ends_well=False):
@@ -85,6 +104,17 @@ def test_sums_are_those_of_numpy_and_waiting_takes_no_processor(size):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("hosts", [[[0, 2], [1, 3]], [[0, 1], [2]]])
+def test_sums_by_host_are_those_of_numpy(tmp_path, hosts):
+    size = sum(map(len, hosts))
+    words = ["tests.collectives.two_level_rank", str(tmp_path), json.dumps(hosts), "mpi", "well"]
+    command = [*harness.MPIRUN, "-np", str(size), sys.executable, "-m", *words]
+    environ = harness.mpi_environ("mpi")
+    done = subprocess.run(command, env=environ, cwd=harness.ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stdout.count("done") == size, done.stdout + done.stderr
+
+
+@pytest.mark.full
 def test_without_mpi4py_it_says_what_to_install():
     program = (
         "import sys; sys.modules['mpi4py'] = None\n"
@@ -98,10 +128,10 @@ def test_without_mpi4py_it_says_what_to_install():
     assert f"ConfigError: strategy.transport=mpi is not possible: {sentence}" in done.stderr + done.stdout, done.stderr
 
 
-def lose(tmp_path, how, rank=1, *options):
-    """Starts two ranks of which one is lost amid training; returns mpirun's process, and where it writes."""
+def lose(tmp_path, how, rank=1, size=2):
+    """Starts ranks of which one is lost amid training; returns mpirun's process, and where it writes."""
     log = tmp_path / "log"
-    command = [*harness.MPIRUN, *options, "-np", "2", sys.executable, "-m", "tests.multiprocess.lost_worker_program"]
+    command = [*harness.MPIRUN, "-np", str(size), sys.executable, "-m", "tests.multiprocess.lost_worker_program"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, str(rank), how],
@@ -125,6 +155,20 @@ def test_a_rank_that_ends_amid_training_ends_all(tmp_path, how):
     try:
         assert process.wait(180) != 0
         assert "it happens" in log.read_text(), log.read_text()
+    finally:
+        end(process)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [1, 2])
+def test_the_end_of_a_leader_or_another_rank_ends_all_hosts(tmp_path, monkeypatch, rank):
+    monkeypatch.setenv(harness.HOSTS, "a,b,a,b")
+    process, log = lose(tmp_path, "kill", rank, size=4)
+    try:
+        assert process.wait(240) != 0
+        text = log.read_text()
+        assert "it happens" in text, text
+        assert text.count("gradients travel by mpi between 2 hosts, and by shared memory within:") == 1, text
     finally:
         end(process)
 

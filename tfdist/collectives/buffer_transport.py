@@ -16,6 +16,12 @@ def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size * dtype.itemsize].view(dtype)
 
 
+def check_rows(array: np.ndarray, size: int) -> None:
+    """Raises ValueError unless an array has a row for each of `size` ranks."""
+    if not array.ndim or array.shape[0] != size:
+        raise ValueError(f"array has the shape {array.shape}, expected a row for each of the {size} ranks.")
+
+
 class NoTransportError(RuntimeError):
     """The ranks cannot be connected; the message says why."""
 

@@ -47,16 +47,18 @@ def why_not(rank: int, addresses: Sequence[str]) -> str:
 def connect(
     rank: int,
     addresses: Sequence[str],
+    members: Sequence[int],
     put: Callable[[str, str], None],
     get: Callable[[str, float], str],
     name: str,
     meeting_seconds: float = 60,
-) -> GlooTransport:
-    """Connects all ranks. A collective.
+) -> GlooTransport | None:
+    """Connects some of the ranks; returns None on the others. A collective.
 
     Args:
         rank: This process's number.
         addresses: `host:port` of each rank: gloo uses the network on which they reach each other, and ports that are free.
+        members: The numbers of those to connect, in their order in the transport.
         put: Makes a text known to all ranks: `put(key, text)`.
         get: Returns the text of a key, or raises when there is none in time: `get(key, timeout_seconds)`.
         name: What the keys begin with; another one at each call.
@@ -65,6 +67,9 @@ def connect(
     Raises:
         NoTransportError: The ranks cannot reach each other; the message says why.
     """
+    if rank not in members:
+        return None
+    rank, addresses = members.index(rank), [addresses[each] for each in members]
     library = importlib.import_module("torch.distributed")
     store = _store(library, put, get, name, meeting_seconds)
     try:

@@ -45,12 +45,13 @@ def why_not(size: int) -> str:
     return ""
 
 
-def connect(rank: int, size: int) -> BufferTransport:
-    """Joins the others, if there are as many. A collective: all that mpirun has started must call it.
+def connect(rank: int, size: int, members: Sequence[int]) -> BufferTransport:
+    """Connects some of the workers, and the rest of them for itself. A collective: all that mpirun has started must call it.
 
     Args:
         rank: This worker's number, of which MPI may have another order.
         size: The number of workers.
+        members: The numbers of those to connect, in rising order: this is their order in the transport.
 
     Raises:
         NoTransportError: MPI has connected others than the workers.
@@ -65,7 +66,7 @@ def connect(rank: int, size: int) -> BufferTransport:
         )
     if library.Query_thread() < library.THREAD_SERIALIZED:
         raise NoTransportError("this MPI serves only the thread that has started it")
-    return MpiTransport(library, library.COMM_WORLD.Split(0, rank), started)
+    return MpiTransport(library, library.COMM_WORLD.Split(int(rank in members), rank), started)
 
 
 def _library() -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tfdist.collectives import shared_memory_rendezvous
-from tfdist.collectives.buffer_transport import BufferTransport, aligned_empty
+from tfdist.collectives.buffer_transport import BufferTransport, aligned_empty, check_rows
 from tfdist.collectives.fold import fold
 from tfdist.collectives.peer_links import PeerLinks
 
@@ -154,8 +154,7 @@ class SharedMemoryTransport(BufferTransport):
 
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
         _check(array)
-        if not array.ndim or array.shape[0] != self.size:
-            raise ValueError(f"array has the shape {array.shape}, expected a row for each of the {self.size} ranks.")
+        check_rows(array, self.size)
         result = np.array(array, order="C")
         with self._call("all_to_all", array) as signature:
             width = self._slots.shape[2] // self.size
@@ -173,6 +172,29 @@ class SharedMemoryTransport(BufferTransport):
                 rows[other] = own[other, self.rank]
 
         return read
+
+    def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
+        """Returns one rank's array on all ranks; that rank gets its own, without a copy.
+
+        Args:
+            array: Of the same shape and type on all ranks; only the numbers of `root` are used.
+            root: The rank whose array it is.
+        """
+        _check(array)
+        if not 0 <= root < self.size:
+            raise ValueError(f"root is {root}, expected one of 0 to {self.size - 1}.")
+        sends = self.rank == root
+        result = np.ascontiguousarray(array) if sends else aligned_empty(array.size, array.dtype)
+
+        def write(slots: np.ndarray, rows: np.ndarray) -> Callable[[], None]:
+            slot = slots[root, : rows.shape[1]]
+            if sends:
+                slot[...] = rows[0]
+            return lambda: None if sends else np.copyto(rows[0], slot)
+
+        with self._call(f"broadcast of {root}", array) as signature:
+            self._move(result.reshape(1, -1), signature, self._slots.shape[2], write)
+        return result.reshape(array.shape)
 
     def _move(
         self,

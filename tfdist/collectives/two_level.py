@@ -1,0 +1,154 @@
+"""Sums in two levels: within each host through memory that its ranks share, and between the hosts by one rank of each.
+
+No TensorFlow here. The first rank of a host is its leader. It sends what is the host's over the network once, however many ranks the
+host has: the sum of their arrays, or all their rows in one message for each other host. Then it tells the others of its host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+
+from tfdist.collectives import shared_memory
+from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError, check_rows
+from tfdist.collectives.shared_memory import SharedMemoryTransport
+
+
+def group(keys: Sequence[str]) -> list[list[int]]:
+    """Returns the ranks of each host, `[hosts][ranks]`, in the order of the hosts' first ranks.
+
+    Args:
+        keys: What each rank's host is known by, such as `shared_memory_rendezvous.host_key()`.
+    """
+    hosts: dict[str, list[int]] = {}
+    for rank, key in enumerate(keys):
+        hosts.setdefault(key, []).append(rank)
+    return list(hosts.values())
+
+
+def saves(hosts: Sequence[Sequence[int]]) -> bool:
+    """Returns whether two levels send less than one: there are several hosts, and one of them has several ranks."""
+    return len(hosts) > 1 and any(len(ranks) > 1 for ranks in hosts)
+
+
+def connect(
+    rank: int,
+    hosts: Sequence[Sequence[int]],
+    put: Callable[[str, str], None],
+    get: Callable[[str, float], str],
+    name: str,
+    timeout_seconds: float,
+    agree: Callable[[str], str],
+    connect_leaders: Callable[[Sequence[int]], BufferTransport | None],
+) -> tuple[TwoLevelTransport | None, str]:
+    """Returns the transport and an empty text; or None, and why the ranks of a host share no memory, on all ranks. A collective.
+
+    Args:
+        rank: This process's number among all.
+        hosts: The ranks of each host.
+        put: Makes a text known to all ranks: `put(key, text)`.
+        get: Returns the text of a key, or raises when there is none in time: `get(key, timeout_seconds)`.
+        name: What the keys begin with; another one at each call.
+        timeout_seconds: Limit of each wait for another rank of the host, which may itself wait for other hosts; 0: none.
+        agree: Returns the first text of all ranks that is not empty, the same on all of them.
+        connect_leaders: Returns what connects the first rank of each host, whose numbers it is given. A collective of all ranks.
+
+    Raises:
+        NoTransportError: The leaders cannot reach each other; the message says why. Other ranks need not raise it.
+    """
+    number = _host_of(rank, hosts)
+    ranks, local, reason = hosts[number], None, ""
+    try:
+        local = shared_memory.connect(
+            ranks.index(rank), len(ranks), put, get, f"{name}/{number}", timeout_seconds=timeout_seconds
+        )
+    except NoTransportError as e:
+        reason = str(e)
+    reason = agree(reason)
+    if local is None:
+        return None, reason
+    if reason:
+        local.close()
+        return None, reason
+    return TwoLevelTransport(rank, hosts, local, connect_leaders([each[0] for each in hosts])), ""
+
+
+def _host_of(rank: int, hosts: Sequence[Sequence[int]]) -> int:
+    return next(number for number, ranks in enumerate(hosts) if rank in ranks)
+
+
+class TwoLevelTransport(BufferTransport):
+    """Sums arrays within each host, then between the hosts.
+
+    Numbers of 16 bits are added as float32 and rounded within the host, and once more between the hosts: so they cross the network as
+    16 bits.
+
+    After an error on a leader the other ranks of its host raise ConnectionError, as they do if it dies.
+
+    Args:
+        rank: This process's number among all.
+        hosts: The ranks of each host, the leader first. Hosts may have unequal numbers of them.
+        local: Connects the ranks of this host, in the order of `hosts`.
+        across: Connects the leaders, in the order of `hosts`. Ranks that lead no host have None, or what is to be closed with it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        local: SharedMemoryTransport,
+        across: BufferTransport | None,
+    ):
+        self.rank, self.size = rank, sum(map(len, hosts))
+        self._hosts, self._local, self._across = hosts, local, across
+        self._most = max(map(len, hosts))
+        self._host_of_rank = np.array([_host_of(each, hosts) for each in range(self.size)])
+        self._place_of_rank = np.array([hosts[self._host_of_rank[each]].index(each) for each in range(self.size)])
+
+    def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
+        total = self._local.all_reduce(array, largest)
+        return self._lead(total.shape, total.dtype, lambda across: across.all_reduce(total, largest))
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        mine = self._local.all_gather(array)
+
+        def gather(across: BufferTransport) -> np.ndarray:
+            padded = np.zeros((self._most, *array.shape), array.dtype)  # all hosts send the same shape
+            padded[: len(mine)] = mine
+            return across.all_gather(padded)[self._host_of_rank, self._place_of_rank]
+
+        return self._lead((self.size, *array.shape), array.dtype, gather)
+
+    def all_to_all(self, array: np.ndarray) -> np.ndarray:
+        check_rows(array, self.size)
+        mine = self._local.all_gather(array)  # [from, to, ...]
+
+        def exchange(across: BufferTransport) -> np.ndarray:
+            padded = np.zeros((len(self._hosts), self._most, self._most, *array.shape[1:]), array.dtype)
+            for number, ranks in enumerate(self._hosts):
+                padded[number, : len(mine), : len(ranks)] = mine[:, ranks]
+            return across.all_to_all(padded)[self._host_of_rank, self._place_of_rank]
+
+        # All that is for this host, [from, to, ...]: the memory takes it sooner than the network took it.
+        every = self._lead((self.size, self._most, *array.shape[1:]), array.dtype, exchange)
+        return np.ascontiguousarray(every[:, self._local.rank])
+
+    def _lead(
+        self, shape: tuple[int, ...], dtype: np.dtype, work: Callable[[BufferTransport], np.ndarray]
+    ) -> np.ndarray:
+        """Returns what the leader of this host gets from the other hosts, on all ranks of this one."""
+        if self._local.rank:
+            return self._local.broadcast(np.empty(shape, dtype), 0)
+        try:
+            result = work(cast(BufferTransport, self._across))
+        except BaseException:  # Ctrl-C, too
+            self._local.close()  # the others of this host would wait
+            raise
+        return self._local.broadcast(result, 0)
+
+    def close(self) -> None:
+        if self._across:
+            self._across.close()
+        self._local.close()
