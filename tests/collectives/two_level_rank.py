@@ -65,5 +65,10 @@ try:
     globals()[SCENARIO](found)
 except (ConnectionError, RuntimeError) as e:
     print(f"lost: {e}", flush=True)
+    put(f"lost/{RANK}", "")
+    killed = int(get("killed", 20))
+    if killed in [ranks[0] for ranks in HOSTS]:  # all others learn of its end, though none of them ends
+        for rank in set(range(SIZE)) - {killed}:
+            get(f"lost/{rank}", 20)
     os._exit(0)
 print("done", flush=True)

@@ -115,6 +115,29 @@ def test_sums_by_host_are_those_of_numpy(tmp_path, hosts):
 
 
 @pytest.mark.full
+def test_ranks_of_a_host_that_share_no_memory_exchange_by_mpi(tmp_path, monkeypatch):
+    """A limit of the size of files, which memory has too, keeps rank 0 from making any."""
+    program = (
+        "import os, resource, sys\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '0':\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))\n"
+        "import numpy as np, tfdist\n"
+        "from tests.multiprocess import harness\n"
+        "trainer = tfdist.Trainer('multi_worker_mirrored', **harness.transport())\n"
+        "transport = trainer.strategy.communicator.transport\n"
+        "print(type(transport).__name__, transport.all_reduce(np.ones(3)), flush=True)\n"
+    )
+    monkeypatch.setenv(harness.HOSTS, "a,a,b")
+    command = [*harness.MPIRUN, "-np", "3", sys.executable, "-c", program]
+    environ = harness.mpi_environ("mpi")
+    done = subprocess.run(command, env=environ, cwd=harness.ROOT, capture_output=True, text=True, timeout=200)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("MpiTransport [3. 3. 3.]") == 3, said
+    reason = "workers of one host cannot share memory, and exchange gradients by mpi, too: rank 0: no memory of "
+    assert said.count(reason) == 1 and said.count("gradients travel by mpi.") == 1, said
+
+
+@pytest.mark.full
 def test_without_mpi4py_it_says_what_to_install():
     program = (
         "import sys; sys.modules['mpi4py'] = None\n"
