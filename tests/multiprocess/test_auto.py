@@ -48,7 +48,11 @@ def test_the_workers_take_what_fits(tmp_path, expected, situation, size, transpo
 @pytest.mark.full
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed: make system-deps")
 @pytest.mark.parametrize(
-    ("size", "reason"), [(2, f"{MEASURED.format('grpc')}|{MEASURED.format('mpi')}"), (3, "the workers are on 3 hosts, and MPI has started them")]
+    ("size", "reason"),
+    [
+        (2, f"{MEASURED.format('grpc')}|{MEASURED.format('mpi')}"),
+        (3, "the workers are on 3 hosts, and MPI has started them"),
+    ],
 )
 def test_workers_of_several_hosts_that_mpirun_has_started_take_mpi(tmp_path, expected, size, reason):
     pytest.importorskip("mpi4py")

@@ -63,18 +63,17 @@ def test_tf_keras_runs_without_keras_3_and_tfdist():
 
 
 @pytest.mark.parametrize(
-    ("transport", "used"),
+    "transport",
     [
-        pytest.param("", "grpc", marks=pytest.mark.full),
-        ("shared_memory", "shared_memory"),
-        pytest.param("gloo", "gloo", marks=[pytest.mark.full, needs("torch")]),
-        pytest.param("mpi", "mpi", marks=[pytest.mark.full, needs("mpi4py"), NEEDS_MPI]),
+        pytest.param("grpc", marks=pytest.mark.full),
+        "shared_memory",
+        pytest.param("gloo", marks=[pytest.mark.full, needs("torch")]),
+        pytest.param("mpi", marks=[pytest.mark.full, needs("mpi4py"), NEEDS_MPI]),
     ],
 )
-def test_gradients_travel_by_the_transport_that_a_contender_names(transport, used):
-    name = f"bf16 by {transport}" if transport else "bf16"
-    found = peers.alone(name, 2, peers.HOST, turns=1, steps=1)
-    assert found["transport"] == used
+def test_gradients_travel_by_the_transport_that_a_contender_names(transport):
+    found = peers.alone(f"bf16 by {transport}", 2, peers.HOST, turns=1, steps=1)
+    assert found["transport"] == transport
     check(found, 1)
 
 

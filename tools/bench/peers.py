@@ -7,7 +7,8 @@ and system, the mean over the workers; what the kernel does for the network outs
 its own cores where there are enough. Rate `host`: all workers on one host, without a laboratory; else each has a host of its own,
 and sends by its link.
 
-`bf16 by gloo` is tfdist with the compressor bf16 and the transport gloo; without `by` the transport is `auto`, which is gRPC here.
+`bf16 by gloo` is tfdist with the compressor bf16 and the transport gloo; without `by` the transport is `auto`: shared memory on
+one host, gRPC in the laboratory.
 DDP is over gloo; its PowerSGD has one bucket, as its hook aborts over gloo with several, and its bf16 hook a wrapper, as CPU builds
 refuse it by its name. JAX is `shard_map` in a `jit` with donated weights, over gloo, and float32 alone: XLA turns numbers of 16
 bits into float32 before it sends them. tf_keras is the step of its `fit` under TensorFlow's own MultiWorkerMirroredStrategy.
@@ -37,7 +38,7 @@ DDP = {
 }
 OTHERS = [*DDP.values(), "JAX", "tf_keras"]
 PAIRS = {**DDP, "int8": "bf16", "topk": "powersgd", "JAX": "DDP", "tf_keras": "DDP"}
-PAIRS |= {f"{name} by {transport}": DDP[name] for transport in ("gloo", "shared_memory", "mpi") for name in DDP}
+PAIRS |= {f"{name} by {transport}": DDP[name] for transport in ("grpc", "gloo", "shared_memory", "mpi") for name in DDP}
 CASES = [
     {"model": "mlp", "workers": workers, "rate": rate}
     for workers in (2, 4)
@@ -51,7 +52,7 @@ _EXTRA = "(pip install '.[peers]')"
 def contenders(rate: str) -> list[str]:
     """Returns the names of all at a rate."""
     if rate == HOST:
-        transports = ("", " by gloo", " by shared_memory", " by mpi")
+        transports = ("", " by grpc", " by gloo", " by mpi")
         own = [name + transport for name in ("none", "bf16") for transport in transports]
         return ["compute", *own, "DDP", "DDP bf16", "JAX", "tf_keras"]
     return ["compute", *DDP, "int8", "topk", *(f"{name} by gloo" for name in DDP), *OTHERS]
