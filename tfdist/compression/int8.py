@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ _Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]
 _LANES = 4  # numbers of 8 bits in an int32
 _LEVELS = 127
 _ADDED = 8  # at once; XLA divides longer sums otherwise than TensorFlow
-_MAGNITUDE, _DIGITS = 0x7FFFFFFF, ~0x7F  # bits of a float32
-_LEAST, _INFINITE, _NAN = (127 - 113) << 23, 255 << 23, 511 << 22  # 2^-113, infinity and NaN as bits
+_SMALLEST = 2.0**-113  # of a block of less, the inverse would overflow: it counts as zeros
+_DIGITS, _NAN = ~0x7F, 0x7FC00000  # as bits of float32
 
 
 class _Int8RowCodec(RowCodec):
@@ -105,19 +106,14 @@ class Int8(Int8Options, Compressor):
 
 
 def _pack_blocks(numbers: tf.Tensor) -> tf.Tensor:
-    """Returns `[..., blocks, 1 + block / 4]` int32, scale and numbers, of `[..., blocks, block]` float32.
-
-    It compares bits, which are ordered as magnitudes are, with NaN above infinity: XLA's largest number leaves NaN out.
-    """
-    bits = tf.reduce_max(tf.bitwise.bitwise_and(tf.bitcast(numbers, tf.int32), _MAGNITUDE), -1, keepdims=True)
-    largest = tf.bitcast(bits, tf.float32)
-    # 17 digits, so that 8 bits times the scale is exact: it is the same number whether or not XLA adds to it at once.
-    scale = tf.bitwise.bitwise_and(tf.bitcast(largest * (1 / _LEVELS), tf.int32), _DIGITS)
-    counts = bits > _LEAST  # of a block of less, the inverse would overflow: it counts as zeros
+    """Returns `[..., blocks, 1 + block / 4]` int32, scale and numbers, of `[..., blocks, block]` float32."""
+    magnitudes = tf.where(tf.math.is_nan(numbers), math.inf, tf.abs(numbers))  # XLA's maximum leaves NaN out
+    largest = tf.reduce_max(magnitudes, -1, keepdims=True)
+    counts = largest > _SMALLEST
     rounded = tf.round(numbers * tf.where(counts, _LEVELS / largest, 0))
-    scale = tf.where(
-        bits < _INFINITE, tf.where(counts, scale, 0), _NAN
-    )  # what NaN is in 8 bits depends on the processor
+    # 17 digits, so that 8 bits times the scale is exact: it is the same number whether or not XLA adds to it at once.
+    scale = tf.bitwise.bitwise_and(tf.bitcast(tf.where(counts, largest * (1 / _LEVELS), 0), tf.int32), _DIGITS)
+    scale = tf.where(largest < math.inf, scale, _NAN)  # as what is infinite in 8 bits depends on who rounds
     return tf.concat([scale, _lanes(tf.cast(rounded, tf.int8))], -1)
 
 
