@@ -14,6 +14,7 @@ from tests.helpers import tiers
 from tfdist.compression import compiled
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.int8 import Int8
+from tfdist.compression.topk import TopK
 
 SHAPES = [(37, 29), (3, 3, 16, 9), (2000, 1)]  # odd tails
 RAGGED = {
@@ -40,12 +41,16 @@ def counted(monkeypatch):
     return made
 
 
+CODECS = {"int8": ErrorFeedback(Int8(block=64)), "topk": ErrorFeedback(TopK(0.05, samples=100))}
+
+
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("ranks", tiers.cases([1, 2, 3, 8, 9, 20], quick=[2, 9]))
-def test_bits_are_the_same_with_and_without_xla(ranks, monkeypatch):
+def test_bits_are_the_same_with_and_without_xla(ranks, codec, monkeypatch):
     found = {}
     for least in (ALWAYS, NEVER):
         monkeypatch.setattr(compiled, "LEAST", least)
-        run = Run(ErrorFeedback(Int8(block=64)), ranks, SHAPES, bucket_bytes=0)
+        run = Run(CODECS[codec], ranks, SHAPES, bucket_bytes=0)
         for kind, make in (INPUTS | RAGGED).items():
             run.start()
             rng = np.random.default_rng(0)
