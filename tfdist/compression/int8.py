@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -10,23 +11,26 @@ import tensorflow as tf
 
 from tfdist.collectives.requests import AllGather, AllReduce, AllToAll, Exchange, RankContext, ReduceResult
 from tfdist.compression.base import Compressor, RowCodec
+from tfdist.compression.compiled import compiled
 from tfdist.config.compression import Int8Options
 from tfdist.errors import ConfigError
 
 _Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]
 _LANES = 4  # numbers of 8 bits in an int32
 _LEVELS = 127
-_PIECES = 32  # at most
+_ADDED = 8  # at once; XLA divides longer sums otherwise than TensorFlow
+_SMALLEST = 2.0**-113  # of a block of less, the inverse would overflow: it counts as zeros
+_DIGITS, _NAN = ~0x7F, 0x7FC00000  # as bits of float32
 
 
 class _Int8RowCodec(RowCodec):
-    """With a scale for each row."""
+    """With a scale for each row. Not compiled: there are other numbers of rows from step to step."""
 
     def pack(self, rows: tf.Tensor) -> tf.Tensor:
-        return _pack(tf.pad(rows, [[0, 0], [0, -rows.shape[1] % _LANES]]))
+        return _pack_blocks(tf.pad(rows, [[0, 0], [0, -rows.shape[1] % _LANES]]))
 
     def unpack(self, packed: tf.Tensor, width: int) -> tf.Tensor:
-        return _unpack(packed)[:, :width]
+        return _unpack_blocks(packed)[:, :width]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +79,13 @@ class Int8(Int8Options, Compressor):
         counts = [blocks.shape[0] for blocks in values]
         rest = -sum(counts) % member.size
         rows = tf.reshape(tf.pad(tf.concat(packed, 0), [[0, rest], [0, 0]]), [member.size, -1, packed[0].shape[1]])
-        parts = [tf.reduce_sum(_unpack(piece), 0) for piece in _pieces((yield AllToAll(rows)))]
-        rounded = [_pack(part) for part in parts]
-        total = tf.reshape((yield AllGather(tf.concat(rounded, 0))), [-1, rounded[0].shape[1]])
-        error = tf.concat([part - _unpack(piece) for part, piece in zip(parts, rounded, strict=True)], 0)
-        errors = tf.reshape(tf.one_hot(member.rank, member.size)[:, None, None] * error, [-1, self.block])
-        return (
-            [_unpack(each) for each in tf.split(total, [*counts, rest])[:-1]],
-            [_unpack(p) - e for p, e in zip(packed, tf.split(errors, [*counts, rest])[:-1], strict=True)],
-        )
+        received = yield AllToAll(rows)
+        rounded = _sum_and_pack(received)
+        total = tf.reshape((yield AllGather(rounded)), [-1, rounded.shape[1]])
+        # A compiled function of its own, as graphs leave it out where nobody asks what was sent.
+        sent = _contribution(rows, _error(received, rounded), tf.one_hot(member.rank, member.size))
+        totals = _unpack(total)
+        return tuple(tf.split(tf.reshape(each, [-1, self.block]), [*counts, rest])[:-1] for each in (totals, sent))
 
     def _sum(self, values: Sequence[tf.Tensor], member: RankContext) -> _Blocks:
         # Each lane holds the sum of all ranks' levels, 0 to 254, so that none carries into the next.
@@ -103,18 +105,16 @@ class Int8(Int8Options, Compressor):
         )
 
 
-def _pack(numbers: tf.Tensor) -> tf.Tensor:
+def _pack_blocks(numbers: tf.Tensor) -> tf.Tensor:
     """Returns `[..., blocks, 1 + block / 4]` int32, scale and numbers, of `[..., blocks, block]` float32."""
-    scale = tf.reduce_max(tf.abs(numbers), -1, keepdims=True) / _LEVELS
-    rounded = tf.cast(tf.round(numbers * _inverse(scale)), tf.int8)
-    return tf.concat([tf.bitcast(scale, tf.int32), _lanes(rounded)], -1)
-
-
-def _pieces(rows: tf.Tensor) -> list[tf.Tensor]:
-    """Returns `[size, rows, words]` cut along the rows: the memory of temporaries of more than some MB costs more than they."""
-    count, least = rows.shape[1], 4096
-    each = max(least, -(-count // _PIECES))
-    return tf.split(rows, [min(each, count - first) for first in range(0, count, each)], 1)
+    magnitudes = tf.where(tf.math.is_nan(numbers), math.inf, tf.abs(numbers))  # XLA's maximum leaves NaN out
+    largest = tf.reduce_max(magnitudes, -1, keepdims=True)
+    counts = largest > _SMALLEST
+    rounded = tf.round(numbers * tf.where(counts, _LEVELS / largest, 0))
+    # 17 digits, so that 8 bits times the scale is exact: it is the same number whether or not XLA adds to it at once.
+    scale = tf.bitwise.bitwise_and(tf.bitcast(tf.where(counts, largest * (1 / _LEVELS), 0), tf.int32), _DIGITS)
+    scale = tf.where(largest < math.inf, scale, _NAN)  # as what is infinite in 8 bits depends on who rounds
+    return tf.concat([scale, _lanes(tf.cast(rounded, tf.int8))], -1)
 
 
 def _lanes(rounded: tf.Tensor) -> tf.Tensor:
@@ -123,11 +123,28 @@ def _lanes(rounded: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.reshape(rounded, lanes), tf.int32)
 
 
-def _unpack(packed: tf.Tensor) -> tf.Tensor:
+def _unpack_blocks(packed: tf.Tensor) -> tf.Tensor:
+    """Returns what `_pack_blocks` was given, as far as it came through."""
     scale = tf.bitcast(packed[..., :1], tf.float32)
     block = (packed.shape[-1] - 1) * _LANES
     rounded = tf.reshape(tf.bitcast(packed[..., 1:], tf.int8), tf.concat([tf.shape(packed)[:-1], [block]], 0))
     return tf.cast(rounded, tf.float32) * scale
+
+
+def _sum(packed: tf.Tensor) -> tf.Tensor:
+    """Returns `[blocks, block]`, the sum of `[size, blocks, words]`, in the same order by XLA and without it."""
+    ranks = _unpack_blocks(packed)
+    while ranks.shape[0] > _ADDED:
+        ranks = tf.stack(
+            [tf.reduce_sum(ranks[first : first + _ADDED], 0) for first in range(0, ranks.shape[0], _ADDED)]
+        )
+    return tf.reduce_sum(ranks, 0)
+
+
+_pack, _unpack = compiled(_pack_blocks), compiled(_unpack_blocks)
+_sum_and_pack = compiled(lambda received: _pack_blocks(_sum(received)))
+_error = compiled(lambda received, rounded: _sum(received) - _unpack_blocks(rounded))
+_contribution = compiled(lambda rows, error, own: _unpack_blocks(rows) - own[:, tf.newaxis, tf.newaxis] * error)
 
 
 def _inverse(scale: tf.Tensor) -> tf.Tensor:

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives.requests import AllGather, Exchange, RankContext, ReduceResult
+from tfdist.compression import compiled
 from tfdist.compression.base import Compressor
 from tfdist.config.compression import TopKOptions
 
 _SMALLEST = 2.0**-126  # what is less is zero to TensorFlow
+_RUN = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +59,39 @@ class TopK(TopKOptions, Compressor):
         """Returns `[k]` int32 places, and how many of them count."""
         count = numbers.shape[0]
         k = math.ceil(self.compress_ratio * count)
-        magnitudes = tf.abs(numbers)
         if self.selection == "exact" or count <= self.samples:
-            return tf.math.top_k(magnitudes, k, sorted=False).indices, tf.constant(k)
+            return tf.math.top_k(tf.abs(numbers), k, sorted=False).indices, tf.constant(k)
         stride = count // self.samples
-        sample = magnitudes[tf.cast(step % stride, tf.int32) :: stride]
+        sample = tf.abs(numbers[tf.cast(step % stride, tf.int32) :: stride])
         threshold = tf.math.top_k(sample, math.ceil(self.compress_ratio * self.samples)).values[-1]
-        indices = tf.cast(tf.where(magnitudes >= tf.maximum(threshold, _SMALLEST))[:, 0], tf.int32)
+        indices = tf.cast(_at_least(numbers, tf.maximum(threshold, _SMALLEST)), tf.int32)
         # Of too many, others are left out at each step.
         first = step * k % tf.maximum(tf.size(indices, tf.int64), 1)
         indices = tf.roll(indices, -first, 0)[:k]
         num_selected = tf.size(indices)
         return tf.ensure_shape(tf.pad(indices, [[0, k - num_selected]]), [k]), num_selected
+
+
+def _at_least(numbers: tf.Tensor, threshold: tf.Tensor) -> tf.Tensor:
+    """Returns the places `[found]`, in order, of numbers whose magnitude is the threshold or more.
+
+    It looks first for runs that have any, as few do: to find places takes longer than to compare.
+    """
+    count = numbers.shape[0]
+    in_runs = count - count % _RUN
+    if count < compiled.LEAST:
+        return tf.where(tf.abs(numbers) >= threshold)[:, 0]
+    runs = tf.where(_any_at_least(numbers, threshold))[:, 0]
+    found = tf.where(tf.abs(tf.gather(tf.reshape(numbers[:in_runs], [-1, _RUN]), runs)) >= threshold)
+    tail = tf.where(tf.abs(numbers[in_runs:]) >= threshold)[:, 0]
+    return tf.concat([tf.gather(runs, found[:, 0]) * _RUN + found[:, 1], tail + in_runs], 0)
+
+
+@compiled.compiled
+def _any_at_least(numbers: tf.Tensor, threshold: tf.Tensor) -> tf.Tensor:
+    """Returns `[runs]`, whether any number of each whole run has at least this magnitude."""
+    runs = tf.reshape(numbers[: numbers.shape[0] // _RUN * _RUN], [-1, _RUN])
+    return tf.reduce_any(tf.abs(runs) >= threshold, 1)
 
 
 def _scatter(indices: tf.Tensor, values: tf.Tensor, template: tf.Tensor) -> tf.Tensor:

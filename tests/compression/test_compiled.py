@@ -1,0 +1,120 @@
+"""What XLA compiles of codecs gives the same bits as ordinary operations, wherever a step runs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.compression.test_compressors import INPUTS, Run
+from tests.helpers import tiers
+from tfdist.compression import compiled
+from tfdist.compression.error_feedback import ErrorFeedback
+from tfdist.compression.int8 import Int8
+from tfdist.compression.topk import TopK
+
+SHAPES = [(37, 29), (3, 3, 16, 9), (2000, 1)]  # odd tails
+RAGGED = {
+    "infinite": lambda rng, shape: np.where(rng.random(shape) < 1e-3, -np.inf, rng.standard_normal(shape)),
+    "nan": lambda rng, shape: np.where(rng.random(shape) < 1e-3, np.nan, rng.standard_normal(shape)),
+    "huge": lambda rng, shape: rng.standard_normal(shape) * 1e38,
+    "at_the_least": lambda rng, shape: rng.standard_normal(shape) * 2.0**-113,
+}
+ALWAYS, NEVER = 1, 2**62
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Returns the list of the functions that XLA has got to compile, which it compiles whatever their size."""
+    made, function = [], tf.function
+
+    def trace(*args, **kwargs):
+        if kwargs.get("jit_compile"):
+            made.append(args[0])
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(tf, "function", trace)
+    monkeypatch.setattr(compiled, "LEAST", ALWAYS)
+    return made
+
+
+CODECS = {"int8": ErrorFeedback(Int8(block=64)), "topk": ErrorFeedback(TopK(0.05, samples=100))}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("ranks", tiers.cases([1, 2, 3, 8, 9, 20], quick=[2, 9]))
+def test_bits_are_the_same_with_and_without_xla(ranks, codec, monkeypatch):
+    found = {}
+    for least in (ALWAYS, NEVER):
+        monkeypatch.setattr(compiled, "LEAST", least)
+        run = Run(CODECS[codec], ranks, SHAPES, bucket_bytes=0)
+        for kind, make in (INPUTS | RAGGED).items():
+            run.start()
+            rng = np.random.default_rng(0)
+            with np.errstate(over="ignore"):
+                steps = [run.random_step(rng, make)[1] for _ in range(2)]
+            found[least, kind] = [np.asarray(each) for each in tf.nest.flatten(steps)]
+    for kind in INPUTS | RAGGED:
+        for by_xla, without in zip(found[ALWAYS, kind], found[NEVER, kind], strict=True):
+            np.testing.assert_array_equal(by_xla, without, kind)
+
+
+def double(numbers):
+    return numbers * 2
+
+
+def test_a_shape_is_compiled_once_for_all_graphs_and_keeps_none_of_them(counted):
+    call = compiled.compiled(double)
+    numbers = tf.ones([8, 4])
+    graphs = []
+    for _ in range(3):
+        step = tf.function(lambda: call(numbers) + call(numbers), autograph=False)
+        np.testing.assert_array_equal(step(), np.full([8, 4], 4))
+        graphs.append(weakref.ref(step.get_concrete_function().graph))
+        del step
+    assert counted.count(double) == 1
+    call(tf.ones([3, 4]))
+    assert counted.count(double) == 2
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * 3
+
+
+def test_few_numbers_and_graphs_that_only_plan_are_not_compiled(counted, monkeypatch):
+    call = compiled.compiled(double)
+    with tf.Graph().as_default():
+        call(tf.ones([8, 4]))
+    Int8().bytes_per_step([(300, 400)], 2)
+    monkeypatch.setattr(compiled, "LEAST", 33)
+    call(tf.ones([8, 4]))
+    assert not counted
+
+
+def test_it_runs_eagerly_in_conditions_in_loops_and_on_replicas(counted):
+    call, numbers = compiled.compiled(double), tf.ones([8, 4])
+
+    @tf.function(autograph=False)
+    def looped(flag):
+        def once(done, total):
+            return done + 1, tf.cond(flag, lambda: call(total), lambda: total)
+
+        return tf.while_loop(lambda done, _: done < 3, once, [0, numbers])[1]
+
+    np.testing.assert_array_equal(call(numbers), numbers * 2)
+    np.testing.assert_array_equal(looped(tf.constant(True)), numbers * 8)
+    np.testing.assert_array_equal(looped(tf.constant(False)), numbers)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    for run in (strategy.run, tf.function(strategy.run, autograph=False)):
+        results = strategy.experimental_local_results(run(call, (numbers,)))
+        assert len(results) == 2
+        for result in results:
+            np.testing.assert_array_equal(result, numbers * 2)
+    assert counted.count(double) == 1
+
+
+def test_without_xla_operations_are_ordinary(counted, monkeypatch):
+    monkeypatch.setattr(compiled, "_has_xla", lambda: False)
+    np.testing.assert_array_equal(compiled.compiled(double)(tf.ones([8, 4])), np.full([8, 4], 2))
+    assert not counted
