@@ -72,7 +72,12 @@ def connect(
     if reason:
         local.close()
         return None, reason
-    return TwoLevelTransport(rank, hosts, local, connect_leaders([each[0] for each in hosts])), ""
+    try:
+        across = connect_leaders([each[0] for each in hosts])
+    except NoTransportError:
+        local.close()
+        raise
+    return TwoLevelTransport(rank, hosts, local, across), ""
 
 
 def _host_of(rank: int, hosts: Sequence[Sequence[int]]) -> int:
