@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tests.compression.test_compressors import INPUTS, Run
 from tests.helpers import tiers
 from tfdist.compression import compiled
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.int8 import Int8
 from tfdist.compression.topk import TopK
+from tfdist.compression.warmup import Warmup
 
 SHAPES = [(37, 29), (3, 3, 16, 9), (2000, 1)]  # odd tails
 RAGGED = {
@@ -118,3 +121,26 @@ def test_without_xla_operations_are_ordinary(counted, monkeypatch):
     monkeypatch.setattr(compiled, "_has_xla", lambda: False)
     np.testing.assert_array_equal(compiled.compiled(double)(tf.ones([8, 4])), np.full([8, 4], 2))
     assert not counted
+
+
+@pytest.mark.parametrize("codec", tiers.cases(["int8", "topk"], quick=["int8"]))
+def test_a_fit_trains_the_same_bits_with_and_without_xla(mirrored, codec, monkeypatch, counted):
+    """With steps in a loop of the graph, and a codec that begins after some of them."""
+    trainer, found = tfdist.Trainer(mirrored), {}
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((96, 20)).astype(np.float32), rng.integers(0, 3, 96)
+    for least in (ALWAYS, NEVER):
+        monkeypatch.setattr(compiled, "LEAST", least)
+        counted.clear()
+        trainer.compression = Warmup(CODECS[codec], 3)
+        keras.utils.set_random_seed(1)
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(150, "relu"), keras.layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, steps_per_execution=2)
+        trainer.fit(model, x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        found[least] = model.get_weights()
+        assert bool(counted) == (least == ALWAYS)
+    trainer.compression = None
+    for by_xla, without in zip(found[ALWAYS], found[NEVER], strict=True):
+        np.testing.assert_array_equal(by_xla, without)
