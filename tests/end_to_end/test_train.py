@@ -81,8 +81,9 @@ def test_main_job_reaches_its_accuracy_and_says_so(main_job):
     assert re.fullmatch(
         r"the sum of 4 MB takes [\d.]+ ms, by (grpc|shared_memory) [\d.]+ ms", summary["transport_reason"]
     )
-    through_sockets = summary["wire_bytes_per_step"]["measured"]
-    assert through_sockets > 0 and (through_sockets > 0.9 * planned) == (summary["transport"] == "grpc")
+    # Other programs of this host may send as well: there is no upper limit.
+    least = 0.9 * planned if summary["transport"] == "grpc" else 0
+    assert summary["wire_bytes_per_step"]["measured"] > least
     shown = [line.removeprefix("[worker:0] ") for line in output.splitlines() if line.startswith("[worker:0] ")]
     end = shown[shown.index("task: digits") : shown.index(f"workdir: {workdir}")]
     assert end == [
@@ -186,9 +187,8 @@ def test_main_job_writes_scalars_by_epoch_and_by_step(main_job):
     for run in ("train", "worker-1"):
         sent = [event.tensor_proto.float_val[0] for event in tags[run]["comm/bytes_per_step"]]
         # Other programs of this host may send as well, and as much as they like: there is no upper limit.
-        assert len(sent) == 22 and min(sent) > 0
-        by_sockets = min(sent) / summary["wire_bytes_per_step"]["predicted"] > 1 / 2
-        assert by_sockets == (summary["transport"] == "grpc")
+        least = summary["wire_bytes_per_step"]["predicted"] / 2 if summary["transport"] == "grpc" else 0
+        assert len(sent) == 22 and min(sent) > least
     assert [event.step for event in tags["validation"]["epoch_accuracy"]] == list(range(10))
     assert [event.step for event in tags["train"]["batch_loss"]] == list(range(10, 221, 10))
     last = tags["validation"]["epoch_accuracy"][-1].tensor_proto.float_val[0]
