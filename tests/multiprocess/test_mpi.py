@@ -134,7 +134,7 @@ def test_ranks_of_a_host_that_share_no_memory_exchange_by_mpi(tmp_path, monkeypa
     said = done.stdout + done.stderr
     assert done.returncode == 0 and done.stdout.count("MpiTransport [3. 3. 3.]") == 3, said
     reason = "workers of one host cannot share memory, and exchange gradients by mpi, too: rank 0: no memory of "
-    assert said.count(reason) == 1 and said.count("gradients travel by mpi.") == 1, said
+    assert said.count(reason) == 1 and said.count("gradients travel by mpi:") == 1, said
 
 
 @pytest.mark.full
