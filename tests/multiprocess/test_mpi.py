@@ -133,7 +133,8 @@ def test_ranks_of_a_host_that_share_no_memory_exchange_by_mpi(tmp_path, monkeypa
     done = subprocess.run(command, env=environ, cwd=harness.ROOT, capture_output=True, text=True, timeout=200)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert [done.stdout.count(each) for each in ("MpiTransport", "[3. 3. 3.]")] == [3, 3], said  # lines of ranks may mix
+    # Lines of ranks may mix.
+    assert [done.stdout.count(each) for each in ("MpiTransport", "[3. 3. 3.]")] == [3, 3], said
     reason = "workers of one host cannot share memory, and exchange gradients by mpi, too: rank 0: no memory of "
     assert said.count(reason) == 1 and said.count("gradients travel by mpi:") == 1, said
 
