@@ -25,6 +25,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tests.multiprocess import harness  # noqa: E402
+from tests.multiprocess.waiting import wait_until  # noqa: E402
 
 keras.utils.set_random_seed(1)
 rng = np.random.default_rng(0)
@@ -73,6 +74,7 @@ if trainer:
     for number, batch in enumerate(() if WHOLE else run.loop(data, epochs=4), 1):
         logs.append(run(batch))
         if number == kill and trainer.task.index == trainer.num_replicas - 1 - (strategy == "mirrored"):
+            wait_until((out / "backup/step-4/manifest.json").exists, 60)  # written beside the steps
             os.kill(os.getpid(), signal.SIGKILL)
 else:
     for _ in range(4):

@@ -71,6 +71,7 @@ class ExportBest(keras.callbacks.Callback):
         newest = newest_version(self.path)
         if newest > state["version"] and (about := self._about(newest)) and about["by"] == self._by:
             self.best, self._version = about["metrics"][self.monitor], newest
+            self._remove_others(newest)  # the kill may have come before that
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._version is None:
@@ -112,6 +113,10 @@ class ExportBest(keras.callbacks.Callback):
                 file.write(json.dumps({"by": self._by, "epoch": epoch + 1, "metrics": metrics}))
         self._version = version
         logger.info(f"exported the model of epoch {epoch + 1} ({self.monitor} {metrics[self.monitor]:.6g}) to {path}")
+        self._remove_others(version)
+
+    def _remove_others(self, version: int) -> None:
+        """Removes what this class has written before `version`."""
         for name in _names(self.path):
             if name.isdecimal() and int(name) != version and self._about(name):
                 # No half of a model keeps a number, whenever this process ends.
