@@ -142,6 +142,14 @@ def test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, monkeypat
     test_peers.test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, lost)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["a,a,a", "a,b,b"])  # in the latter the worker leads a host
+def test_one_that_stays_stopped_is_given_up_by_all(tmp_path, monkeypatch, hosts):
+    monkeypatch.setenv(harness.TRANSPORT, "gloo")
+    monkeypatch.setenv(harness.HOSTS, hosts)
+    test_peers.test_one_that_stays_stopped_is_given_up_by_all(tmp_path)
+
+
 @pytest.mark.full
 def test_a_killed_worker_is_restarted_and_the_bits_are_the_same(tmp_path, monkeypatch):
     _, _, expected = run_backup_program("multi_worker_mirrored", tmp_path / "whole", save_freq=0)
