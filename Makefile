@@ -16,9 +16,13 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loa
 test: lint
 	$(PYTEST)
 
+# A part of the tests of test-all and slow: `make slow SLICE=3/8`.
+SLICE ?= 1/1
+PART = --group=$(word 1,$(subst /, ,$(SLICE))) --splits=$(word 2,$(subst /, ,$(SLICE))) --durations-path=tests/slow_durations.json
+
 # What goes the way of another test, with another case.
 test-all: .venv/.installed
-	$(PYTEST) -m "full and not slow"
+	$(PYTEST) -m "full and not slow" $(PART)
 
 # What needs PyTorch: the transport by gloo, and the comparison with PyTorch. The other tests go without, as most users do.
 test-torch: .venv/.torch
@@ -28,11 +32,9 @@ test-torch: .venv/.torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gloo]'
 	touch $@
 
-# Long schedules: all, or a part, `make slow SLICE=3/8`.
-SLICE ?= 1/1
+# Long schedules.
 slow: .venv/.installed
-	$(PYTEST) -m slow --group=$(word 1,$(subst /, ,$(SLICE))) --splits=$(word 2,$(subst /, ,$(SLICE))) \
-		--durations-path=tests/slow_durations.json
+	$(PYTEST) -m slow $(PART)
 
 # With the ends of the ranges of versions; ROW=oldest or ROW=newest for one of them.
 test-versions:
