@@ -9,17 +9,17 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tfdist.errors import ConfigError, unknown_name_message
-from tfdist.runtime import entry, interrupt
+from tfdist.runtime import interrupt
 from tfdist.version import __version__
 
 # The module of each command, and what the help says of it.
 COMMANDS = {
-    "train": ("tfdist.train", "train what a preset or a config file says"),
-    "launch": ("tfdist.launch.__main__", "run a script as several tasks on this machine, and restart them"),
-    "cluster": ("tfdist.cluster.__main__", "show or check the cluster found here, emit jobs for schedulers"),
-    "backup": ("tfdist.backup.__main__", "show the backups of a run, export a model from one"),
-    "doctor": ("tfdist.doctor.__main__", "say what this machine and environment give, and what to mend"),
-    "new-task": ("tfdist.tasks.new_task", "write the files that a task of your own begins with"),
+    "train": ("tfdist.commands.train", "train what a preset or a config file says"),
+    "launch": ("tfdist.commands.launch", "run a script as several tasks on this machine, and restart them"),
+    "cluster": ("tfdist.commands.cluster", "show or check the cluster found here, emit jobs for schedulers"),
+    "backup": ("tfdist.commands.backup", "show the backups of a run, export a model from one"),
+    "doctor": ("tfdist.commands.doctor", "say what this machine and environment give, and what to mend"),
+    "new-task": ("tfdist.commands.new_task", "write the files that a task of your own begins with"),
 }
 
 
@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The program's name and its arguments. None means those of this process, which the command may then end.
     """
     if argv is not None:
-        return entry.run(_main, argv)
+        return interrupt.run_command(_main, argv)
     interrupt.before_imports()
     # As `python -m` has it: tasks of one's own are looked for in the current folder.
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    code = entry.run(functools.partial(_main, imported=interrupt.after_imports), sys.argv)
-    train = sys.modules.get("tfdist.train")
+    code = interrupt.run_command(functools.partial(_main, imported=interrupt.after_imports), sys.argv)
+    train = sys.modules.get("tfdist.commands.train")
     if train and "tensorflow" in sys.modules:
         train.leave(code)
     return code

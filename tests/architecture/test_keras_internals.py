@@ -26,15 +26,7 @@ from tensorflow.python.eager import context
 
 import tfdist
 from tfdist.backup import unsaved_randomness
-from tfdist.compat import (
-    call_stack,
-    keras_callbacks,
-    keras_internals,
-    keras_loops,
-    keras_losses,
-    tf_cluster,
-    tf_internals,
-)
+from tfdist.compat import call_stack, keras_internals, keras_loops, keras_losses, tf_cluster, tf_internals
 from tfdist.data import graph as graph_lib
 from tfdist.data import python_generators, random_state
 from tfdist.parameter_server import strategy as strategy_lib
@@ -521,10 +513,10 @@ def test_keras_loop_takes_its_passes_and_steps_from_the_functions_that_are_follo
 def test_keras_callbacks_remember_what_is_backed_up(make, attributes):
     callback = make()
     source = inspect.getsource(attributes)
-    for name in keras_callbacks.CALLBACK_STATE[attributes]:
+    for name in keras_internals.CALLBACK_STATE[attributes]:
         assert f"self.{name}" in source or hasattr(callback, name), f"seam callback state: {name} has moved"
     # What they change while they train, and is not backed up, is set anew when a training begins.
-    known = {*keras_callbacks.CALLBACK_STATE[attributes], "best_epoch", "monitor_op", "csv_file"}
+    known = {*keras_internals.CALLBACK_STATE[attributes], "best_epoch", "monitor_op", "csv_file"}
     known |= {
         "_batch_trace_context",
         "_is_tracing",
@@ -782,4 +774,4 @@ def test_a_callback_that_remembers_nothing_has_known_attributes():
             super().__init__()
             self._supports_tf_logs = True
 
-    assert not vars(Own()).keys() - keras_callbacks.STATELESS_ATTRIBUTES, "state: attributes of callbacks have moved"
+    assert not vars(Own()).keys() - keras_internals.STATELESS_ATTRIBUTES, "state: attributes of callbacks have moved"

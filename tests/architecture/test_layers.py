@@ -25,7 +25,7 @@ ROWS = [
     {"backup", "gradients", "presets"},
     {"monitoring", "step"},
     {"parameter_server", "training"},
-    {"train", "__main__", "backup.__main__", "cluster.__main__", "launch.__main__", "tfdist"},
+    {"commands", "__main__", "train", "tfdist"},
 ]
 # These, with what is in them, import no TensorFlow, or do it inside the functions that need it.
 WITHOUT_TENSORFLOW = {
@@ -38,6 +38,7 @@ WITHOUT_TENSORFLOW = {
     "launch",
     "presets",
     "tasks",
+    "commands",
     "train",
     "__main__",
     "tfdist",
@@ -185,7 +186,7 @@ def test_loading_tensorflow_would_be_noticed(run, code):
             ],
             0,
         ),
-        (["-c", "import tfdist.train, tfdist.tasks.digits, tfdist.tasks.synthetic"], 0),
+        (["-c", "import tfdist.commands.train, tfdist.tasks.digits, tfdist.tasks.synthetic"], 0),
         (["-m", "tfdist.train", "--help"], 0),
         (["-m", "tfdist.train"], 2),
         (["-m", "tfdist", "train", "--config=digits_topk", "--config.compression.name=topq", "--workdir=unused"], 2),

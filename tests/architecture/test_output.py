@@ -10,8 +10,14 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "tfdist"
 # The commands, what they show on request or at their end, and the one place through which all lines go.
-PRINTING = {"train.py", "cluster/__main__.py", "launch/__main__.py", "config/flags.py", "monitoring/summary_table.py"}
-PRINTING |= {"__main__.py", "doctor/__main__.py", "backup/__main__.py", "tasks/new_task.py", "runtime/log.py"}
+PRINTING = {
+    "commands/train.py",
+    "commands/cluster.py",
+    "commands/launch.py",
+    "config/flags.py",
+    "monitoring/summary_table.py",
+}
+PRINTING |= {"__main__.py", "commands/doctor.py", "commands/backup.py", "commands/new_task.py", "runtime/log.py"}
 MODULES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 

@@ -21,7 +21,7 @@ from tests.helpers import tiers
 from tests.helpers.launched_job import until
 from tests.multiprocess.test_backup import differences
 from tfdist import BackupError, ConfigError, data
-from tfdist.backup import ownership
+from tfdist.backup import snapshot_writer
 from tfdist.backup.storage import Storage
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.per_variable import PerVariable
@@ -560,8 +560,8 @@ class Second(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         if self.steps == STEPS - 1:
-            self.monkeypatch.setattr(ownership, "_THIS_RUN", "process 1 on elsewhere")
-            ownership.OwnershipMarker(str(self.folder)).acquire()
+            self.monkeypatch.setattr(snapshot_writer, "_THIS_RUN", "process 1 on elsewhere")
+            snapshot_writer.OwnershipMarker(str(self.folder)).acquire()
             self.monkeypatch.undo()
 
 
@@ -572,7 +572,7 @@ def test_of_two_runs_with_one_folder_the_first_ends_and_spoils_nothing(trainer, 
     assert [path.name for path in folder.glob("step-*")] == ["step-3"]
     expected, _ = life(trainer, None)
     assert differences(life(trainer, backup(tmp_path, 3))[0], expected) == []
-    assert not (folder / ownership.FILE).exists()
+    assert not (folder / snapshot_writer.OWNERSHIP_FILE).exists()
 
 
 @pytest.mark.full

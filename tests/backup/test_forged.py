@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from tests.backup.test_storage import ALONE, FOURTEEN, REST, SEVEN, write
-from tfdist.backup import contents, damaged, state
-from tfdist.backup.ownership import FILE, OwnershipMarker
+from tfdist.backup import contents, state
+from tfdist.backup import storage as storage_lib
 from tfdist.backup.search import find_backup, read_seed
+from tfdist.backup.snapshot_writer import OWNERSHIP_FILE, OwnershipMarker
 from tfdist.backup.storage import SHARED, Storage
 
 
@@ -117,11 +118,11 @@ def test_the_older_one_is_used(tmp_path, capsys, case):
     assert re.search(sentence, line), line
     assert read_seed(str(tmp_path)) == 3
 
-    damaged.set_aside(storage, SEVEN)
+    storage_lib.set_damaged_aside(storage, SEVEN)
     storage.clean(after=SEVEN)
     assert not os.path.lexists(tmp_path / "step-14")
     write(tmp_path, 14)
-    damaged.remove(str(tmp_path))
+    storage_lib.remove_damaged(str(tmp_path))
     assert find_backup(storage, ALONE, 1).step == 14
     assert not list(tmp_path.glob("damaged-*"))
     if case == "folder is a link":
@@ -145,7 +146,7 @@ def test_a_list_that_is_no_file_is_left_out(tmp_path):
     assert (tmp_path / "checkpoint").is_file()
 
 
-@pytest.mark.parametrize("name", [FILE, f"{FILE}.partial", "rank-0.probe", "checkpoint.partial"])
+@pytest.mark.parametrize("name", [OWNERSHIP_FILE, f"{OWNERSHIP_FILE}.partial", "rank-0.probe", "checkpoint.partial"])
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_no_link_is_written_through(tmp_path, name, kind):
     folder, victim = tmp_path / "backup", tmp_path / "victim"

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.backup import damaged
 from tfdist.backup import storage as storage_lib
-from tfdist.backup.save_point import BEFORE_ALL, SavePoint
+from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.search import FORMAT, find_backup
 from tfdist.backup.storage import SHARED, CorruptBackupError, Storage
 from tfdist.collectives.ranks import Ranks
@@ -73,8 +72,8 @@ def test_of_two_backups_of_a_step_the_one_of_the_epochs_end_is_newer(tmp_path):
     assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-10-end" / SHARED)
     found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
     assert (found.step, found.epoch_ended) == (10, True)
-    damaged.set_aside(Storage(str(tmp_path), 0, 1), SavePoint(9, True))
-    damaged.remove(str(tmp_path))
+    storage_lib.set_damaged_aside(Storage(str(tmp_path), 0, 1), SavePoint(9, True))
+    storage_lib.remove_damaged(str(tmp_path))
     assert {path.parent.name for path in tmp_path.rglob("manifest.json")} == {"step-9-end", "step-9"}
 
 
@@ -125,7 +124,7 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
     assert find_backup(storage, ALONE, 1).step == 7
     line = capsys.readouterr().out
     assert "step-14" in line and "trying the backup before it" in line
-    damaged.set_aside(storage, SEVEN)
+    storage_lib.set_damaged_aside(storage, SEVEN)
     storage.clean(after=SEVEN)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "step-7", "damaged-step-14"}
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tfdist import cluster
 from tfdist.cluster import ClusterSpec, TaskSpec, from_tf_config, greeting, local
-from tfdist.cluster.__main__ import main
 from tfdist.cluster.resolvers import discovery
+from tfdist.commands.cluster import main
 from tfdist.errors import ConfigError
 
 WORKERS = {"worker": ["h0:1", "h1:2"]}

@@ -9,16 +9,7 @@ import threading
 
 import pytest
 
-from tfdist.cluster import (
-    ClusterSpec,
-    free_ports,
-    greeting,
-    local_cluster,
-    preflight,
-    proxies,
-    reachability,
-    task_versions,
-)
+from tfdist.cluster import ClusterSpec, free_ports, greeting, local_cluster, preflight, reachability, task_versions
 from tfdist.errors import ClusterError
 
 
@@ -110,7 +101,7 @@ def test_the_clusters_hosts_are_reached_without_a_proxy(monkeypatch, before, nam
     for each, value in before.items():
         monkeypatch.setenv(each, value)
     monkeypatch.setenv("no_proxy", before.get("no_proxy", ""))
-    proxies.bypass_proxies(ClusterSpec({"worker": ["h0:1", "h1:1"]}))
+    preflight.bypass_proxies(ClusterSpec({"worker": ["h0:1", "h1:1"]}))
     assert os.environ[name] == after
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.cluster.resolvers import discovery, hosts, rendezvous, slurm_node_lists
+from tfdist.cluster.resolvers import discovery, hosts, rendezvous
+from tfdist.cluster.resolvers import slurm as slurm_lib
 from tfdist.errors import ClusterError, ConfigError
 
 # Recorded from `srun -n 3 --overcommit` of Slurm 22.05 on one node.
@@ -82,7 +83,7 @@ def slurm(nodes, tasks, rank, node, local, **more):
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": nodes,
         "SLURM_STEP_TASKS_PER_NODE": tasks,
-        "SLURM_STEP_NUM_TASKS": str(sum(slurm_node_lists.tasks_per_node(tasks))),
+        "SLURM_STEP_NUM_TASKS": str(sum(slurm_lib.tasks_per_node(tasks))),
         "SLURM_PROCID": str(rank),
         "SLURM_NODEID": str(node),
         "SLURM_LOCALID": str(local),
@@ -373,7 +374,7 @@ def test_tasks_of_several_hosts_share_their_own_hosts_gpus():
     ],
 )
 def test_node_lists(text, expected):
-    assert slurm_node_lists.hosts(text) == expected
+    assert slurm_lib.expand_hosts(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -381,20 +382,20 @@ def test_node_lists(text, expected):
 )
 def test_what_is_no_node_list_is_refused(text):
     with pytest.raises(ConfigError, match="a node list must be such as"):
-        slurm_node_lists.hosts(text)
+        slurm_lib.expand_hosts(text)
 
 
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 30), st.integers(1, 5)), min_size=1, max_size=5))
 def test_ranges_keep_their_zeros_and_their_order(ranges):
     text = ",".join(f"{first:0{width}d}-{first + more:0{width}d}" for first, more, width in ranges)
     expected = [f"n{number:0{width}d}" for first, more, width in ranges for number in range(first, first + more + 1)]
-    assert slurm_node_lists.hosts(f"n[{text}]") == expected
+    assert slurm_lib.expand_hosts(f"n[{text}]") == expected
 
 
 @given(st.text("n[]-,0123456789", max_size=12))
 def test_any_text_is_a_list_of_nodes_or_a_config_error(text):
     try:
-        found = slurm_node_lists.hosts(text)
+        found = slurm_lib.expand_hosts(text)
     except ConfigError:
         return
     assert found and all(found) and not any(sign in name for name in found for sign in "[],")
@@ -405,17 +406,17 @@ def test_any_text_is_a_list_of_nodes_or_a_config_error(text):
     st.sampled_from(["", "block", "cyclic", "plane=2", "block:cyclic"]),
 )
 def test_places_are_each_nodes_tasks_once(counts, distribution):
-    found = slurm_node_lists.task_placement(counts, distribution)
+    found = slurm_lib.task_placement(counts, distribution)
     assert sorted(found) == [(node, local) for node, count in enumerate(counts) for local in range(count)]
     for node in range(len(counts)):
         assert [local for other, local in found if other == node] == list(range(counts[node]))
 
 
 def test_tasks_per_node():
-    assert slurm_node_lists.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert slurm_lib.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     for text in ("", "2(x3", "x", "1,", "1(x999999999)", "1" * 5000):
         with pytest.raises(ConfigError, match="tasks per node must be a list such as"):
-            slurm_node_lists.tasks_per_node(text)
+            slurm_lib.tasks_per_node(text)
 
 
 @pytest.mark.parametrize(

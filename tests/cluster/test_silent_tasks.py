@@ -5,13 +5,14 @@ import socket
 
 import pytest
 
-from tfdist.cluster import TaskSpec, connections, local_cluster, silent_tasks
+from tfdist.cluster import TaskSpec, local_cluster, reachability
+from tfdist.parameter_server import watch
 
 
 def test_seconds_count_from_the_last_answer_but_not_those_in_which_this_process_was_stopped(caplog):
     now = [100.0]
     cluster, worker = local_cluster(2, 1), TaskSpec("worker", 1)
-    silent = silent_tasks.SilentTasks(cluster, cluster.chief, lambda: now[0])
+    silent = reachability.SilentTasks(cluster, cluster.chief, lambda: now[0])
     with caplog.at_level(logging.WARNING, "tfdist"):
         for passed, seconds in ((4, 4.0), (4, 8.0), (600, 13.0)):
             now[0] += passed
@@ -31,7 +32,7 @@ def test_connections_to_one_address_are_shut_down_and_no_others(family):
             cut.connect((mapped, one.getsockname()[1]))
             kept.connect((mapped, other.getsockname()[1]))
             cut.settimeout(10)
-            assert connections.shut_down(connections.resolve(f"localhost:{one.getsockname()[1]}")) == 1
+            assert watch.shut_down_connections(watch.resolve_endpoints(f"localhost:{one.getsockname()[1]}")) == 1
             assert cut.recv(1) == b""
             other.settimeout(10)
             kept.sendall(b"x")
@@ -45,10 +46,10 @@ def test_a_connection_that_is_being_made_is_shut_down():
         for each in sockets:
             each.setblocking(False)
             each.connect_ex(full.getsockname())  # the last ones get no answer, as from a host that has vanished
-        assert connections.shut_down(connections.resolve(f"127.0.0.1:{full.getsockname()[1]}")) == 4
+        assert watch.shut_down_connections(watch.resolve_endpoints(f"127.0.0.1:{full.getsockname()[1]}")) == 4
         for each in sockets:
             each.close()
 
 
 def test_an_unknown_name_has_no_addresses():
-    assert connections.resolve("no.such.host.invalid:1") == set()
+    assert watch.resolve_endpoints("no.such.host.invalid:1") == set()

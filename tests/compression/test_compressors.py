@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from tests.helpers import tiers
 from tfdist import ConfigError, compression
-from tfdist.collectives.byte_counter import ByteCounter
-from tfdist.collectives.in_process import InProcessCommunicator
+from tfdist.collectives.communicator import ByteCounter, InProcessCommunicator
 from tfdist.compression.base import NONE, BucketedReduction
 from tfdist.compression.buckets import assign_buckets
 from tfdist.compression.cast import BF16, FP16

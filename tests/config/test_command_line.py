@@ -114,7 +114,7 @@ def test_help_names_every_command_and_each_names_both_ways_to_start_it(capsys):
         assert f"    tfdist {name} " in shown
         assert command.main(["tfdist", name, "--help"]) == 0
         assert f"tfdist {name} " in (of_command := capsys.readouterr().out)
-        assert f"python -m {module.removesuffix('.__main__')}" in of_command
+        assert f"python -m {module if name == 'new-task' else f'tfdist.{name}'}" in of_command
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tfdist.cluster.resolvers import discovery
-from tfdist.config import COMPRESSORS, CompressionConfig, plugins, registry
+from tfdist.config import COMPRESSORS, CompressionConfig, registry
 from tfdist.config import train as config_lib
 from tfdist.errors import ConfigError
 
@@ -84,8 +84,8 @@ def test_the_nearest_name_is_a_built_in_or_an_installed_one(install):
 def test_a_built_in_name_is_not_replaced_and_a_full_name_not_looked_up(install, monkeypatch):
     package = install("own-topk", {"tfdist.compressors": {"topk": "MODULE:Own"}}, "raise SystemExit")
     assert CompressionConfig("topk").compressor_class().__module__ == "tfdist.compression.topk"
-    assert not plugins.find("compression", COMPRESSORS)
-    monkeypatch.setattr(plugins, "find", None)
+    assert not registry.find_plugins("compression", COMPRESSORS)
+    monkeypatch.setattr(registry, "find_plugins", None)
     assert registry.resolve("task", "digits", registry.TASKS) and package not in sys.modules
     assert registry.resolve("task", "tfdist.tasks.digits:Digits", registry.TASKS)
 

@@ -9,11 +9,12 @@ import pytest
 import tensorflow as tf
 
 from tfdist import data
-from tfdist.config import batch_size
-from tfdist.data import generator, sent_arrays
+from tfdist.config import validation
 from tfdist.data import graph as graph_lib
+from tfdist.data import sent_arrays
 from tfdist.errors import ConfigError
 from tfdist.parameter_server import worker_dataset
+from tfdist.training import input_data
 
 SIZE, BATCH = 50, 8
 STEPS = SIZE // BATCH
@@ -111,8 +112,8 @@ def test_a_batch_that_replicas_do_not_divide_is_a_fault():
     with pytest.raises(ConfigError, match="8 is not divisible by 3 replicas; use 6 or 9"):
         shards(3)
     with pytest.raises(ConfigError, match="8 is not divisible by 3 replicas; use 6 or 9"):
-        batch_size.per_replica_batch_size(8, 3)
-    assert batch_size.per_replica_batch_size(9, 3) == 3
+        validation.per_replica_batch_size(8, 3)
+    assert validation.per_replica_batch_size(9, 3) == 3
 
 
 def test_a_batch_larger_than_the_data_is_a_fault():
@@ -123,7 +124,7 @@ def test_a_batch_larger_than_the_data_is_a_fault():
 
 def test_a_generator_loses_nothing():
     batches = ((np.full((2, 1), number, np.float32),) for number in range(20))
-    dataset = generator.from_generator(batches)
+    dataset = input_data.from_generator(batches)
     assert [int(x[0, 0]) for (x,) in dataset] == list(range(20))
 
 

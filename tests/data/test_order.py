@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfdist.data.order import describe_order
+from tfdist.data.graph import describe_order
 
 range_ = tf.data.Dataset.range
 

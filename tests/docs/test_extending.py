@@ -46,7 +46,7 @@ def test_every_recipe_has_an_example():
 def test_the_compressor_sums(example):
     import tensorflow as tf
 
-    from tfdist.collectives.in_process import InProcessCommunicator
+    from tfdist.collectives.communicator import InProcessCommunicator
 
     compressor = example("tfdist/compression/scaled_fp16.py").ScaledFP16()
     group = InProcessCommunicator(2)
@@ -82,11 +82,11 @@ def test_the_resolver_finds_the_cluster(example):
 
 
 def test_the_entry_points_name_the_examples(example):
-    from tfdist.config import plugins
+    from tfdist.config import registry
 
     (block,) = [block for block in blocks("toml") if block.page == "docs/extending.md"]
     groups = tomllib.loads(block.text)["project"]["entry-points"]
-    assert groups.keys() == set(plugins.GROUPS.values())
+    assert groups.keys() == set(registry.PLUGIN_GROUPS.values())
     folders = {"circle": "", "scaled_fp16": "tfdist/compression/", "mysched": "tfdist/cluster/resolvers/"}
     for entries in groups.values():
         ((name, target),) = entries.items()

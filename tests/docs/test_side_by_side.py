@@ -78,7 +78,7 @@ def test_what_the_right_side_names_exists(page, span):
     if span.startswith("tfdist "):
         assert span in {command.text for command in commands()}  # which test_commands.py runs
     elif span.startswith("--"):
-        assert f'"{span[2:]}"' in (ROOT / "tfdist/launch/__main__.py").read_text()
+        assert f'"{span[2:]}"' in (ROOT / "tfdist/commands/launch.py").read_text()
     elif re.fullmatch(r"\w+", span):
         assert is_known(span), f"{page}: {span}"
     else:

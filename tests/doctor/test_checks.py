@@ -16,8 +16,8 @@ import pytest
 from tests.helpers.full_disk import mounted
 from tests.helpers.unprivileged import open_folder, unprivileged
 from tfdist.cluster import free_ports
-from tfdist.doctor import cluster, devices, examination, folders, report, resources, settings, versions
-from tfdist.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, shorten
+from tfdist.doctor import cluster, devices, folders, report, resources, settings, versions
+from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, shorten
 from tfdist.runtime import progress
 
 
@@ -262,7 +262,7 @@ def test_a_check_that_hangs_or_fails_does_not_hold_up_the_others(tmp_path):
         "fails": (lambda environ: [1 / 0], 30),
         "ends": (lambda environ: [Finding(OK, "ends", "well")], 30),
     }
-    findings = examination.examine(checks, {"KERAS_HOME": str(tmp_path)})
+    findings = report.examine(checks, {"KERAS_HOME": str(tmp_path)})
     assert [(each.level, each.what) for each in findings] == [(WARNING, "hangs"), (WARNING, "fails"), (OK, "ends")]
     assert "ZeroDivisionError" in findings[1].value
     (tmp_path / "keras.json").write_text("{}")  # lets the thread end

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.helpers.terminal import Terminal
-from tfdist.doctor.finding import shorten
+from tfdist.doctor.report import shorten
 
 ROOT = pathlib.Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tfdist.doctor"]

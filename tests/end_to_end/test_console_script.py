@@ -12,8 +12,8 @@ import pytest
 
 from tests.helpers.launched_job import until
 from tfdist import __main__ as command
-from tfdist import train as train_lib
 from tfdist.cluster import task_versions
+from tfdist.commands import train as train_lib
 
 SCRIPT = pathlib.Path(sys.executable).parent / "tfdist"
 ROOT = pathlib.Path(__file__).parents[2]

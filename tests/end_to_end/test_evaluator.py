@@ -16,7 +16,7 @@ from tests.end_to_end.test_train import finish, start
 from tests.helpers import gate
 from tests.helpers.launched_job import until
 from tests.monitoring.test_tensorboard import curves
-from tfdist import train
+from tfdist.commands import train
 from tfdist.tasks.digits import Digits
 
 STEPS = 22  # of an epoch of the digits

@@ -189,7 +189,7 @@ def test_mpirun_trains_on_two_hosts(tmp_path):
 
 SLOWLY = """
 import sys, time
-from tfdist.backup import storage; from tfdist import train
+from tfdist.backup import storage; from tfdist.commands import train
 write = storage.Storage.write_manifest
 storage.Storage.write_manifest = lambda *arguments: (time.sleep(8), write(*arguments))
 sys.exit(train.main(sys.argv))

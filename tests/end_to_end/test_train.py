@@ -337,7 +337,7 @@ def test_a_task_that_fails_ends_all_within_seconds(tmp_path, where, code, named)
 
 @pytest.mark.parametrize("where", ["{0}/file", "{0}/file/below", "/proc/nowhere", "{0}/" + "x" * 300])
 def test_a_work_directory_that_cannot_be_written_to_is_said(tmp_path, capsys, where):
-    from tfdist import train
+    from tfdist.commands import train
 
     (tmp_path / "file").write_text("")
     assert train.main(["train", "--config=digits", f"--workdir={where.format(tmp_path)}"]) == 2

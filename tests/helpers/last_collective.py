@@ -5,7 +5,7 @@ import sys
 import tensorflow as tf
 
 import tfdist
-from tfdist import train
+from tfdist.commands import train
 
 strategy = tfdist.create_strategy("multi_worker_mirrored")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfdist.launch import line_kinds
+from tfdist.launch import process
 
 CHATTER = [
     b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -48,19 +48,19 @@ SHOWN = [
 
 @pytest.mark.parametrize("line", CHATTER)
 def test_tensorflows_log_is_known(line):
-    assert line_kinds.is_chatter(line)
+    assert process.is_chatter(line)
 
 
 @pytest.mark.parametrize("line", SHOWN)
 def test_what_is_not_surely_tensorflows_or_tells_of_a_fault_is_shown(line):
-    assert not line_kinds.is_chatter(line)
+    assert not process.is_chatter(line)
     # ... also behind a line of TensorFlow's, but for the tasks that such a line lists.
-    assert line_kinds.is_chatter(line, after_chatter=True) == line.startswith(b"/job:")
+    assert process.is_chatter(line, after_chatter=True) == line.startswith(b"/job:")
 
 
 def test_repetitions_of_a_warning_have_a_text_in_common():
     def same(first, second):
-        return line_kinds.warning_text(first) == line_kinds.warning_text(second) is not None
+        return process.warning_text(first) == process.warning_text(second) is not None
 
     assert same(b"x.py:12: UserWarning: slow", b"x.py:12: UserWarning: slow")
     assert not same(b"x.py:12: UserWarning: slow", b"x.py:12: UserWarning: slower")
@@ -76,17 +76,17 @@ def test_repetitions_of_a_warning_have_a_text_in_common():
     + [b"warning: mine", b"step 12: loss 3", b"WARNING: mine", b"ValueError: x", b"E0000 00:00:1.5 1 x.cc:5] slow"],
 )
 def test_other_lines_are_no_warnings(line):
-    assert line_kinds.warning_text(line) is None
+    assert process.warning_text(line) is None
 
 
 def test_the_code_below_a_warning_is_known_by_its_file(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import warnings\nif True:\n    warnings.warn('slow')\n")
     warning = f"{script}:3: UserWarning: slow".encode()
-    assert line_kinds.is_source_of(warning, b"  warnings.warn('slow')")
-    assert not line_kinds.is_source_of(warning, b"  mine")
-    assert not line_kinds.is_source_of(warning, b"warnings.warn('slow')")
-    assert not line_kinds.is_source_of(b"<stdin>:3: UserWarning: slow", b"  warnings.warn('slow')")
+    assert process.is_source_of(warning, b"  warnings.warn('slow')")
+    assert not process.is_source_of(warning, b"  mine")
+    assert not process.is_source_of(warning, b"warnings.warn('slow')")
+    assert not process.is_source_of(b"<stdin>:3: UserWarning: slow", b"  warnings.warn('slow')")
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_the_code_below_a_warning_is_known_by_its_file(tmp_path):
     ],
 )
 def test_lines_are_shown_without_escape_codes(line, plain):
-    assert line_kinds.to_plain(line) == plain
+    assert process.to_plain(line) == plain

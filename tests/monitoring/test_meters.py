@@ -20,8 +20,8 @@ from tfdist.compression import ErrorFeedback, Int8, PowerSGD, Warmup
 from tfdist.errors import ConfigError
 from tfdist.gradients.optimizer import get_reduction
 from tfdist.monitoring import TensorBoard
-from tfdist.monitoring.histograms import histogram
-from tfdist.monitoring.system_meter import SystemMeter
+from tfdist.monitoring.meter import SystemMeter
+from tfdist.monitoring.texts import histogram
 from tfdist.runtime import progress
 
 rng = np.random.default_rng(0)

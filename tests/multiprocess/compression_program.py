@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tests.compression import test_compressors  # noqa: E402
-from tfdist.collectives.factory import communicator_for  # noqa: E402
+from tfdist.collectives.communicator import communicator_for  # noqa: E402
 from tfdist.compression.base import BucketedReduction  # noqa: E402
 from tfdist.gradients.optimizer import get_reduction  # noqa: E402
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce  # noqa: E402

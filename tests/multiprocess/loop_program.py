@@ -12,11 +12,11 @@ strategy, out, case, kill = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3],
 trainer = None
 if strategy != "plain":
     import tfdist
-    from tfdist.runtime import progress
+    from tfdist.runtime import progress as progress_lib
 
     how = {"devices": 2} if strategy == "mirrored" else {}
     trainer = tfdist.Trainer(strategy, backup=tfdist.BackupAndRestore(out / "backup", save_freq=4), **how)
-    kill = 0 if progress.restarts() else kill
+    kill = 0 if progress_lib.restarts() else kill
 
 import contextlib  # noqa: E402 (the strategy comes first)
 

@@ -10,11 +10,11 @@ import time
 
 import tfdist
 from tests.multiprocess.roles import ask
-from tfdist.cluster import silent_tasks
+from tfdist.cluster import reachability
 from tfdist.parameter_server import watch
 
 # Soon enough for a test; the limit of a start stays what a loaded machine needs.
-silent_tasks.REPORT_EVERY, watch.WORKER_TIMEOUT, watch._LAST_ROUND = 3.0, 6.0, 114.0
+reachability.REPORT_EVERY, watch.WORKER_TIMEOUT, watch._LAST_ROUND = 3.0, 6.0, 114.0
 
 trainer = tfdist.Trainer("parameter_server", start_timeout=120)
 

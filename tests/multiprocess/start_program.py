@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.cluster import from_tf_config, greeting, preflight
-from tfdist.runtime import blocking_call
+from tfdist.runtime import interrupt
 
 THIEF = """
 import os, socket, sys, time
@@ -30,7 +30,7 @@ WATCHING = ("tfdist-start", "tfdist-signals")
 strategy, lost, how, timeout, backups = sys.argv[1:]
 cluster, task = from_tf_config(os.environ["TF_CONFIG"])
 is_first = how != "steal once" or pathlib.Path(os.environ["TFDIST_PROGRESS"], "restarts").read_text().split() == ["0"]
-set_action = blocking_call._set_action
+set_action = interrupt._set_action
 wait, name_owner = preflight.wait_until_reachable, greeting.naming_port_owner
 
 
@@ -67,7 +67,7 @@ def tell_action(address):
     return before
 
 
-blocking_call._set_action = tell_action
+interrupt._set_action = tell_action
 preflight.wait_until_reachable, greeting.naming_port_owner = wait_and_linger, come_to_harm
 trainer = tfdist.Trainer(strategy, start_timeout=float(timeout), backup_dir=backups or None)
 total = trainer.strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.constant(1.0)))

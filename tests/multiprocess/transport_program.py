@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tests.compression import test_compressors  # noqa: E402
-from tfdist.collectives.cross_process import CrossProcessCommunicator  # noqa: E402
+from tfdist.collectives.communicator import CrossProcessCommunicator  # noqa: E402
 
 tf.config.experimental.enable_op_determinism()
 trainer.strategy.bucket_bytes = 4000  # several of each model

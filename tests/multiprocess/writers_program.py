@@ -13,7 +13,8 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist import config, train  # noqa: E402
+from tfdist import config  # noqa: E402
+from tfdist.commands import train  # noqa: E402
 from tfdist.runtime import progress  # noqa: E402
 from tfdist.training import callback_sync  # noqa: E402
 

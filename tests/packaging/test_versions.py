@@ -9,7 +9,7 @@ import tomllib
 import pytest
 from packaging import requirements, version
 
-from tfdist.compat import versions
+from tfdist.strategies import startup
 from tools import versions as tool
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -19,7 +19,7 @@ DECLARED = {each.name: each.specifier for each in map(requirements.Requirement, 
 
 @pytest.mark.parametrize("name", ["tensorflow", "keras"])
 def test_the_range_is_one(name):
-    first, end = versions.TESTED[name]
+    first, end = startup.TESTED[name]
     assert str(DECLARED[name]) == f"<{end},>={first}"
     oldest, newest = (release(row, name) for row in ("oldest", "newest"))
     assert oldest == first

@@ -12,16 +12,16 @@ import tensorflow as tf
 
 from tests.helpers import tiers
 from tfdist.cluster import local_cluster
-from tfdist.compat import versions as versions_lib
+from tfdist.strategies import startup
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
 def versions(monkeypatch):
-    versions_lib.check_versions.cache_clear()
+    startup.check_versions.cache_clear()
     yield lambda module, version: monkeypatch.setattr(module, "__version__", version)
-    versions_lib.check_versions.cache_clear()
+    startup.check_versions.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_an_untested_version_gives_one_warning_with_the_tested_range(versions, m
     with pytest.warns(
         UserWarning, match=r"tested with tensorflow >=2\.18,<2\.22 and keras >=3\.13,<3\.16\. Found: "
     ) as seen:
-        versions_lib.check_versions()
-        versions_lib.check_versions()
+        startup.check_versions()
+        startup.check_versions()
     assert len(seen) == 1
     assert f"{module.__name__.rpartition('.')[2]} {version}" in str(seen[0].message)
 
@@ -43,7 +43,7 @@ def test_tested_versions_give_none(versions, version):
     versions(keras, version)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        versions_lib.check_versions()
+        startup.check_versions()
 
 
 IMPORTS = """

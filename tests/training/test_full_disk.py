@@ -18,8 +18,8 @@ from tests.helpers import full_disk
 from tfdist.monitoring.summary import write_json
 from tfdist.monitoring.tensorboard import TensorBoard
 from tfdist.runtime import goodput
-from tfdist.runtime.write_errors import WriteError
-from tfdist.training import file_callbacks
+from tfdist.runtime.files import WriteError
+from tfdist.training import callback_kinds
 
 ROOT = pathlib.Path(__file__).parents[2]
 X = np.ones((32, 4), np.float32)
@@ -143,7 +143,7 @@ def test_another_workers_model_that_nobody_reads_costs_one_warning(
     name = "model.weights.h5" if weights_only else "model.keras"
     callback = keras.callbacks.ModelCheckpoint(name, save_weights_only=weights_only)
     with full_disk.mounted(tmp_path, 1 << 18):
-        with file_callbacks.redirect_to_temporary_files([callback]):
+        with callback_kinds.redirect_to_temporary_files([callback]):
             assert len(fit(trainer, model, callback, epochs=2).epoch) == 2
         assert not list(tmp_path.glob("tfdist-*"))
     out = capsys.readouterr().out

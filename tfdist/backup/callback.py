@@ -15,9 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.backup.options import BackupOptions
 from tfdist.backup.search import read_seed
-from tfdist.backup.session import BackupSession
+from tfdist.backup.session import BackupOptions, BackupSession
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import tf_internals

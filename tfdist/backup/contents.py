@@ -1,20 +1,23 @@
-"""What a backup must hold: checked before any of it is used, as a file may be forged, or of another version."""
+"""What a backup must hold: checked before any of it is used, as a file may be forged, or of another version.
+
+A `SavePoint` is when in a training it was taken.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.backup.data_position import LoopPosition
 from tfdist.backup.files import CorruptBackupError, first_line
-from tfdist.backup.save_point import SavePoint
 from tfdist.backup.state import REST
 
 _FIELDS = {
@@ -30,6 +33,33 @@ _FIELDS = {
 _LATER = {"training"}  # which the first versions did not write
 _ABOUT = {"fit": dict, "optimizer": dict, "variables": dict}
 _REST = {"callbacks": dict, "synchronized": bool}
+_FOLDER = re.compile(r"step-(\d+)(-end)?/?")  # some file systems list folders with a slash
+
+
+class SavePoint(NamedTuple):
+    """When in a training a backup was taken; later ones are greater.
+
+    Attributes:
+        step: The steps done by then.
+        epoch_ended: Whether the epoch of the last step had ended: there may be a backup of that step before it did, too.
+    """
+
+    step: int
+    epoch_ended: bool
+
+    @property
+    def folder(self) -> str:
+        """The name of the backup's folder."""
+        return f"step-{self.step}" + "-end" * self.epoch_ended
+
+    @classmethod
+    def of_folder(cls, name: str) -> SavePoint | None:
+        """Returns the save point of the folder of that name, or None if no backup has it."""
+        match = _FOLDER.fullmatch(name)
+        return match and cls(int(match[1]), bool(match[2]))
+
+
+BEFORE_ALL = SavePoint(-1, False)  # less than that of any backup
 
 
 def checksum(body: Mapping[str, Any]) -> int:

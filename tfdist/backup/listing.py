@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.backup import contents, files
+from tfdist.backup.contents import SavePoint
 from tfdist.backup.files import CorruptBackupError, ReadError, UnreadableBackupError
-from tfdist.backup.save_point import SavePoint
 from tfdist.backup.search import FORMAT
 from tfdist.backup.storage import MANIFEST, SHARED, Storage
 from tfdist.errors import BackupError

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist.backup import contents, files
+from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.files import CorruptBackupError, UnreadableBackupError
-from tfdist.backup.save_point import BEFORE_ALL, SavePoint
 from tfdist.backup.storage import MANIFEST, SHARED, STATE_FILE, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError

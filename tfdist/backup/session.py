@@ -1,40 +1,95 @@
-"""One `fit` that is backed up: finds the backup to go on from, restores the state, saves, and exits when preempted."""
+"""One `fit` that is backed up: finds the backup to go on from, restores the state, saves, and exits when preempted.
+
+`BackupOptions` say how a training is backed up.
+
+By the `Agreement` all ranks save, or save and exit, at the same step.
+
+`ResumeWarnings` tell, on the chief, of state that a backup cannot hold, so that a resume would not be exact.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backup import compatibility, csv_logs
-from tfdist.backup.agreement import Agreement
+from tfdist.backup import compatibility, state, unsaved_randomness
+from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.data_position import LoopPosition, LoopTracker
-from tfdist.backup.options import BackupOptions
-from tfdist.backup.resume_warnings import ResumeWarnings
-from tfdist.backup.save_point import BEFORE_ALL, SavePoint
 from tfdist.backup.search import FORMAT, Snapshot, find_backup
-from tfdist.backup.snapshot_writer import SnapshotWriter
+from tfdist.backup.snapshot_writer import Background, SnapshotWriter
 from tfdist.backup.state import TrainingState, users_callbacks
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import optimizer_search, tf_internals
 from tfdist.compat.keras_loops import pythonify_logs
+from tfdist.data.python_generators import PROCESS_GENERATORS
 from tfdist.data.python_state import process_generator_states, set_process_generator_states
 from tfdist.engine import Engine
+from tfdist.errors import ConfigError, format_value
 from tfdist.runtime import exit_status, goodput, progress
-from tfdist.runtime.background import Background
 from tfdist.runtime.log import logger
+from tfdist.runtime.preemption import Preemption
 
 _GENERATORS = "generators of the process"
+
+
+@dataclasses.dataclass(frozen=True)
+class BackupOptions:
+    """How a training is backed up; `BackupAndRestore` describes the arguments, which are the same.
+
+    Raises:
+        ConfigError: A value is out of range, or `backup_dir` is a file.
+    """
+
+    backup_dir: str
+    save_freq: str | int
+    save_every_seconds: float | None
+    keep: int
+    delete_checkpoint: bool
+    save_before_preemption: bool
+    grace_seconds: float
+    config: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if faults := list(self._faults()):
+            raise ConfigError(faults)
+
+    @functools.cached_property
+    def preemption(self) -> Preemption | None:
+        """Receives SIGTERM; None leaves the signal alone."""
+        return Preemption(self.grace_seconds) if self.save_before_preemption else None
+
+    def _faults(self) -> Iterator[str]:
+        folder, save_freq = self.backup_dir, self.save_freq
+        if not folder:
+            yield "backup_dir must be a folder. Received: ''."
+        try:
+            if tf.io.gfile.exists(folder) and not tf.io.gfile.isdir(folder):
+                yield f"backup_dir must be a folder, and {folder!r} is a file."
+        except tf.errors.OpError as e:  # a scheme that is not known
+            yield f"backup_dir must be a folder that TensorFlow can reach. Received: {format_value(folder)} ({e.message.splitlines()[0]})."
+        whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
+        if save_freq != "epoch" and not whole:
+            yield f"save_freq must be 'epoch' or a number of steps, 1 or more. Received: {save_freq!r}."
+        if self.save_every_seconds is not None and not self.save_every_seconds > 0:
+            yield f"save_every_seconds must be more than 0, or None. Received: {self.save_every_seconds!r}."
+        if not isinstance(self.keep, int) or self.keep < 1:
+            yield f"keep must be 1 or more. Received: {self.keep!r}."
+        if not self.grace_seconds > 0:
+            yield f"grace_seconds must be more than 0. Received: {self.grace_seconds!r}."
 
 
 class BackupSession:
@@ -113,7 +168,7 @@ class BackupSession:
         """Takes the training's callbacks; logs in files go on where the backup was."""
         self._callbacks = callbacks
         if self._found:
-            for callback in csv_logs.csv_loggers(self._callbacks):
+            for callback in state.csv_loggers(self._callbacks):
                 callback.append = True
 
     def on_train_begin(self, epochs: int, steps: int | None) -> None:
@@ -149,8 +204,8 @@ class BackupSession:
         stops = found.manifest["stop_training"]
         self._last_logs = self._restore(found)
         self._snapshots.saved = self._last_point = found.point
-        for callback in csv_logs.csv_loggers(self._callbacks):
-            csv_logs.cut_log(callback, position.epoch)
+        for callback in state.csv_loggers(self._callbacks):
+            state.cut_log(callback, position.epoch)
         first = epochs if stops and not position.epoch_step else position.epoch
         self.loop_tracker.resume(position, first, self._last_logs, found.own, self._restore_again)
         self._tell_progress(position.step, epochs, steps)
@@ -283,3 +338,128 @@ class BackupSession:
         if self._ranks.is_chief:
             logger.info(f"told to end (SIGTERM): saved at step {self.loop_tracker.position.step}")
         sys.exit(exit_status.PREEMPTED)
+
+
+class Agreement:
+    """Whether all ranks save or exit after an execution of steps.
+
+    Each rank writes two flags into `strategy.notes`: it is preempted, it is time to save. The training step sums them over the
+    ranks, so that all ranks read the same flags at the same step.
+
+    Args:
+        ranks: The ranks.
+        strategy: The strategy.
+        preemption: The listener for SIGTERM, or None.
+        peer_preempted: Returns whether another task, which this one cannot do without, is preempted.
+        save_every_seconds: Seconds between two backups, or None.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        strategy: Any,
+        preemption: Preemption | None,
+        peer_preempted: Callable[[], bool],
+        save_every_seconds: float | None,
+    ):
+        self._ranks = ranks
+        self._strategy = strategy
+        self._preemption = preemption
+        self._peer_preempted = peer_preempted
+        self._save_every_seconds = save_every_seconds
+        self._saved_at = time.monotonic()
+
+    def prepare(self, model: keras.Model) -> None:
+        """Makes the variable of the flags, which the model's step reads."""
+        if self._ranks.size == 1:
+            return
+        if self._strategy.notes is None:
+            with tf.device("CPU:0"):
+                self._strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
+            # A step that was traced before does not read the flags.
+            model.train_function = model.test_function = None
+        self._strategy.notes.assign(tf.zeros(2))
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether this rank, or a task that it needs, was told to exit."""
+        return bool(self._preemption and (self._preemption.requested or self._peer_preempted()))
+
+    def can_agree(self, function: Any) -> bool:
+        """Returns whether the ranks can agree after an execution of steps.
+
+        Args:
+            function: What Keras calls for each execution of steps.
+        """
+        return self._ranks.size == 1 or hasattr(function, "agreed_flags")
+
+    def agree(self, function: Any) -> tuple[bool, bool]:
+        """Returns whether to save and exit, and whether it is time to save; on all ranks the same at the same step.
+
+        Args:
+            function: What Keras calls for each execution of steps.
+        """
+        seconds = self._save_every_seconds
+        should_save = bool(self._ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
+        if self._ranks.size == 1:
+            return self.is_preempted, should_save
+        flags = getattr(function, "agreed_flags", None)
+        if self.is_preempted or should_save:
+            self._strategy.notes.assign([float(self.is_preempted), float(should_save)])
+        if flags is None:
+            return False, False
+        should_stop, should_save = (flags.numpy() > 0).tolist()
+        return should_stop, should_save
+
+    def on_save(self) -> None:
+        """Restarts the time until the next backup, and resets the flag that asks for one."""
+        self._saved_at = time.monotonic()
+        if self._ranks.size > 1:
+            self._strategy.notes.assign([float(self.is_preempted), 0.0])
+
+
+class ResumeWarnings:
+    """Warns once of each source of unsaved state: of the data before the training, of steps after the second execution.
+
+    Args:
+        enabled: Whether this process warns.
+    """
+
+    def __init__(self, enabled: bool):
+        self._enabled = enabled
+        self._executions = 0
+        self._generators: Sequence[Any] = ()  # of Python code, which backups hold for steps
+        self._watch: unsaved_randomness.StepWatch | None = None
+
+    def on_train_begin(self, tracker: LoopTracker, callbacks: Sequence[Any]) -> None:
+        """Warns of data whose random state cannot be saved.
+
+        Args:
+            tracker: Of the loop over the data.
+            callbacks: The user's, which may draw while a thread reads the data.
+        """
+        if self._enabled:
+            self._generators = () if tracker.state.calls_python else PROCESS_GENERATORS
+            unsaved_randomness.warn_if_inexact(list(tracker.doubts(callbacks)))
+
+    def on_execution_end(self, function: Any, known_variables: Callable[[], Sequence[Any]]) -> None:
+        """Watches the second execution of steps, and then warns of what it has changed.
+
+        Args:
+            function: What Keras calls for each execution of steps.
+            known_variables: Returns the variables that backups hold, or that hold no state.
+        """
+        self._executions += 1
+        if self._executions == 1 and self._enabled:
+            self._watch = unsaved_randomness.StepWatch(function, known_variables(), self._generators)
+        elif self._executions == 2:
+            self._warn_of_steps()
+
+    def on_epoch_end(self) -> None:
+        """Warns of what has been watched: the epoch may have had one execution."""
+        self._warn_of_steps()
+
+    def _warn_of_steps(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch:
+            unsaved_randomness.warn_if_inexact(list(watch.doubts()))

@@ -1,18 +1,41 @@
-"""Writes the snapshots of one `fit`: each rank its part, the chief the shared part and the manifest."""
+"""Writes the snapshots of one `fit`: each rank its part, the chief the shared part and the manifest.
+
+The `OwnershipMarker` keeps two runs from writing to one folder. While a run's chief lives on this host, another run here is refused.
+Whether one on another host lives cannot be told: there the run that began last has the folder, and the other ends at its next backup. So
+a run that somebody took for dead, and started again elsewhere, does no harm when it wakes up. A supervisor does not restart a run that
+was refused: it would take the folder back.
+
+`Background` does one piece of work at a time, beside the main thread.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import psutil
 import tensorflow as tf
 
-from tfdist.backup import damaged
+from tfdist.backup import files
+from tfdist.backup import storage as storage_lib
+from tfdist.backup.contents import SavePoint
 from tfdist.backup.files import ReadError, first_line
-from tfdist.backup.ownership import OwnershipMarker
-from tfdist.backup.save_point import SavePoint
 from tfdist.backup.search import Snapshot
 from tfdist.backup.storage import SHARED, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
+from tfdist.runtime import progress
 from tfdist.runtime.progress import Progress, note_backup
+
+OWNERSHIP_FILE = "run"
+_NAMED = re.compile(r"process (\d+) on (\S+) \(\w+\), begun at ([\d.]+)")
+_SAME_TIME = 5.0  # seconds by which two looks at when a process began may differ, as clocks are set
+_ENDING_SECONDS = 5.0  # for which a run that is ending is waited for
 
 
 class SnapshotWriter:
@@ -65,7 +88,7 @@ class SnapshotWriter:
         if self._ranks.is_chief:
             try:
                 self._ownership.acquire()
-                damaged.set_aside(self._storage, after)
+                storage_lib.set_damaged_aside(self._storage, after)
             except (OSError, tf.errors.OpError, ReadError) as e:
                 why = f"backup_dir {self._storage.folder!r} cannot be taken over: {first_line(e)}. Is there room, and the right to?"
         if self._ranks.any(bool(why)):
@@ -91,7 +114,7 @@ class SnapshotWriter:
             storage.write_part(point, SHARED, snapshot.shared)
             self._ownership.check()
             storage.write_manifest(point, snapshot.manifest, self._keep)
-            damaged.remove(storage.folder)
+            storage_lib.remove_damaged(storage.folder)
             note_backup(storage.folder)
             self._progress.write(saved=snapshot.step)
         else:
@@ -108,3 +131,118 @@ class SnapshotWriter:
         """Gives the folder back, if it is this run's."""
         if self._ranks.is_chief:
             self._ownership.release()
+
+
+def _name_process() -> str:
+    begun = psutil.Process().create_time()
+    return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex}), begun at {begun:.2f}"
+
+
+def _name_again() -> None:
+    global _THIS_RUN
+    _THIS_RUN = _name_process()
+
+
+_THIS_RUN = _name_process()
+os.register_at_fork(after_in_child=_name_again)
+
+
+class OwnershipMarker:
+    """A run's claim to a folder; for the chief.
+
+    Args:
+        folder: The folder, which exists.
+    """
+
+    def __init__(self, folder: str):
+        self._folder = folder
+        self._path = os.path.join(folder, OWNERSHIP_FILE)
+
+    def check_free(self) -> None:
+        """Raises a ConfigError if another process of this host has the folder, and does not end within some seconds."""
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while (owner := self._owner()) not in (None, _THIS_RUN) and _is_alive(owner or ""):
+            if time.monotonic() > deadline:
+                progress.mark_refusal()
+                raise ConfigError(
+                    f"backup_dir {self._folder!r} is another run's, which still runs: {owner}. Give each run a backup_dir of its "
+                    "own, or end that process first."
+                )
+            time.sleep(0.1)
+
+    def acquire(self) -> None:
+        """Takes the folder over from any other run."""
+        files.replace(self._path, _THIS_RUN, self._path + ".partial")
+
+    def check(self) -> None:
+        """Raises a ConfigError if another run has taken the folder over since."""
+        owner = self._owner()
+        if owner not in (None, _THIS_RUN):
+            progress.mark_refusal()
+            raise ConfigError(
+                f"backup_dir {self._folder!r} is another run's, which began later: {owner}. This one ends, as two would "
+                "spoil each other's backups. Give each run a backup_dir of its own."
+            )
+
+    def release(self) -> None:
+        """Gives the folder back, if it is still this run's."""
+        if self._owner() == _THIS_RUN:
+            tf.io.gfile.remove(self._path)
+
+    def _owner(self) -> str | None:
+        try:
+            return files.read(self._path).decode(errors="replace") or None
+        except files.ReadError:  # it is not there, or cannot be told
+            return None
+
+
+def _is_alive(owner: str) -> bool:
+    """Whether an owner is a process of this host that has not ended."""
+    named = _NAMED.fullmatch(owner)
+    if named is None or named[2] != socket.gethostname() or int(named[1]) == os.getpid():
+        return False
+    try:
+        process = psutil.Process(int(named[1]))
+        began_then = abs(process.create_time() - float(named[3])) < _SAME_TIME
+        return began_then and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+class Background:
+    """Runs what it is given in a thread, and raises what that raises in the main thread, later.
+
+    The thread does not keep the process from ending: a task whose peers have died must not wait for their files.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Starts some work; what was started before must have been finished."""
+        self._thread = threading.Thread(target=self._run, args=(work,), name="backup", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until the work has ended, well or not, or for some seconds."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def finish(self) -> None:
+        """Waits until the work has ended, and raises what it has raised."""
+        self.wait()
+        self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raises what the work has raised, if it has ended."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as e:
+            self._error = e

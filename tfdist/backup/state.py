@@ -1,7 +1,11 @@
-"""All that a training consists of between two steps: variables, and what callbacks remember."""
+"""All that a training consists of between two steps: variables, and what callbacks remember.
+
+The files of `CSVLogger` callbacks go on where the backup was (`cut_log`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,10 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import optimizer_search
-from tfdist.compat.keras_callbacks import CALLBACK_STATE, STATELESS_ATTRIBUTES
+from tfdist.compat.keras_internals import CALLBACK_STATE, STATELESS_ATTRIBUTES
 from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
+from tfdist.runtime.files import write_error_reason
+from tfdist.runtime.log import logger
 
 REST = "rest"  # what is no tensor, as JSON
 _GLOBAL_SEED = "global seed/"  # of this thread's `keras.random`
@@ -227,3 +233,42 @@ def _from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
             return {key: each for key, each in _from_json(value[_PAIRS], arrays)}
         return {key: _from_json(each, arrays) for key, each in value.items()}
     return [_from_json(each, arrays) for each in value] if isinstance(value, list) else value
+
+
+def csv_loggers(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.CSVLogger]:
+    """Returns the callbacks that log to CSV files."""
+    return [callback for callback in callbacks if isinstance(callback, keras.callbacks.CSVLogger)]
+
+
+def cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Removes the rows of the epochs that are trained again from a log that is open; where that fails, the log stays whole.
+
+    Args:
+        callback: The callback that writes the log.
+        epoch: The first epoch that is trained again.
+    """
+
+    def is_before(line: str) -> bool:
+        first = line.split(callback.sep)[0]
+        return first.isdecimal() and int(first) < epoch
+
+    callback.csv_file.flush()
+    with tf.io.gfile.GFile(callback.filename) as file:
+        lines = file.read().splitlines(keepends=True)
+    kept = lines[:1] + list(filter(is_before, lines[1:]))
+    if kept == lines:
+        return
+    partial = f"{callback.filename}.partial"
+    try:
+        with tf.io.gfile.GFile(partial, "w") as file:
+            file.write("".join(kept))
+        tf.io.gfile.rename(partial, callback.filename, overwrite=True)
+    except (OSError, tf.errors.OpError) as e:
+        logger.warning(
+            f"cannot write {callback.filename}: {write_error_reason(e)}; the training goes on, but rows of epochs that it repeats are there twice. "
+            "Free the disk."
+        )
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            tf.io.gfile.remove(partial)
+        return
+    callback.on_train_begin()  # opens it again

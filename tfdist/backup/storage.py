@@ -10,6 +10,8 @@ ever written over a backup. The parts are TensorFlow checkpoints, which `tf.trai
 and the manifest holds a checksum of each index: whatever is torn or flipped shows. A part's index appears when the part is
 whole, so the chief need only wait for all indices. No rank deletes another's files, but for the chief those of backups that are
 damaged: it renames them to `damaged-step-400` when a run goes on from an older one, and removes them once the next one is complete.
+
+Damaged backups, which a run does not go on from, are renamed on the chief until the next backup is complete, and removed then.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backup import contents, damaged, files
+from tfdist.backup import contents, files
+from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.files import CorruptBackupError, ReadError, UnreadableBackupError
-from tfdist.backup.save_point import BEFORE_ALL, SavePoint
 from tfdist.errors import BackupError
 from tfdist.runtime.log import logger
 
@@ -39,6 +41,7 @@ _PARTIAL = ".partial"
 _NAMED = re.compile(r'checkpoint_paths?: "(.*)"')
 _PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
+_DAMAGED = "damaged-"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +240,7 @@ class Storage:
         if self.rank == 0:
             for name in (STATE_FILE, STATE_FILE + _PARTIAL):
                 self._remove_file(os.path.join(self.folder, name))
-            damaged.remove(self.folder)
+            remove_damaged(self.folder)
         for point in self.points():
             self.remove(point)
         try:
@@ -296,3 +299,42 @@ def _write_error(path: str, error: Exception) -> BackupError:
     return BackupError(
         f"The backup {path} could not be written: {files.first_line(error)}. The backups before it are left."
     )
+
+
+def set_damaged_aside(storage: Storage, after: SavePoint) -> None:
+    """Renames the backups after the one that a run goes on from, so that no new one is written into their folders.
+
+    Those that were never complete are left to `Storage.clean`.
+
+    Args:
+        storage: The backups.
+        after: The backup that the run goes on from.
+
+    Raises:
+        OSError: One cannot be renamed.
+        OpError: One cannot be renamed.
+        UnreadableBackupError: The folder cannot be read.
+    """
+    completed = storage.completed()
+    for point in storage.points():
+        if point > after and (point in completed or not storage.is_unfinished(point)):
+            names, number, new = {*files.list_folder(storage.folder)}, 1, _DAMAGED + point.folder
+            while new in names or f"{new}/" in names:
+                number, new = number + 1, f"{_DAMAGED}{point.folder}-{number + 1}"
+            tf.io.gfile.rename(storage.path(point), os.path.join(storage.folder, new))
+
+
+def remove_damaged(folder: str) -> None:
+    """Removes what `set_damaged_aside` has renamed; what cannot be removed is left, with a warning.
+
+    Args:
+        folder: The folder of the backups.
+    """
+    path = folder
+    try:
+        for name in files.list_folder(folder):
+            if name.startswith(_DAMAGED):
+                path = os.path.join(folder, name.rstrip("/"))
+                files.remove_tree(path)
+    except (OSError, tf.errors.OpError, files.ReadError) as e:
+        logger.warning(f"damaged backups are left, as {path} cannot be removed: {files.first_line(e)}")

@@ -2,6 +2,8 @@
 
 Each task first listens at its own address and sends a greeting to whoever connects (`greeting`). So tasks may start in any order,
 and a task of another cluster, or another program, is named. No TensorFlow here.
+
+`bypass_proxies` is for the HTTP proxies of the environment, which gRPC would use between the tasks.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from tfdist.cluster import greeting, missing_tasks, proxies, reachability, task_versions
+from tfdist.cluster import greeting, reachability, task_versions
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.errors import ClusterError
-from tfdist.runtime import blocking_call
+from tfdist.runtime import interrupt
 from tfdist.runtime.log import TO_STDERR, logger
 
 START_TIMEOUT = 300.0  # seconds
@@ -67,12 +69,12 @@ def wait_until_reachable(
         now = clock()
         if now - started >= timeout:
             raise ClusterError(
-                f"Waited {timeout:.0f} s for {missing_tasks.format_tasks(cluster, absent)}. Is it started, and is its port open to this "
-                f"host?{missing_tasks.loopback_hint(cluster)}"
+                f"Waited {timeout:.0f} s for {reachability.format_tasks(cluster, absent)}. Is it started, and is its port open to this "
+                f"host?{reachability.loopback_hint(cluster)}"
             )
         if now - reported >= _REPORT_EVERY:
             for each, reason in absent.items():
-                logger.info(f"waiting for {missing_tasks.format_tasks(cluster, {each: reason})}")
+                logger.info(f"waiting for {reachability.format_tasks(cluster, {each: reason})}")
             reported = now
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
@@ -99,7 +101,7 @@ def startup_barrier(cluster: ClusterSpec, task: TaskSpec, timeout: float = START
     Raises:
         ClusterError: This task's port is taken, or other tasks are not there in time.
     """
-    proxies.bypass_proxies(cluster)
+    bypass_proxies(cluster)
     with greeting.listening_for_peers(cluster, task):
         wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
     with startup_watchdog(cluster, task, timeout):
@@ -127,7 +129,7 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
     def watch() -> None:
         while not done.wait(min(_REPORT_EVERY, max(0.0, ends - time.monotonic()))):
             absent = (
-                missing_tasks.format_tasks(cluster, reachability.unreachable_tasks(cluster, others, serving=True))
+                reachability.format_tasks(cluster, reachability.unreachable_tasks(cluster, others, serving=True))
                 or "others, though all can be reached: see their logs. A task that is started again alone cannot join others that train"
             )
             over = time.monotonic() >= ends
@@ -140,8 +142,18 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
                 os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="tfdist-start").start()
-    with blocking_call.signals_end_process(), greeting.naming_port_owner(cluster, task):
+    with interrupt.signals_end_process(), greeting.naming_port_owner(cluster, task):
         try:
             yield
         finally:
             done.set()
+
+
+def bypass_proxies(cluster: ClusterSpec) -> None:
+    """Makes gRPC reach the cluster's hosts directly, without `http_proxy` and `https_proxy` (grpc/grpc#9989)."""
+    hosts = [address.rsplit(":", 1)[0].strip("[]") for task in cluster.tasks() for address in [cluster.address(task)]]
+    os.environ.setdefault("no_proxy", os.environ.get("NO_PROXY", ""))  # other libraries look at no_proxy first
+    for name in ("no_grpc_proxy", "no_proxy"):
+        known = [each for each in os.environ.get(name, "").split(",") if each]
+        if name == "no_proxy" or known:  # gRPC takes no_grpc_proxy before no_proxy
+            os.environ[name] = ",".join(dict.fromkeys([*known, *hosts]))

@@ -1,8 +1,14 @@
-"""Whether something listens at the addresses of a cluster's tasks, and whether it is the right task. No TensorFlow here."""
+"""Whether something listens at the addresses of a cluster's tasks, and whether it is the right task. No TensorFlow here.
+
+`format_tasks` and `loopback_hint` are the wording of messages about tasks that cannot be reached.
+
+`SilentTasks` are those that have not answered for some time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import re
 import socket
@@ -12,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 from tfdist.cluster import greeting
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.runtime.log import logger
 
 ANSWER_TIMEOUT = 3.0  # seconds that an address has to answer
 SETTLED = 5.0  # seconds within which the system closes the port of a process that is killed, after its connections
@@ -22,6 +29,9 @@ ENDED = ("connection refused", WAITS_FOR_OTHERS)
 _SETTINGS = re.compile(rb"\0[\0-\x03][\0-\xff]\x04\0\0\0\0\0", re.DOTALL)
 # Anybody may listen at an address: what is printed of a greeting is a task's name.
 _GREETING = re.compile(r"tfdist [0-9a-f]+ [a-z]+:[0-9]{1,9}")
+REPORT_AFTER = 5.0  # seconds without an answer, after which it is logged
+REPORT_EVERY = 10.0  # and again
+_LONGEST_ROUND = 5.0  # seconds that count for a round: this process itself may have been stopped
 
 
 def unreachable_reason(
@@ -129,3 +139,62 @@ class ReachabilityProbe:
 
     def _ask(self, task: TaskSpec, seconds: float) -> None:
         self._reasons[task] = self._why_not(task, seconds)
+
+
+def format_tasks(cluster: ClusterSpec, absent: dict[TaskSpec, str]) -> str:
+    """Returns `worker:1 at host:2222 (connection refused), ...`."""
+    return ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in absent.items())
+
+
+def loopback_hint(cluster: ClusterSpec) -> str:
+    """Returns a hint if all addresses are loopback addresses, which every host has for itself; else an empty text."""
+    for task in cluster.tasks():
+        host = cluster.address(task).rsplit(":", 1)[0].strip("[]")
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(host).is_loopback:
+                continue
+        if host != "localhost":
+            return ""
+    return f" Every host means itself by {host}: for tasks of several hosts, give addresses that all of them know."
+
+
+class SilentTasks:
+    """Tasks that do not answer, and are not known to have ended.
+
+    Args:
+        cluster: The cluster.
+        task: This process's task.
+        clock: Returns seconds. Injected, so that tests need not wait.
+
+    Attributes:
+        seconds: For how long each of them has not answered.
+    """
+
+    def __init__(self, cluster: ClusterSpec, task: TaskSpec, clock: Callable[[], float] = time.monotonic):
+        self._cluster = cluster
+        self._task = task
+        self._clock = clock
+        self.seconds: dict[TaskSpec, float] = {}
+        self._noted = clock()
+        self._logged = -REPORT_EVERY
+
+    def note(self, silent: Iterable[TaskSpec]) -> None:
+        """Takes which tasks do not answer now, and logs those that have not for long."""
+        now = self._clock()
+        passed = min(now - self._noted, _LONGEST_ROUND)
+        self.seconds = {task: self.seconds.get(task, 0.0) + passed for task in silent}
+        self._noted = now
+        if now - self._logged >= REPORT_EVERY and (sentence := self.sentence()):
+            logger.warning(sentence)
+            self._logged = now
+
+    def sentence(self) -> str:
+        """Returns who has not answered for how long, or an empty text."""
+        long = {task: seconds for task, seconds in self.seconds.items() if seconds >= REPORT_AFTER}
+        if not long:
+            return ""
+        names = ", ".join(f"{task} at {self._cluster.address(task)}" for task in sorted(long, key=str))
+        return (
+            f"{self._task} waits for {names}: no answer for {max(long.values()):.0f} s. Is the process stopped, its host "
+            "overloaded, or the network down?"
+        )

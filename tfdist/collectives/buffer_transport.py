@@ -1,12 +1,24 @@
-"""What sums and moves NumPy arrays among the processes of a strategy, in place of TensorFlow's collectives. No TensorFlow here."""
+"""What sums and moves NumPy arrays among the processes of a strategy, in place of TensorFlow's collectives. No TensorFlow here.
+
+`fold` is the sum of arrays in a given order, the same to the bit wherever it is computed. float16 and bfloat16 are added up in float32 and
+rounded once. TensorFlow's ring rounds after each addition: between two ranks that is the same number, between more it is the less exact
+one.
+
+In an `ExchangedTransport` sums and moves are made of one step: each rank sends an array to each other rank, and receives one from each. An
+array is cut into a part for each rank. Each rank gets the others' parts that are its own and adds them up in the order of the ranks;
+then it sends that sum to all. So every byte crosses the network twice, whatever the number of ranks, and all ranks have the same bits.
+"""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 import numpy as np
 
 _ALIGNMENT = 64  # bytes
+_WIDE = 2**15  # numbers that are widened at once: they stay in a core's cache
+_SMALL = 2**15  # bytes up to which every rank adds up the whole array: one exchange instead of two
 
 
 def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
@@ -59,3 +71,72 @@ class BufferTransport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Ends the transport. All ranks call it, or end without."""
+
+
+def fold(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, largest: bool) -> None:
+    """Computes the sum (or maximum) of some arrays, in their order.
+
+    Args:
+        values: Arrays of one shape, `[numbers]`.
+        out: For the result; none of them.
+        largest: Whether to compute the maximum.
+    """
+    with np.errstate(all="ignore"):  # sums may be infinite or no number, as TensorFlow's; callers look for it
+        _fold(values, out, np.maximum if largest else np.add)
+
+
+def _fold(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, join: np.ufunc) -> None:
+    if len(values) == 1:
+        out[...] = values[0]
+    elif out.dtype.name not in ("float16", "bfloat16"):
+        total = values[0]
+        for value in values[1:]:
+            total = join(total, value, out=out)
+    else:
+        for start in range(0, out.size, _WIDE):
+            wide = values[0][start : start + _WIDE].astype(np.float32)
+            for value in values[1:]:
+                join(wide, value[start : start + _WIDE].astype(np.float32), out=wide)
+            out[start : start + _WIDE] = wide.astype(out.dtype)
+
+
+class ExchangedTransport(BufferTransport):
+    """A transport whose library sends and receives bytes."""
+
+    @abc.abstractmethod
+    def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Sends an array to each other rank, and receives one from each, all at once.
+
+        Args:
+            sent: An array for each rank, contiguous and of bytes, `[bytes]`; this rank's own is not used.
+            received: Where to write those of the others, likewise.
+        """
+
+    def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
+        flat = np.ascontiguousarray(array).reshape(-1)
+        total = aligned_empty(flat.size, flat.dtype)
+        if flat.nbytes <= _SMALL:
+            fold(self.all_gather(flat), total, largest)
+            return total.reshape(array.shape)
+        parts = [slice(r * flat.size // self.size, (r + 1) * flat.size // self.size) for r in range(self.size)]
+        mine = flat[parts[self.rank]]
+        rows = [mine if r == self.rank else np.empty_like(mine) for r in range(self.size)]
+        self._move([flat[part] for part in parts], rows)
+        fold(rows, total[parts[self.rank]], largest)
+        self._move([total[parts[self.rank]]] * self.size, [total[part] for part in parts])
+        return total.reshape(array.shape)
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        mine, every = np.ascontiguousarray(array), np.empty((self.size, *array.shape), array.dtype)
+        every[self.rank] = array
+        self._move([mine] * self.size, [every[r, ...] for r in range(self.size)])
+        return every
+
+    def all_to_all(self, array: np.ndarray) -> np.ndarray:
+        mine, rows = np.ascontiguousarray(array), np.empty(array.shape, array.dtype)
+        rows[self.rank] = array[self.rank]
+        self._move([mine[r, ...] for r in range(self.size)], [rows[r, ...] for r in range(self.size)])
+        return rows
+
+    def _move(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        self._exchange(*([array.reshape(-1).view(np.uint8) for array in arrays] for arrays in (sent, received)))

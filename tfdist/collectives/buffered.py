@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from tfdist.collectives.buffer_transport import BufferTransport
 from tfdist.collectives.calls import Calls
-from tfdist.collectives.communicator import Result
-from tfdist.collectives.cross_process import CrossProcessCommunicator
+from tfdist.collectives.communicator import CrossProcessCommunicator, Result
 from tfdist.collectives.requests import Cond, flatten, unflatten
 from tfdist.compat import tf_cluster
 

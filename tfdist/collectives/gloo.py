@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.collectives.buffer_transport import NoTransportError
-from tfdist.collectives.exchanged import ExchangedTransport
+from tfdist.collectives.buffer_transport import ExchangedTransport, NoTransportError
 from tfdist.compat import gloo_group
 from tfdist.errors import told
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError
-from tfdist.collectives.exchanged import ExchangedTransport
+from tfdist.collectives.buffer_transport import BufferTransport, ExchangedTransport, NoTransportError
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes were started together
 _MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # by which a process can join the others

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tfdist.collectives import shared_memory_rendezvous
-from tfdist.collectives.buffer_transport import BufferTransport, aligned_empty, check_rows
-from tfdist.collectives.fold import fold
+from tfdist.collectives.buffer_transport import BufferTransport, aligned_empty, check_rows, fold
 from tfdist.collectives.peer_links import PeerLinks
 
 SLOT_BYTES = 2**23  # at most. Smaller ones wait more often: that costs most where other processes want the processors

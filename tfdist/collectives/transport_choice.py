@@ -1,4 +1,7 @@
-"""By what gradients travel between workers: TensorFlow's collectives, or what `strategy.transport` names; the same on all of them."""
+"""By what gradients travel between workers: TensorFlow's collectives, or what `strategy.transport` names; the same on all of them.
+
+`measure_sum` tells how long a sum among workers takes.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ import dataclasses
 import os
 import random
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from typing import Any
 
-from tfdist.collectives import mpi, shared_memory_rendezvous, transport_speed, transports
+import tensorflow as tf
+
+from tfdist.collectives import mpi, shared_memory_rendezvous, transports
 from tfdist.collectives.buffered import BufferedCommunicator
-from tfdist.collectives.communicator import Communicator
-from tfdist.collectives.cross_process import CrossProcessCommunicator
-from tfdist.collectives.meeting import Meeting
+from tfdist.collectives.communicator import Communicator, CrossProcessCommunicator
 from tfdist.collectives.ranks import Ranks
+from tfdist.collectives.requests import AllReduce
+from tfdist.collectives.transports import Meeting
 from tfdist.config.strategy import TENSORFLOW_TRANSPORTS, TRANSPORTS
 from tfdist.errors import ClusterError, ConfigError, told
 from tfdist.runtime import exit_status
@@ -24,6 +30,8 @@ from tfdist.runtime.log import logger
 _END_SECONDS = 10.0  # for which the end of a transport is waited for
 _NAMED = "the configuration names it"
 _DEVICES = "it moves arrays of one CPU, and each worker must have one replica, on its CPU"
+MEASURED_BYTES = 4_000_000  # of a bucket, unless the user has said otherwise
+_TIMES = 4  # the first one connects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +118,7 @@ def _automatic(strategy: Any, meeting: Meeting, own: str) -> Choice:
         where += ", and MPI has started them" if name == "mpi" else ""
         return Choice(name, connected.way, where, communicator)
     contenders = {name: communicator, own: tensorflow}
-    milliseconds = {each: 1000 * transport_speed.measure(one, meeting.ranks) for each, one in contenders.items()}
+    milliseconds = {each: 1000 * measure_sum(one, meeting.ranks) for each, one in contenders.items()}
     faster, slower = sorted(milliseconds, key=lambda each: milliseconds[each])
     reason = f"the sum of 4 MB takes {milliseconds[faster]:.1f} ms, by {slower} {milliseconds[slower]:.1f} ms"
     if faster == own:
@@ -140,3 +148,26 @@ def _end(communicator: BufferedCommunicator) -> None:
     except Exception as e:  # when all is done
         logger.warning(f"the exchange of gradients did not end in order: {told(e)}")
     communicator.calls.abort("the exchange of gradients has ended.")
+
+
+def measure_sum(communicator: Communicator, ranks: Ranks) -> float:
+    """Returns the seconds that the sum of `MEASURED_BYTES` takes, the least of some, on the rank that waits longest. A collective.
+
+    Args:
+        communicator: What computes the sum.
+        ranks: The workers, one replica each.
+    """
+    numbers = tf.zeros([MEASURED_BYTES // 4])
+
+    def exchange() -> Generator[Any, Any, tf.Tensor]:
+        (total,) = yield AllReduce([numbers])
+        return total[0]
+
+    total = tf.function(lambda: communicator.run([exchange()])[0], autograph=False).get_concrete_function()
+    seconds = []
+    for _ in range(_TIMES):
+        ranks.barrier()
+        began = time.perf_counter()
+        total().numpy()
+        seconds.append(time.perf_counter() - began)
+    return float(ranks.gather(min(seconds[1:])).max())

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.collectives.byte_counter import ByteCounter
-from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.communicator import ByteCounter, Communicator
 from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult, fuse
 from tfdist.compression.buckets import assign_buckets, join_results, merge_results, part_sizes, split, split_state
 from tfdist.config.compression import option_faults

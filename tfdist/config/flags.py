@@ -2,6 +2,8 @@
 
 `ml_collections.config_flags` sets the fields. It stops at the first mistake, some of them with a traceback, so all
 arguments are looked at first, it gets those that are sound, and every fault is reported at once.
+
+`fields_help` is the part of `--help` that lists the configuration's fields: value and text of each.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import inspect
 import io
 import pathlib
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +24,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from tfdist.config import cluster, field_help, files, validation
+from tfdist.config import cluster, files, validation
 from tfdist.config.compression import option_type
 from tfdist.config.train import TrainConfig, make_floats
 from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_value, told, truncate
@@ -28,6 +32,7 @@ from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_valu
 _CONFIG_HELP = (
     "A preset's name, a Python file whose get_config() returns a tfdist.TrainConfig, or the config.json of a run."
 )
+_WIDTH = 100
 
 
 class Command(NamedTuple):
@@ -83,7 +88,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
                 config, of = files.load(asked), asked
         names = ", ".join(files.preset_names())
         wrong = "".join(f"\n{fault}" for fault in faults)
-        print(f"{description}\n{values.get_help()}\n{field_help.text(config, of)}\nPresets: {names}.{wrong}")
+        print(f"{description}\n{values.get_help()}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
         return None
     said = io.StringIO()  # absl leaves out a file that includes itself, and only prints so
     try:
@@ -185,7 +190,7 @@ def _valid_arguments(
                 "workdir",
                 "help",
                 *(others or cluster.FLAGS),
-                *(path for path, _ in field_help.fields(config, "config")),
+                *(path for path, _ in list_fields(config, "config")),
             ]
             fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
             fault += f" Known: {', '.join(['--config', '--config.field', '--workdir', '--help', *map('--{}'.format, others)])}."
@@ -261,3 +266,50 @@ def _value_fault(kind: Any, flag: str, written: str, value: str | None) -> str:
     except ValueError:
         return f"{written}: expected {expected}. Received: {format_value(value)}."
     return ""
+
+
+def list_fields(config: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields path and value of every field."""
+    for name, value, _ in _documented(config, path):
+        yield name, value
+
+
+def fields_help(config: TrainConfig, of: str) -> str:
+    """Returns every field of the configuration with its value and what it is.
+
+    Args:
+        config: The configuration.
+        of: Where the values come from.
+    """
+    rows = [f"Fields of the configuration, with the values of {of}:"]
+    for path, value, about in _documented(config, "config"):
+        rows.append(f"  --{path}={value}")
+        rows += textwrap.wrap(about, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(rows)
+
+
+def _documented(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+    kinds = (*getattr(config, "documented_by", ()), type(config))
+    about = {name: text for kind in kinds for name, text in _attributes(kind).items()}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _documented(value, f"{path}.{field.name}")
+        else:
+            yield f"{path}.{field.name}", value, about.get(field.name, "")
+
+
+def _attributes(kind: type) -> dict[str, str]:
+    """Returns what the "Attributes:" of a class's docstring say of each."""
+    _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
+    found: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if begun := re.match(r" {4}(\w+): (.*)", line):
+            name = begun[1]
+            found[name] = begun[2]
+        elif line.startswith(" " * 8) and name:
+            found[name] += f" {line.strip()}"
+        elif line.strip():
+            break
+    return found

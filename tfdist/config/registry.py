@@ -1,24 +1,37 @@
 """Names to objects: a short name from a table or of a plug-in, or the user's own `package.module:attribute`. No TensorFlow here.
 
 An object is imported when it is asked for, so that a table may name what imports TensorFlow.
+
+Installed distributions add names to the built-in ones, by entry points:
+
+    tfdist.tasks          NAME = "package.module:Class", a subclass of `tfdist.Task`
+    tfdist.compressors    NAME = "package.module:Class", a subclass of `tfdist.compression.Compressor`
+    tfdist.resolvers      "NAME.VARIABLE" = "package.module:function", a resolver, and the variable that signals its cluster
+
+Only metadata is read, and only for a name that is not built in. A distribution's code is imported once its name is asked for, or its
+resolver's variable is set. A built-in name cannot be replaced.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import traceback
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import EntryPoint
+from typing import Any, NamedTuple
 
-from tfdist.config import plugins
-from tfdist.config.plugins import Plugin
-from tfdist.errors import ConfigError, did_you_mean
+from tfdist.errors import ConfigError, did_you_mean, told
+from tfdist.runtime.log import logger
 
 TASKS: Mapping[str, str] = {
     "digits": "tfdist.tasks.digits:Digits",
     "synthetic": "tfdist.tasks.synthetic:Synthetic",
 }
+# What a name stands for, as messages call it, to the group of entry points.
+PLUGIN_GROUPS = {"task": "tfdist.tasks", "compression": "tfdist.compressors", "cluster source": "tfdist.resolvers"}
 
 
 def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
@@ -33,7 +46,7 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
         ConfigError: The name is unknown, its module or attribute does not exist, or the module raises.
     """
     target = table.get(name, name)
-    installed = plugins.find(what, table) if ":" not in target else {}
+    installed = find_plugins(what, table) if ":" not in target else {}
     if name in installed:
         return load(what, name, installed[name])
     if not _is_target(target):
@@ -96,3 +109,55 @@ def _raised(named: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"The module of {named} cannot be imported: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
     )
+
+
+class Plugin(NamedTuple):
+    """An entry point.
+
+    Attributes:
+        target: What it names, as `package.module:attribute`.
+        distributions: Name and version of the distribution that has it; of several, where they differ in what the name means.
+        variable: Of a resolver: the variable that signals its cluster; empty means that it is only asked by its name.
+    """
+
+    target: str
+    distributions: tuple[str, ...]
+    variable: str = ""
+
+
+def find_plugins(what: str, built_in: Collection[str]) -> dict[str, Plugin]:
+    """Returns the plug-ins of a group by name, sorted, without importing them.
+
+    Args:
+        what: A key of `PLUGIN_GROUPS`; there are no plug-ins of anything else.
+        built_in: Names that plug-ins cannot have: those that have one are left out.
+    """
+    found: dict[str, Plugin] = {}
+    for entry in _entry_points(PLUGIN_GROUPS[what]) if what in PLUGIN_GROUPS else ():
+        name, _, variable = entry.name.partition(".") if what == "cluster source" else (entry.name, "", "")
+        distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+        plugin = Plugin(entry.value, (distribution,), variable)
+        other = found.get(name, plugin)
+        if (other.target, other.variable) != (plugin.target, plugin.variable):
+            plugin = other._replace(distributions=(*other.distributions, distribution))
+        if name not in built_in:
+            found[name] = plugin
+    return dict(sorted(found.items()))
+
+
+def _entry_points(group: str) -> Iterable[EntryPoint]:
+    try:
+        return importlib.metadata.entry_points(group=group)
+    except Exception:  # at one damaged file, whatever group it is of, Python reads none
+        found: list[EntryPoint] = []
+        for distribution in importlib.metadata.distributions():
+            try:
+                found += distribution.entry_points.select(group=group)
+            except Exception as e:
+                _warn_once(f"{distribution.name} {distribution.version}", told(e))
+        return found
+
+
+@functools.cache
+def _warn_once(distribution: str, reason: str) -> None:
+    logger.warning(f"the entry points of distribution {distribution} cannot be read: {reason}. Install it again.")

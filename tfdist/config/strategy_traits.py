@@ -30,7 +30,7 @@ class StrategyTraits:
     """
 
     factory: str = ""
-    engine: str = "tfdist.step.engine:SynchronousEngine"
+    engine: str = "tfdist.step.execution:SynchronousEngine"
     tensorflow: str = ""
     several_processes: bool = False
     asynchronous: bool = False

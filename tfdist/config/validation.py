@@ -1,4 +1,9 @@
-"""Judges a `TrainConfig` as a whole: every fault that shows before TensorFlow is loaded, all at once."""
+"""Judges a `TrainConfig` as a whole: every fault that shows before TensorFlow is loaded, all at once.
+
+`nan_policy_faults` are of what becomes of a step whose loss or gradient is not finite.
+
+`divisibility_fault` is of how a global batch divides among replicas.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,7 @@ import typing
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from tfdist.config import callbacks, nan_policy, registry
-from tfdist.config.batch_size import divisibility_fault
+from tfdist.config import callbacks, registry
 from tfdist.config.schedule import SCALINGS
 from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
 from tfdist.config.strategy_traits import StrategyTraits
@@ -18,6 +22,7 @@ from tfdist.config.train import PRECISIONS, TrainConfig, default_options
 from tfdist.errors import ConfigError, did_you_mean, format_value, unknown_name_message
 
 _BASE_OF_TASKS = "tfdist.tasks.base"  # whose methods stand for none
+NAN_POLICIES = ("ignore", "stop", "skip")
 
 
 def check(config: TrainConfig, workers: int | None = None, known: Collection[str] = ()) -> None:
@@ -103,7 +108,7 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     if typed("callbacks"):
         yield from callbacks.faults(config.callbacks)
     if typed("nan_policy", "strategy"):
-        yield from nan_policy.faults(config.nan_policy, config.strategy.name, traits)
+        yield from nan_policy_faults(config.nan_policy, config.strategy.name, traits)
     if typed("jit_compile", "precision", "optimizer") and traits:
         yield from _refused_faults(config, traits)
     least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
@@ -256,3 +261,40 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
             yield where, f"{where} must be {expected.__name__}. Received: {format_value(value)}."
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _type_faults(value, where)
+
+
+def nan_policy_faults(policy: str, strategy: str, traits: StrategyTraits | None) -> Iterator[str]:
+    """Yields a sentence for a policy that is unknown, or that a strategy cannot follow.
+
+    Args:
+        policy: The policy.
+        strategy: The strategy's name.
+        traits: The strategy's traits, or None if they are unknown.
+    """
+    if policy not in NAN_POLICIES:
+        yield unknown_name_message("nan_policy", policy, NAN_POLICIES)
+    elif policy == "skip" and traits and traits.asynchronous:
+        yield (
+            f"nan_policy 'skip' is not possible under {strategy}, whose workers update variables that are on other machines; use "
+            "'stop', which looks at the loss, or 'ignore'."
+        )
+
+
+def divisibility_fault(batch_size: int, replicas: int) -> str:
+    """Returns the sentence for a global batch size that the replicas do not divide, or an empty text."""
+    if batch_size % replicas == 0:
+        return ""
+    below = batch_size // replicas * replicas
+    choice = f"{below} or {below + replicas}" if below else f"{replicas}"
+    return f"global_batch_size {batch_size} is not divisible by {replicas} replicas; use {choice}."
+
+
+def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
+    """Returns the examples per step of each replica.
+
+    Raises:
+        ConfigError: The replicas do not divide the batch. An uneven split would weigh examples unequally.
+    """
+    if fault := divisibility_fault(global_batch_size, num_replicas):
+        raise ConfigError(fault)
+    return global_batch_size // num_replicas

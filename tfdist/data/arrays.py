@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat import tf_internals
-from tfdist.config.batch_size import per_replica_batch_size
+from tfdist.config.validation import per_replica_batch_size
 from tfdist.data import sent_arrays
 from tfdist.data.graph import walk
 from tfdist.data.resume import STARTING_AT

@@ -1,4 +1,6 @@
-"""What a dataset is made from: its inputs, functions and operations."""
+"""What a dataset is made from: its inputs, functions and operations; and which elements it yields in which order, as far as its graph says
+so.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,27 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat import tf_internals
+
+# The transformations that decide which element comes where, by TensorFlow's name: the name of the method, and its numbers. Others,
+# such as `map`, `cache` and `prefetch`, keep the order, and a worker may use them alone, or with a seed of its own.
+_METHODS = {
+    "Random": ("random", ("seed", "seed2")),
+    "Shuffle": ("shuffle", ("buffer_size", "seed", "seed2")),
+    "Batch": ("batch", ("batch_size",)),
+    "PaddedBatch": ("padded_batch", ("batch_size",)),
+    "Repeat": ("repeat", ("count",)),
+    "Take": ("take", ("count",)),
+    "Skip": ("skip", ("count",)),
+    "Shard": ("shard", ("num_shards", "index")),
+    "Window": ("window", ("size", "shift", "stride")),
+    "Interleave": ("interleave", ("cycle_length", "block_length")),
+    "DirectedInterleave": ("sample_from_datasets or choose_from_datasets", ()),
+    "GroupByWindow": ("group_by_window", ()),
+    "Concatenate": ("concatenate", ()),
+    "Filter": ("filter", ()),
+    "TakeWhile": ("take_while", ()),
+    "Unbatch": ("unbatch", ()),
+}
 
 
 def walk(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -28,3 +51,65 @@ def nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:
     yield from definition.node
     for function in definition.library.function:
         yield from function.node_def
+
+
+def describe_order(dataset: tf.data.Dataset) -> list[str]:
+    """Returns the transformations that decide which element comes where, from the source on, with their numbers and seeds.
+
+    It reads the graph alone. It does not see the values of the source (arrays, names of files, Python generators), numbers and
+    transformations within functions, and random numbers that `map` draws.
+
+    Args:
+        dataset: The dataset.
+
+    Returns:
+        One text for each transformation, the same in all processes that run the same script:
+
+            describe_order(tf.data.Dataset.range(9).shuffle(9, seed=3).batch(2))
+            # ["shuffle(buffer_size=9, seed=..., seed2=3)", "batch(batch_size=2)"]
+    """
+    found = []
+    for each in walk(dataset):
+        kind = tf_internals.dataset_kind(each)
+        method, names = _METHODS.get(kind, (kind.lower(), ()))
+        parts = [f"{name}={number}" for name, number in tf_internals.dataset_numbers(each, names).items()]
+        if seeds := sorted(_function_seeds(each, kind in ("Filter", "TakeWhile"))):
+            parts.append(f"seeds in its function={seeds}")
+        if parts or kind in _METHODS:
+            found.append(f"{method}({', '.join(parts)})")
+    return found[::-1]
+
+
+def _function_seeds(dataset: tf.data.Dataset, decides: bool) -> Iterator[list[int]]:
+    """Yields the seeds of the datasets that functions of `dataset` make, and, if they decide, of their random operations."""
+    for function in functions(dataset):
+        for scope in _scopes(function.graph):
+            for node in scope.values():
+                if "Dataset" in node.op and (definition := tf_internals.operation_definition(node.op)):
+                    names = [argument.name for argument in definition.input_arg]
+                    inputs = [name for name in node.input if not name.startswith("^")]
+                    seeds = [
+                        name for argument, name in zip(names, inputs, strict=False) if argument in ("seed", "seed2")
+                    ]
+                    if seeds:
+                        yield sorted({number for name in seeds for number in _constants(scope, name)} - {0, 2**31 - 1})
+                elif decides and "seed2" in node.attr:
+                    yield [int(node.attr[name].i) for name in ("seed", "seed2")]
+
+
+def _scopes(graph: tf.Graph) -> Iterator[dict[str, tf.compat.v1.NodeDef]]:
+    """Yields the operations of a graph, and of each function that it calls, by name."""
+    definition = graph.as_graph_def()
+    for each in (definition.node, *(function.node_def for function in definition.library.function)):
+        yield {node.name: node for node in each}
+
+
+def _constants(scope: dict[str, tf.compat.v1.NodeDef], name: str) -> list[int]:
+    """Returns the integer constants from which a seed is computed: TensorFlow replaces the seeds 0, 0 by 0, 2**31 - 1."""
+    node = scope.get(name.split(":")[0])
+    if node is None:  # an argument of the function
+        return []
+    if node.op == "Const":
+        value = tf.make_ndarray(node.attr["value"].tensor)
+        return [int(value)] if value.shape == () and value.dtype.kind == "i" else []
+    return [number for each in node.input for number in _constants(scope, each.lstrip("^"))]

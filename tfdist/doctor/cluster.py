@@ -1,7 +1,11 @@
-"""The cluster that a run started here would find, by which resolver, and this task's address. No TensorFlow here."""
+"""The cluster that a run started here would find, by which resolver, and this task's address. No TensorFlow here.
+
+Names of hosts become addresses (`resolve_host`), to compare with those of this machine (`own_addresses`).
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Iterator, Mapping
 
@@ -9,8 +13,7 @@ from tfdist.cluster import greeting
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
-from tfdist.doctor import addresses
-from tfdist.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, printable, shorten
+from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable, shorten
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.runtime import progress
 
@@ -67,9 +70,9 @@ def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _place(found: ResolvedCluster) -> Iterator[Finding]:
-    host = addresses.host_of(found.cluster.address(found.task))
+    host = host_of(found.cluster.address(found.task))
     try:
-        theirs = addresses.resolve(host)
+        theirs = resolve_host(host)
     except OSError as e:
         yield Finding(
             WARNING,
@@ -78,7 +81,7 @@ def _place(found: ResolvedCluster) -> Iterator[Finding]:
             "correct the name, or add it to DNS or /etc/hosts",
         )
         return
-    if not theirs & addresses.own():
+    if not theirs & own_addresses():
         yield Finding(
             WARNING,
             "own address",
@@ -105,14 +108,53 @@ def host_name(environ: Mapping[str, str]) -> Iterator[Finding]:
     name = socket.gethostname()
     remedy = f"give {shorten(name)} its address in DNS or /etc/hosts"
     try:
-        found = addresses.resolve(name)
+        found = resolve_host(name)
     except OSError as e:
         yield Finding(WARNING, "host name", f"{shorten(name)} is not known here: {e.strerror or e}", remedy)
         return
     value = f"{shorten(name)}: {', '.join(sorted(found))}"
-    if not found & addresses.own():
+    if not found & own_addresses():
         yield Finding(WARNING, "host name", f"{value}, which is no address of this machine", remedy)
-    elif all(map(addresses.is_loopback, found)):
+    elif all(map(is_loopback, found)):
         yield Finding(NOTE, "host name", f"{value}, which each host takes for itself", f"for several hosts, {remedy}")
     else:
         yield Finding(OK, "host name", value)
+
+
+def host_of(address: str) -> str:
+    """Returns the host of `host:port`, an IPv6 address without its brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def resolve_host(host: str) -> set[str]:
+    """Returns the addresses of a host's name. May take long: call it in a thread.
+
+    Raises:
+        OSError: The name is not known.
+    """
+    try:
+        return {_bare(str(entry[4][0])) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except UnicodeError:  # a part of the name is too long, or empty
+        raise OSError("no name of a host") from None
+
+
+def own_addresses() -> set[str]:
+    """Returns all addresses of this machine, and those that each machine has."""
+    import psutil
+
+    found = {
+        _bare(entry.address)
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return found | {f"127.0.{part}.1" for part in (0, 1)} | {"::1", "0.0.0.0"}
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether each machine means itself by an address."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _bare(address: str) -> str:
+    return address.partition("%")[0]  # without the zone of an IPv6 address

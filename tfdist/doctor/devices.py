@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from tfdist.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, printable, shorten
+from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable, shorten
 from tfdist.errors import truncate
 
 _LIMIT = 60.0  # seconds for TensorFlow to load and look

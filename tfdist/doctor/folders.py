@@ -7,8 +7,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 
-from tfdist.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, format_bytes, shorten
-from tfdist.runtime.write_errors import reason
+from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, format_bytes, shorten
+from tfdist.runtime.files import write_error_reason
 
 _LEAST_TEMPORARY, _LEAST_WORKDIR, _LEAST_SHARED = 100 * 2**20, 2**30, 128 * 2**20  # bytes
 
@@ -62,7 +62,7 @@ def cannot_write(folder: str) -> str:
             file.write(bytes(4096))
             file.flush()
     except OSError as e:
-        return reason(e)
+        return write_error_reason(e)
     except ValueError:  # a null byte
         return "no name of a folder"
     return ""

@@ -1,13 +1,56 @@
-"""Findings as a table in a terminal, as lines elsewhere, and as JSON. No TensorFlow here."""
+"""What a check reports, how checks run, and how their findings are shown. No TensorFlow here.
+
+The checks run beside each other, each for a limited time: a file system or a name server that hangs holds up none but its own. Their
+findings are a table in a terminal, lines elsewhere, and JSON.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from tfdist.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from tfdist.errors import told, truncate
+
+OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
+_PASSWORD = re.compile(r"[^\s'\"/=,]+:[^\s'\"/=,]*@")
+
+
+class Finding(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        level: `"ok"`; `"note"`, worth knowing; `"warning"`, a run may suffer; `"error"`, a run would fail.
+        what: What was looked at.
+        value: What was found.
+        remedy: What to do; empty for nothing.
+    """
+
+    level: str
+    what: str
+    value: str
+    remedy: str = ""
+
+
+def shorten(value: str) -> str:
+    """Returns a variable's value so that it can be printed: cut, and with control characters escaped."""
+    return printable(truncate(value)) or "(empty)"
+
+
+def printable(text: str) -> str:
+    """Returns a text without `user:password@`, and with control characters escaped: a variable must not steer a terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in _PASSWORD.sub("", text))
+
+
+def format_bytes(count: float) -> str:
+    """Returns a number of bytes for a reader, such as `1.5 GiB`."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
 
 _STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
 
@@ -58,3 +101,43 @@ def _verdict(findings: Sequence[Finding]) -> str:
     counts = {level: sum(each.level == level for each in findings) for level in (ERROR, WARNING, NOTE)}
     counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
     return f"{'OK' if is_ok(findings) else 'NOT OK'}: {counted}"
+
+
+Check = Callable[[Mapping[str, str]], Iterable[Finding]]
+
+
+def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str]) -> list[Finding]:
+    """Returns the findings of all checks, in their order.
+
+    Args:
+        checks: By what each looks at: the check, and for how many seconds it may.
+        environ: The environment.
+    """
+    found: dict[str, list[Finding]] = {name: [] for name in checks}
+    broken: dict[str, str] = {}
+
+    def look(name: str, check: Check) -> None:
+        try:
+            for finding in check(environ):
+                found[name].append(finding)
+        except Exception as e:  # the others are worth more than this one
+            broken[name] = printable(told(e))
+
+    began = time.monotonic()
+    threads = {
+        name: threading.Thread(target=look, args=(name, check), daemon=True, name=f"tfdist-doctor-{name}")
+        for name, (check, _) in checks.items()
+    }
+    for thread in threads.values():
+        thread.start()
+    findings: list[Finding] = []
+    for name, (_, limit) in checks.items():
+        threads[name].join(max(0.0, began + limit - time.monotonic()))
+        findings += list(found[name])
+        if threads[name].is_alive():
+            findings.append(
+                Finding(WARNING, name, f"no answer within {limit:.0f} s", "look whether a disk or name server hangs")
+            )
+        elif name in broken:
+            findings.append(Finding(WARNING, name, f"cannot be looked at: {broken[name]}", "see the other findings"))
+    return findings

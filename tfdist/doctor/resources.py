@@ -8,7 +8,7 @@ import pathlib
 import resource
 from collections.abc import Iterator, Mapping
 
-from tfdist.doctor.finding import NOTE, OK, WARNING, Finding, format_bytes
+from tfdist.doctor.report import NOTE, OK, WARNING, Finding, format_bytes
 
 ROOT = pathlib.Path("/sys/fs/cgroup")
 _LEAST_MEMORY = 2**30  # bytes: what a task takes with a small model

@@ -6,7 +6,7 @@ import json
 import pathlib
 from collections.abc import Iterator, Mapping
 
-from tfdist.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, shorten
+from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, shorten
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LESS_SURE = "unset it, unless all tasks need it and have the same"

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from tfdist.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, shorten
+from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, shorten
 from tfdist.version import __version__
 
 if TYPE_CHECKING:

@@ -3,11 +3,14 @@
 Stock Keras 3 reduces last, in `_all_reduce_sum_gradients`: whatever it decides before that (is the gradient finite? does
 it need clipping? is it time to update?) it decides on each replica's own gradient. With the reduction first, every
 replica decides the same, on the gradient that one process would have.
+
+The state of a compressor is made with the optimizer's, and kept beside it (`BuildCompressionState`).
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import compression as compression_lib
-from tfdist.collectives.factory import check_strategy
+from tfdist.collectives.communicator import check_strategy
 from tfdist.compat import keras_internals, optimizer_search, tf_internals
 from tfdist.compat.unsupported import UNBUILT
 from tfdist.compression.base import Compressor
@@ -23,10 +26,8 @@ from tfdist.config import CompressionConfig
 from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
-from tfdist.gradients.compression_state import BuildCompressionState, warn_if_adaptive
-from tfdist.gradients.non_finite import FiniteUpdates
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
-from tfdist.gradients.update import AccumulatingUpdate
+from tfdist.gradients.update import AccumulatingUpdate, FiniteUpdates
 from tfdist.replicas import step_context
 
 
@@ -288,3 +289,45 @@ class _ReduceThenApply:
             each()
         else:
             tf.cond(finite, each, lambda: None)
+
+
+def warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
+    """Warns of a compressor whose gradients an optimizer should not divide by.
+
+    Args:
+        optimizer: The optimizer.
+        compressor: What compresses its gradients.
+    """
+    kinds = [keras.optimizers.Adam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta]
+    kinds += [keras.optimizers.Adamax, keras.optimizers.Nadam, keras.optimizers.Lamb]
+    if not compressor.supports_adaptive_optimizers and isinstance(optimizer, tuple(kinds)):
+        warnings.warn(
+            f"{type(optimizer).__name__} divides by what gradients have been, which {compressor.description} makes rare and "
+            "large: it may train worse, or not at all. Use compression 'powersgd' or 'int8' with it, or SGD with momentum.",
+            stacklevel=3,
+        )
+
+
+class BuildCompressionState:
+    """`build` of the optimizer: makes the compressor's state, too."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, compression: Compressor, update: AccumulatingUpdate):
+        self._optimizer = optimizer
+        self._build = optimizer.build
+        self._compression = compression
+        self._update = update
+        if optimizer.built:
+            self._make(update.variables)
+
+    def __call__(self, variables: Sequence[Any]) -> None:
+        self._build(variables)
+        self._make(variables)
+
+    def _make(self, variables: Sequence[Any]) -> None:
+        strategy = variables and getattr(variables[0].value, "distribute_strategy", None)
+        if not strategy or strategy.num_replicas_in_sync == 1:
+            return  # it has nobody to send to
+        self._update.reduction = reduction = Reduction(self._compression, variables)
+        self._optimizer.compression_state = (
+            reduction  # TensorFlow tracks it, so that checkpoints and backups hold its variables
+        )

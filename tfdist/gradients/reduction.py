@@ -15,8 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives.communicator import Communicator
-from tfdist.collectives.factory import communicator_for
+from tfdist.collectives.communicator import Communicator, communicator_for
 from tfdist.collectives.requests import RankContext
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.compression.base import NONE, BucketedReduction, Compressor, RowCodec, StateSpec

@@ -1,23 +1,46 @@
 """What an optimizer does with reduced gradients: the update itself, accumulation, and moving averages.
 
 What Keras does under a condition is done outside of the replicas here, where variables of all of them can be assigned.
+
+`FiniteUpdates` leave out updates whose gradients are not finite, for the policies `stop` and `skip`.
+
+A broadcast keeps variables equal to the bit on workers whose processors round differently. All workers apply one gradient. An optimizer
+that works on each number by itself then makes the same of it everywhere; one that sums over a variable (a norm, a matrix product) may
+not, see `collectives.hardware`, and the workers would drift apart.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.collectives import hardware
+from tfdist.collectives.communicator import communicator_for
+from tfdist.collectives.requests import AllReduce, RankContext
 from tfdist.compat import keras_internals
 from tfdist.compression.base import Compressor
 from tfdist.errors import ConfigError
-from tfdist.gradients import broadcast_update, gradient_lists
-from tfdist.gradients.non_finite import FiniteUpdates
+from tfdist.gradients import gradient_lists
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, uses_bucketed_all_reduce
+
+_LANE = -3  # beside those of gradients
+# Optimizers that work on each number by itself.
+_ELEMENTWISE_OPTIMIZERS = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adam,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adamax,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Nadam,
+    keras.optimizers.Lion,
+)
 
 
 def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> None:
@@ -110,10 +133,8 @@ class AccumulatingUpdate:
 
     def _broadcast(self, context: tf.distribute.ReplicaContext | None) -> None:
         """Makes the update the same on all workers."""
-        if context and broadcast_update.may_differ_between_workers(
-            self._optimizer, context.strategy, clips=self._clip is None
-        ):
-            context.merge_call(broadcast_update.broadcast_update, args=(self._optimizer,))
+        if context and may_differ_between_workers(self._optimizer, context.strategy, clips=self._clip is None):
+            context.merge_call(broadcast_update, args=(self._optimizer,))
 
     def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
@@ -188,3 +209,99 @@ class AccumulatingUpdate:
             index = keras_internals.variable_index(self._optimizer, variable)
             accumulator = keras_internals.accumulators(self._optimizer)[index].value
             yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas
+
+
+class FiniteUpdates:
+    """Makes those updates whose reduced gradients are finite, and counts the others.
+
+    All replicas decide alike, as they decide on the sum over all of them; so the update may hold collectives.
+
+    Args:
+        strategy: The strategy of the model.
+
+    Attributes:
+        skipped: How many updates this process has left out.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        with strategy.scope(), tf.init_scope():
+            self.skipped = tf.Variable(
+                0, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+            )
+
+    def make(
+        self,
+        strategy: tf.distribute.Strategy,
+        update: Callable[[], None],
+        grads: Sequence[Any],
+        finite: tf.Tensor | None = None,
+    ) -> None:
+        """Makes an update if its gradients are finite. In cross-replica context.
+
+        Args:
+            strategy: The strategy.
+            update: Makes it on all replicas.
+            grads: The reduced gradients, a value per replica for each.
+            finite: Whether they are finite, if that is known.
+        """
+        local = strategy.experimental_local_results
+        if finite is None:
+            finite = tf.math.is_finite(gradient_lists.nan_unless_finite([local(grad)[0] for grad in grads]))
+
+        def skip() -> None:
+            for each in local(self.skipped):
+                each.assign_add(1)
+
+        tf.cond(finite, update, skip)
+
+
+def may_differ_between_workers(
+    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy, clips: bool
+) -> bool:
+    """Whether an update may end in another bit on another worker.
+
+    Args:
+        optimizer: The optimizer; what Keras does not know is taken for one that sums.
+        strategy: Under which it updates.
+        clips: Whether it clips by a norm what all workers have reduced.
+    """
+    if not (hardware.describe_difference(strategy) and uses_bucketed_all_reduce(strategy)):
+        return False
+    by_number = any(type(optimizer).update_step is kind.update_step for kind in _ELEMENTWISE_OPTIMIZERS)
+    return not by_number or (clips and bool(optimizer.clipnorm or optimizer.global_clipnorm))
+
+
+def broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer) -> None:
+    """Gives all workers the variables that the chief's update has made. In cross-replica context; a collective.
+
+    Args:
+        strategy: The strategy.
+        optimizer: Whose variables, and those that it trains.
+    """
+    warnings.warn(
+        f"The workers differ in {hardware.describe_difference(strategy)}, by which {type(optimizer).__name__}'s sums are rounded: the "
+        "chief's variables are sent to all of them after each update. To save that, set TF_NUM_INTRAOP_THREADS to the same "
+        "number on all workers.",
+        stacklevel=2,
+    )
+    group, local = communicator_for(strategy), strategy.experimental_local_results
+    own = [*keras_internals.trainable_variables(optimizer), *optimizer.variables]
+    values = {id(variable.value): variable.value for variable in own if _is_replicated(variable.value)}.values()
+
+    def chiefs(place: int, member: RankContext) -> Generator[Any, Any, Sequence[tf.Tensor]]:
+        mine = [tf.cast(local(value)[place], _carrier(value.dtype)) for value in values]
+        return (yield AllReduce(mine if member.rank == 0 else [tf.zeros_like(value) for value in mine]))
+
+    members = group.contexts(tf.constant(0, tf.int64))
+    for place, new_values in enumerate(group.run([chiefs(*each) for each in enumerate(members)], _LANE)):
+        for value, new in zip(values, new_values, strict=True):
+            local(value)[place].assign(tf.cast(new, value.dtype))
+
+
+def _is_replicated(value: tf.Variable) -> bool:
+    """Whether all replicas should hold the same numbers, other than accumulators of gradients."""
+    return value.dtype.is_floating and value.synchronization != tf.VariableSynchronization.ON_READ
+
+
+def _carrier(dtype: tf.DType) -> tf.DType:
+    return tf.float32 if dtype.size < tf.float32.size else dtype

@@ -14,9 +14,16 @@ from tfdist.cluster import ClusterSpec, TaskSpec, local
 from tfdist.launch.evaluator_process import EvaluatorProcess
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import LauncherOutput
-from tfdist.launch.process import Failure, TaskProcess, last_error_line, put_away_logs, task_environ
+from tfdist.launch.process import (
+    Failure,
+    TaskProcess,
+    heeded,
+    last_error_line,
+    put_away_logs,
+    signal_name,
+    task_environ,
+)
 from tfdist.launch.restart_policy import RestartPolicy, why_final
-from tfdist.launch.signals import heeded, signal_name
 from tfdist.runtime import exit_status, progress
 from tfdist.runtime.temporary import temporary_folder
 

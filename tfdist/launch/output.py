@@ -1,20 +1,24 @@
-"""What tasks print, line by line behind their names, on the launcher's output. No TensorFlow here."""
+"""What tasks print, line by line behind their names, on the launcher's output. No TensorFlow here.
+
+A `BackgroundWriter` writes to a stream in a thread, so that a reader that stalls holds up nobody else.
+"""
 
 from __future__ import annotations
 
 import collections
 import os
+import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import IO
 
 from tfdist.cluster import TaskSpec
-from tfdist.launch import line_kinds, live_table
-from tfdist.launch.background_writer import BackgroundWriter
+from tfdist.launch import live_table, process
 from tfdist.launch.process import TaskProcess
 from tfdist.runtime import interrupt
-from tfdist.runtime.write_errors import reason
+from tfdist.runtime.files import write_error_reason
 
 # A traceback is held back for this long: its task may be about to fail, and then the launcher decides what to show of it.
 _HOLD_SECONDS = 3.0
@@ -27,6 +31,7 @@ _MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; of more, the
 _LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5
 _TURN = 0.02  # seconds between two looks at the writer
 _DRAIN_SECONDS = 1.0  # for which the end of a task's output is waited for: what it has left behind may have it open
+_PIECE = 4096  # bytes of one write: a blocking write of more returns only when the reader has taken nearly all of it
 
 
 class LauncherOutput:
@@ -129,9 +134,9 @@ class LauncherOutput:
     def _is_repeated(self, task: TaskProcess, line: bytes) -> bool:
         """Whether a line is a warning that any task has given before, or the code below such a one."""
         warning = self._repeated.pop(task, None)
-        if warning and line_kinds.is_source_of(warning, line):
+        if warning and process.is_source_of(warning, line):
             return True
-        if (text := line_kinds.warning_text(line)) is None:
+        if (text := process.warning_text(line)) is None:
             return False
         if text in self._warnings:
             shown, more = self._warnings[text]
@@ -159,7 +164,7 @@ class LauncherOutput:
         except OSError as e:
             if path not in self._faulty:
                 self._faulty.add(path)
-                self.say(f"cannot write in {os.fspath(path)}: {reason(e)}; the tasks go on. Free the disk")
+                self.say(f"cannot write in {os.fspath(path)}: {write_error_reason(e)}; the tasks go on. Free the disk")
             return False
         return True
 
@@ -196,3 +201,65 @@ class LauncherOutput:
         self._spared, self._left_out, self._waiting_bytes = [], 0, 0
         self._waiting.clear()
         return lines
+
+
+class BackgroundWriter:
+    """Writes one chunk at a time. The stream's own mode is left alone: other programs share a terminal.
+
+    Args:
+        stream: Where to write. None means nowhere: standard output is closed.
+
+    Attributes:
+        is_broken: Whether a write has failed: the reader has gone, or the disk is full.
+        moved_at: When the reader has last taken something, by `time.monotonic()`.
+    """
+
+    def __init__(self, stream: IO[bytes] | None):
+        self._stream = stream
+        self._descriptor: int | None = None
+        self._thread: threading.Thread | None = None
+        self.is_broken = stream is None
+        self.moved_at = 0.0
+        try:
+            if stream is not None:
+                stream.flush()
+                self._descriptor = stream.fileno()  # a thread that is stuck in the stream itself would hold its lock
+        except (OSError, ValueError):  # a stream in memory, or one that is closed
+            pass
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was to be written has been."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def write(self, chunk: bytes) -> None:
+        """Begins to write a chunk; only when idle."""
+        if chunk and not self.is_broken:
+            self.moved_at = time.monotonic()
+            # Daemonic: the process may end while the thread waits for the reader.
+            self._thread = threading.Thread(target=self._write, args=(chunk,), name="output", daemon=True)
+            self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the writer is idle, for some seconds at most."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _write(self, chunk: bytes) -> None:
+        try:
+            if self._descriptor is None:
+                assert self._stream is not None  # noqa: S101 (for the type checker: else it is broken)
+                self._stream.write(chunk)
+                self._stream.flush()
+                return
+            rest = memoryview(chunk)
+            while rest:
+                try:
+                    rest = rest[os.write(self._descriptor, rest[:_PIECE]) :]
+                except BlockingIOError:  # another program has made the terminal non-blocking
+                    poll = select.poll()
+                    poll.register(self._descriptor, select.POLLOUT)
+                    poll.poll()
+                self.moved_at = time.monotonic()
+        except (OSError, ValueError):
+            self.is_broken = True

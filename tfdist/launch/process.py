@@ -1,22 +1,26 @@
-"""A task's process: its output, its end, and what it said last. No TensorFlow here."""
+"""A task's process: its output, its end, and what it said last. No TensorFlow here.
+
+`heeded` is for signals that a supervisor receives, `signal_name` for those that end its tasks.
+
+A line of a task is TensorFlow's C++ log (`is_chatter`), a warning (`warning_text`), or anything else, which is always shown.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import linecache
 import os
 import pathlib
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 import psutil
 
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.launch import line_kinds
-from tfdist.launch.signals import signal_name
 from tfdist.runtime import progress
 
 _TAIL_LINES = 20
@@ -32,6 +36,31 @@ _REASON_LENGTH = 200
 # As `training.lost_workers` says.
 _BLAMES_ANOTHER = re.compile(rb"\w:\d+ at .* has ended while \w+:\d+ trained with it")
 _COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
+# absl's form, `W0000 00:00:1795536441.651659    1998 port.cc:153] text`, and TensorFlow's, `2026-01-31 12:00:00.123456: W
+# tensorflow/core/x.cc:210] text`. absl's lines of Python code look like the former, but for the file's name.
+_CXX = re.compile(
+    rb"(?:(?P<absl>[IWEF])\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: (?P<tsl>[IWEF]) )"
+    rb"(?P<place>[\w./-]+\.(?:cc|cpp|cu|h|inc)):\d+\] ?(?P<text>.*)"
+)
+# Errors and warnings about what is not there or is done twice, on healthy machines too.
+_HARMLESS = re.compile(
+    rb"cuInit|Unable to register cu\w+ factory|computation placer already registered|Cannot dlopen some GPU libraries"
+    rb"|Could not find TensorRT|Local rendezvous is aborting with status: OUT_OF_RANGE|exceeds 10% of free system memory",
+    re.IGNORECASE,
+)
+_OTHER_CHATTER = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
+    rb"|To enable the following instructions: .*, rebuild TensorFlow with the appropriate compiler flags\.$"
+)
+_LISTED_TASK = re.compile(rb"/job:\w+/replica:\d+/task:\d+$")  # C++ messages list tasks, one in each line
+_PYTHON_WARNING = re.compile(rb"(?P<file>.+?):(?P<line>\d+): (?:\w+\.)*\w*Warning: ")
+_LOGGED_WARNING = re.compile(rb"WARNING:[\w.]+:|W\d{4} [\d:.]+ +\d+ \S+\.py:\d+\] (?P<text>.*)")
+# Colours, movements of the cursor, titles, and control characters but for the tabulator.
+_ESCAPES = re.compile(
+    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x08\x0a-\x1f\x7f]"
+)
+# Keras' progress bar, which is a line of its own for each step where there is no terminal.
+_BAR = re.compile(rb"\x1b\[1m\s*(\d+)/(\d+|Unknown)\x1b\[0m ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +162,8 @@ class TaskProcess:
         if last or not self.open or len(self.partial) > _LONGEST_LINE:
             lines, self.partial = [*lines, self.partial], b""
         shown = []
-        for line in filter(bytes.strip, map(line_kinds.to_plain, lines)):
-            self._chatters = line_kinds.is_chatter(line, self._chatters)
+        for line in filter(bytes.strip, map(to_plain, lines)):
+            self._chatters = is_chatter(line, self._chatters)
             if not self._chatters:
                 shown.append(line)
         self.tail = (self.tail + shown)[-_TAIL_LINES:]
@@ -220,3 +249,66 @@ def last_error_line(lines: Sequence[bytes]) -> str:
 def _shortened(line: bytes) -> str:
     text = line.decode(errors="replace").strip().rstrip(".:;, ")
     return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 3] + "..."
+
+
+@contextlib.contextmanager
+def heeded(on_signal: Callable[[int], object]) -> Iterator[None]:
+    """Calls a function with the number of each SIGINT, SIGTERM and SIGHUP. What is ignored stays so, as under nohup."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, lambda number, frame: on_signal(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def signal_name(number: int) -> str:
+    """Returns `SIGKILL` for 9, and a text for numbers without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def to_plain(line: bytes) -> bytes:
+    """Returns what a terminal would show of a line in the end, without escape codes: nothing of a bar that goes on."""
+    line = next((part for part in reversed(line.split(b"\r")) if part.strip()), b"")
+    bar = _BAR.match(line)
+    return b"" if bar and bar[1] != bar[2] else _ESCAPES.sub(b"", line)
+
+
+def is_chatter(line: bytes, after_chatter: bool = False) -> bool:
+    """Returns whether a line is surely TensorFlow's C++ log, and tells nothing of a fault.
+
+    Args:
+        line: The line, plain.
+        after_chatter: Whether the line before it was such a one.
+    """
+    if found := _CXX.match(line):
+        level = found["absl"] or found["tsl"]
+        return level == b"I" or (level != b"F" and bool(_HARMLESS.search(found["text"])))
+    return bool(_OTHER_CHATTER.match(line) or (after_chatter and _LISTED_TASK.match(line)))
+
+
+def warning_text(line: bytes) -> bytes | None:
+    """Returns what repetitions of a warning have in common, without its time; None if the line is no warning.
+
+    Warnings are Python's, those that `logging` and absl print in their default forms, and those of TensorFlow's C++ log.
+    """
+    if found := _CXX.match(line):
+        if (found["absl"] or found["tsl"]) != b"W":
+            return None
+        return found["place"] + re.sub(rb"\d+", b"0", found["text"])  # addresses, sizes
+    if found := _LOGGED_WARNING.match(line):
+        return found["text"] or line
+    return line if _PYTHON_WARNING.match(line) else None
+
+
+def is_source_of(warning: bytes, line: bytes) -> bool:
+    """Returns whether a line is the line of code that Python prints below a warning."""
+    found = _PYTHON_WARNING.match(warning)
+    if not found or not line.startswith(b"  "):
+        return False
+    code = linecache.getline(found["file"].decode(errors="replace"), int(found["line"])).strip()
+    return bool(code) and code.encode() == line.strip()

@@ -1,10 +1,34 @@
-"""What a part of `TensorBoard` measures between two writes."""
+"""What the parts of `TensorBoard` measure between two writes: a class for each, all of them a `Meter`.
+
+ExecutionMeter     how long steps wait for their batch and, with parameter servers, how far steps of workers overlap
+FaultMeter         how often a run was restarted, and how many steps it had to repeat
+GoodputMeter       where the wall time has gone so far
+SkipMeter          how many updates were left out, because a gradient was not finite
+SystemMeter        the memory and the processor time of this process
+WireMeter          the bytes that a rank sends for a step
+CompressionMeter   how much smaller compression makes gradients, and how much of them it has left for later steps
+GradientNorm       the length of the gradient that updates the weights
+"""
 
 from __future__ import annotations
 
 import abc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
+import psutil
+import tensorflow as tf
+
+from tfdist.compat import keras_internals, optimizer_search, tf_internals
+from tfdist.gradients.optimizer import get_reduction, skipped_updates
+from tfdist.gradients.reduction import Reduction
+from tfdist.monitoring import compression_report
+from tfdist.monitoring.network import WireBytes
+from tfdist.runtime import goodput, progress
+
+_RESIDUAL = "residual"  # the state of `ErrorFeedback`
 
 
 class Meter(abc.ABC):
@@ -31,3 +55,177 @@ class Meter(abc.ABC):
     @abc.abstractmethod
     def read(self) -> dict[str, float | None]:
         """Returns a value for each tag, measured since the last call; None for one that cannot be measured."""
+
+
+class ExecutionMeter(Meter):
+    """Reads what the model's training function has measured; one of the user's own making measures nothing."""
+
+    def read(self) -> dict[str, float | None]:
+        measured = getattr(self.model.train_function, "measured", None)
+        return dict(measured.take()) if measured else {}
+
+
+class FaultMeter(Meter):
+    """Reads what the supervisor knows; without a supervisor nothing. The chief alone knows the lost steps."""
+
+    _is_settled = False
+    _lost: int | None = None
+
+    def on_step(self, step: int) -> None:
+        # Not earlier: of two trainings in one program the first one may have no step left, as it was at its end.
+        if self.is_chief and not self._is_settled:
+            self._is_settled, self._lost = True, progress.settle_lost_steps()
+
+    def read(self) -> dict[str, float | None]:
+        restarts = progress.restarts() if progress.is_supervised() else None
+        return {"faults/restarts": restarts, "faults/lost_steps": self._lost}
+
+
+class GoodputMeter(Meter):
+    """Reads what `Goodput` has counted on the chief; without that callback, nothing."""
+
+    def read(self) -> dict[str, float | None]:
+        ledger = goodput.current()
+        if ledger is None or not self.is_chief:
+            return {}
+        seconds = ledger.now()
+        parts: dict[str, float | None] = {f"goodput_seconds/{part}": value for part, value in seconds.items()}
+        return {"goodput/productive": seconds["steps"] / (sum(seconds.values()) or 1.0), **parts}
+
+
+class SkipMeter(Meter):
+    """Reads how many updates this process has left out for `nan_policy`. All replicas leave out the same."""
+
+    def begin(self, model: keras.Model, is_chief: bool) -> None:
+        super().begin(model, is_chief)
+        self._numbers: list[tf.Variable] | None = None  # found at the first write: to look for optimizers takes long
+
+    def read(self) -> dict[str, float | None]:
+        if self._numbers is None:
+            self._numbers = skipped_updates(self.model) if self.is_chief else []
+        skipped = sum(float(each.numpy()) for each in self._numbers) if self._numbers else None
+        return {"train/skipped_updates": skipped}
+
+
+class SystemMeter(Meter):
+    """Measures the resident memory, and the processor time since the last write: 100 is one core in full use."""
+
+    def begin(self, model: keras.Model, is_chief: bool) -> None:
+        super().begin(model, is_chief)
+        self._process = psutil.Process()
+        self._last = self._times()
+
+    def read(self) -> dict[str, float | None]:
+        now, last = self._times(), self._last
+        self._last = now
+        percent = 100 * (now[0] - last[0]) / (now[1] - last[1])
+        return {"system/rss_bytes": self._process.memory_info().rss, "system/cpu_percent": percent}
+
+    @staticmethod
+    def _times() -> tuple[float, float]:
+        """Processor and wall time, in seconds: psutil counts ticks of 10 ms, too coarse for writes each few ms."""
+        return time.process_time(), time.perf_counter()
+
+
+class WireMeter(Meter):
+    """Measures the bytes per step by the network interfaces, where ranks are in several processes; see `WireBytes`."""
+
+    def begin(self, model: keras.Model, is_chief: bool) -> None:
+        super().begin(model, is_chief)
+        cluster_task = getattr(model.distribute_strategy, "cluster_task", None)
+        self._wire = WireBytes(*cluster_task) if cluster_task else None
+
+    def on_epoch_begin(self) -> None:
+        if self._wire:
+            self._wire.on_epoch_begin(0)
+
+    def on_step(self, step: int) -> None:
+        if self._wire:
+            self._wire.on_train_batch_end(step)
+
+    def read(self) -> dict[str, float | None]:
+        return {"comm/bytes_per_step": self._wire.take() if self._wire else None}
+
+
+class CompressionMeter(Meter):
+    """Reads the compressor of a model's optimizers; without one nothing.
+
+    The norm is that of the errors that this process feeds back, over all its replicas.
+    """
+
+    def begin(self, model: keras.Model, is_chief: bool) -> None:
+        super().begin(model, is_chief)
+        self._optimizers: list[keras.optimizers.Optimizer] | None = None
+        self._planned: float | None = None
+        self._is_planned = False
+
+    def read(self) -> dict[str, float | None]:
+        if self._optimizers is None:  # the search takes a millisecond and more
+            self._optimizers = optimizer_search.optimizers(self.model)
+        found = [(each, of) for each in self._optimizers if (of := get_reduction(each))]
+        if not found:
+            return {}
+        optimizer, reduction = found[0]  # the Trainer gives all optimizers the same compressor
+        has_begun = int(optimizer.iterations.numpy()) > reduction.compressor.start_step
+        ratio = self._planned_ratio(reduction) if has_begun else 1.0
+        return {"comm/compression_ratio": ratio, "comm/residual_norm": self._residual_norm([of for _, of in found])}
+
+    def _planned_ratio(self, reduction: Reduction) -> float | None:
+        if not self._is_planned:
+            replicas = tf_internals.num_replicas(self.model.distribute_strategy)
+            plain = compression_report.planned_bytes(self.model, None, replicas)
+            compressed = compression_report.planned_bytes(self.model, reduction.compressor, replicas)
+            self._is_planned, self._planned = True, plain / compressed if plain and compressed else None
+        return self._planned
+
+    def _residual_norm(self, reductions: list[Reduction]) -> float | None:
+        local = self.model.distribute_strategy.experimental_local_results
+        residuals = [
+            component.read_value()
+            for reduction in reductions
+            for specs, states in zip(reduction.slots, reduction.states, strict=True)
+            for spec, state in zip(specs, states, strict=True)
+            if spec.name == _RESIDUAL
+            for component in local(state)  # to read the variable itself would be a collective
+        ]
+        return float(tf.linalg.global_norm(residuals)) if residuals else None
+
+
+class GradientNorm(Meter):
+    """Reads the L2 norm of the last update's gradient: reduced over all replicas, accumulated, unscaled, and not clipped yet.
+
+    Each replica computes it in its step, on the same gradient. Not with parameter servers, where no replica has that of all, nor
+    under a strategy that is not tfdist's, where Keras clips before it reduces.
+    """
+
+    _norm: tf.Variable | None = None
+
+    def begin(self, model: keras.Model, is_chief: bool) -> None:
+        super().begin(model, is_chief)
+        strategy, optimizer = model.distribute_strategy, getattr(model, "optimizer", None)
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # that of a LossScaleOptimizer
+        traits = getattr(strategy, "traits", None)
+        if optimizer is None or (traits.asynchronous if traits else strategy.num_replicas_in_sync > 1):
+            return
+        clip = keras_internals.clip_method(optimizer)
+        if not isinstance(clip, _NormThenClip):
+            clip = _NormThenClip(clip)
+            keras_internals.replace_clip(optimizer, clip)
+            strategy.gauges = [*getattr(strategy, "gauges", ()), clip.norm]
+            model.train_function = None  # to be traced anew; on all workers
+        self._norm = clip.norm
+
+    def read(self) -> dict[str, float | None]:
+        return {"train/gradient_norm": float(self._norm) if self.is_chief and self._norm is not None else None}
+
+
+class _NormThenClip:
+    """The method of an optimizer that clips gradients; keeps their norm in a variable."""
+
+    def __init__(self, clip: Callable[[Any], Any]):
+        self._clip = clip
+        self.norm = tf.Variable(float("nan"), trainable=False, name="gradient_norm")
+
+    def __call__(self, grads: Sequence[Any]) -> Any:
+        self.norm.assign(tf.linalg.global_norm([tf.cast(grad, tf.float32) for grad in grads]))
+        return self._clip(grads)

@@ -17,7 +17,7 @@ from tfdist.monitoring import compression_report, texts
 from tfdist.monitoring.network import WireBytes
 from tfdist.monitoring.throughput import Throughput
 from tfdist.runtime import progress
-from tfdist.runtime.write_errors import WriteError, reason
+from tfdist.runtime.files import WriteError, write_error_reason
 
 
 def summarize(
@@ -124,6 +124,6 @@ def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
             partial.unlink(missing_ok=True)
     except OSError as e:
         raise WriteError(
-            f"cannot write {path}: {reason(e)}. What was there before is unchanged. Free the disk, and run the same command again, "
+            f"cannot write {path}: {write_error_reason(e)}. What was there before is unchanged. Free the disk, and run the same command again, "
             "which goes on from its backup."
         ) from e

@@ -1,4 +1,7 @@
-"""TensorBoard's scalars of a training, which go on after a resume as if it had not been interrupted."""
+"""TensorBoard's scalars of a training, which go on after a resume as if it had not been interrupted.
+
+`StepProfiler` is TensorFlow's profiler on a range of a training's steps.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ import tensorflow as tf
 
 from tfdist.config.monitoring import step_range
 from tfdist.errors import ConfigError, format_value
-from tfdist.monitoring import hparams as hparams_lib
-from tfdist.monitoring import layout, texts
-from tfdist.monitoring.compression_meter import CompressionMeter
+from tfdist.monitoring import texts
 from tfdist.monitoring.event_files import BY_ITERATIONS, Run
-from tfdist.monitoring.execution_meter import ExecutionMeter
-from tfdist.monitoring.fault_meter import FaultMeter
-from tfdist.monitoring.goodput_meter import GoodputMeter
-from tfdist.monitoring.gradient_norm import GradientNorm
-from tfdist.monitoring.histograms import weight_histograms
-from tfdist.monitoring.meter import Meter
-from tfdist.monitoring.profile import StepProfiler
-from tfdist.monitoring.skip_meter import SkipMeter
-from tfdist.monitoring.system_meter import SystemMeter
+from tfdist.monitoring.meter import (
+    CompressionMeter,
+    ExecutionMeter,
+    FaultMeter,
+    GoodputMeter,
+    GradientNorm,
+    Meter,
+    SkipMeter,
+    SystemMeter,
+    WireMeter,
+)
+from tfdist.monitoring.texts import weight_histograms
 from tfdist.monitoring.throughput import Throughput
-from tfdist.monitoring.wire_meter import WireMeter
 from tfdist.runtime.log import logger
 
 _Result = TypeVar("_Result")
@@ -184,10 +187,10 @@ class TensorBoard(keras.callbacks.Callback):
 
     def _describe(self) -> None:
         """Writes what stands beside the curves, once: a backup holds the size of the files with it."""
-        for summary in (texts.summary(self._strategy), layout.summary(by_step=self._every > 0)):
+        for summary in (texts.summary(self._strategy), texts.charts_layout(by_step=self._every > 0)):
             self._try(self._runs["train"].write_summary, summary)
         if self._hparams is not None:
-            self._try(self._runs["hparams"].write_summary, hparams_lib.session_start(self._hparams))
+            self._try(self._runs["hparams"].write_summary, texts.hparams_start(self._hparams))
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._profiler.is_off:
@@ -233,7 +236,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._try(self._profiler.stop)
         if logs and self._is_chief and self._hparams is not None:
             self._write("hparams", {f"final/{name}": value for name, value in logs.items()}, self._throughput.steps)
-            self._try(self._runs["hparams"].write_summary, hparams_lib.session_end())
+            self._try(self._runs["hparams"].write_summary, texts.hparams_end())
         for run in self._runs.values():
             self._try(run.close)
 
@@ -268,3 +271,59 @@ class TensorBoard(keras.callbacks.Callback):
 def is_number(value: Any) -> bool:
     array = np.asarray(value)
     return array.ndim == 0 and array.dtype.kind not in "OSU"  # objects, such as None, and texts
+
+
+class StepProfiler:
+    """Profiles the executions that hold one of the steps.
+
+    Args:
+        steps: The first and the last step of the whole training, counted from 1; None means that nothing is profiled.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None):
+        self._first, self._last = steps or (1, 0)
+        self._runs = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether there is nothing to profile."""
+        return self._last == 0
+
+    def before_execution(self, folder: str, done: int, steps: int) -> None:
+        """Starts the profiler where the next execution has a step of the range.
+
+        Args:
+            folder: The folder of a run of TensorBoard.
+            done: The steps of the training before it.
+            steps: Its steps.
+        """
+        if not self._runs and done < self._last and done + steps >= self._first:
+            try:
+                tf.profiler.experimental.start(folder)
+                self._runs = True
+            except tf.errors.AlreadyExistsError:
+                self._give_up()
+
+    def after_execution(self, done: int) -> None:
+        """Stops it after the last step of the range."""
+        if done >= self._last:
+            self.stop()
+
+    def stop(self) -> None:
+        """Writes the profile, if one is being taken.
+
+        Raises:
+            tf.errors.OpError: It cannot be written.
+        """
+        runs, self._runs = self._runs, False
+        if runs:
+            try:
+                tf.profiler.experimental.stop()
+            except tf.errors.UnavailableError:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        logger.warning(
+            f"TensorBoard: there is no profile of steps {self._first} to {self._last}, as another profiler runs in this process."
+        )
+        self._last = 0

@@ -1,15 +1,34 @@
-"""What a training runs on, as texts for TensorBoard: the cluster, the strategy, the versions."""
+"""What is written for TensorBoard besides curves: texts of what a training runs on (the cluster, the strategy, the versions), the first page
+of the tab "Custom Scalars", hyperparameters for the HParams plugin, and histograms of a model's weights.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import summary as custom_scalars
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams import summary as hparams_lib
 
 from tfdist.version import __version__
+
+_PAGE = "Training"
+# A chart's title and which tags it shows, of all runs.
+CHARTS = {
+    "Is it learning?": r"^(batch_(\w+_)?loss|evaluation_(\w+_)?loss_vs_iterations)$",  # both by step, unlike `epoch_*`
+    "How fast is it?": "^perf/examples_per_second$",
+    "Who is slow?": "^perf/step_ms$",
+    "What did the network cost?": "^comm/.*",
+}
+_LOSS_BY_EPOCH = r"^epoch_(\w+_)?loss$"
+_BUCKETS = 30  # as TensorBoard's own
 
 
 def versions() -> dict[str, str]:
@@ -48,3 +67,64 @@ def summary(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
 
 def _table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"| {left} | {right} |" for left, right in (columns, ("---", "---"), *rows))
+
+
+def charts_layout(by_step: bool) -> tf.compat.v1.Summary:
+    """Returns the summary that holds the layout.
+
+    Args:
+        by_step: Whether the training's loss is written by step, besides by epoch.
+    """
+    charts = CHARTS if by_step else CHARTS | {"Is it learning?": _LOSS_BY_EPOCH}
+    page = layout_pb2.Category(title=_PAGE)
+    for title, tags in charts.items():
+        page.chart.add(title=title, multiline=layout_pb2.MultilineChartContent(tag=[tags]))
+    return custom_scalars.pb(layout_pb2.Layout(category=[page]))
+
+
+def hparams_start(hparams: Mapping[str, Any]) -> tf.compat.v1.Summary:
+    """Returns the summary with which a training begins.
+
+    Args:
+        hparams: Names to values. A group within them becomes `group.name`.
+    """
+    return hparams_lib.session_start_pb(dict(_flatten_hparams(hparams, "")))
+
+
+def hparams_end() -> tf.compat.v1.Summary:
+    """Returns the summary with which a training ends that has reached its end."""
+    return hparams_lib.session_end_pb(api_pb2.STATUS_SUCCESS)
+
+
+def _flatten_hparams(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        value = value.item() if isinstance(value, np.generic) else value
+        if isinstance(value, Mapping):
+            yield from _flatten_hparams(value, f"{path}{name}.")
+        # TensorBoard answers in JSON, which has no infinite numbers.
+        elif isinstance(value, (bool, str)) or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max):
+            yield f"{path}{name}", value
+        else:
+            yield f"{path}{name}", str(value)
+
+
+def weight_histograms(model: keras.Model) -> dict[str, np.ndarray]:
+    """Returns a `[buckets, 3]` array, left and right edge and count, for each weight, by the tags of Keras' TensorBoard.
+
+    Of a weight that each replica has its own of, such as a moving statistic, this process's first one is taken. Numbers that are
+    not finite are left out.
+    """
+    local = model.distribute_strategy.experimental_local_results
+    weights = {weight.path: local(weight.value)[0].numpy() for layer in model.layers for weight in layer.weights}
+    return {f"{path.replace(':', '_')}/histogram": histogram(values) for path, values in weights.items()}
+
+
+def histogram(values: np.ndarray) -> np.ndarray:
+    """Returns `[buckets, 3]`: left and right edge and count."""
+    values = np.asarray(values, np.float64)
+    values = values[np.isfinite(values)]
+    if not values.size or values.min() == values.max():  # one bucket has all, as TensorBoard's own
+        edge = values[0] if values.size else 0.0
+        return np.array([[edge, edge, 0]] * (_BUCKETS - 1) + [[edge, edge, values.size]])
+    counts, edges = np.histogram(values, _BUCKETS)
+    return np.stack([edges[:-1], edges[1:], counts], 1)

@@ -8,29 +8,35 @@ a function of an input context makes the data on the workers.
 Workers do not wait for each other: a gradient is of weights that other workers' steps may have changed since, about as
 often as there are other workers. Adam's moments and weights take each update in one atomic addition, but of a difference
 that was computed from values which may have changed since, too.
+
+For `predict` the workers compute batches some ahead of Keras' loop.
+
+`update_on_servers` updates variables on the parameter servers that hold them.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError
-from tfdist.parameter_server import termination
-from tfdist.parameter_server.draining import DrainFirst, drain_steps
-from tfdist.parameter_server.execution import Execution
-from tfdist.parameter_server.predictor import Predictions, Predictor
-from tfdist.parameter_server.scheduler import Scheduler
-from tfdist.parameter_server.server_update import update_on_servers
+from tfdist.gradients.update import deduplicate_rows_before_update
+from tfdist.parameter_server import server
+from tfdist.parameter_server.execution import DrainFirst, Execution, drain_steps
+from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_server
-from tfdist.parameter_server.worker_dataset import Pipelines, WorkerDataset
+from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator, WorkerDataset
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
 from tfdist.step import model_building
 
 # Methods of a model that look at what steps have counted.
@@ -50,7 +56,7 @@ class ParameterServerEngine(Engine):
         self._strategy = strategy
         self.scheduler = Scheduler(strategy)
         self.num_replicas = self.scheduler.workers
-        self._preemption = termination.PreemptionListener()
+        self._preemption = server.PreemptionListener()
 
     def attach(self, model: keras.Model) -> None:
         """Makes Keras build `model`'s training and test functions here. In place."""
@@ -97,7 +103,7 @@ class ParameterServerEngine(Engine):
 
     def on_exit(self) -> None:
         """Tells the other tasks with which exit code this process ends."""
-        termination.publish_exit_code(self._strategy.cluster)
+        server.publish_exit_code(self._strategy.cluster)
 
     def report(self, model: keras.Model) -> dict[str, Any]:
         """Returns `retried_steps`, and `bytes_per_server`: the size of the model's and its optimizers' variables on each."""
@@ -143,3 +149,102 @@ class ParameterServerEngine(Engine):
     def _distribute(self, dataset: tf.data.Dataset) -> Any:
         data = getattr(dataset, _WORKER_DATA, None)
         return Pipelines(data) if data else dataset
+
+
+class _Outputs:
+    """A batch's outputs, where Keras' `predict` expects a batch."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class Predictor:
+    """What `predict` calls for each execution; in a callback's own `model.predict`, too.
+
+    Args:
+        model: The model.
+        scheduler: Schedules its steps.
+    """
+
+    def __init__(self, model: keras.Model, scheduler: Scheduler):
+        self.model = model
+        self.scheduler = scheduler
+
+    @functools.cached_property
+    def step(self) -> WorkerStep:
+        """The model's `predict_step`, when the model has its variables."""
+        return WorkerStep(self.model, self.model.predict_step)
+
+    def __call__(self, batches: Sequence[Any]) -> Any:
+        """Returns the outputs of a list of batches, as of one."""
+        each = [b.value if isinstance(b, _Outputs) else next(self.outputs([b], b)) for b in batches]
+        return each[0] if len(each) == 1 else tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *each)
+
+    def outputs(self, batches: Iterable[Any], spec: Any) -> Iterator[Any]:
+        """Yields the outputs of batches in their order, computed some batches ahead."""
+        traced = self.step.trace(spec)
+        self.step.begin()
+        ready: collections.deque[list[np.ndarray]] = collections.deque()
+        flight = InFlight(self.scheduler, ready.append, ordered=True)
+        for number, batch in enumerate(batches):
+            given = self.step.step_inputs(0, 0, number)
+            flight.add(functools.partial(self._run, traced, without_optionals(batch), given))
+            while ready:
+                yield traced.packed(ready.popleft())
+        flight.drain()
+        while ready:
+            yield traced.packed(ready.popleft())
+
+    def worker_outputs(self, pipelines: PipelinesIterator, steps: int | None) -> Iterator[Any]:
+        """Yields the outputs of the workers' pipelines."""
+        traced = self.step.trace(pipelines.element_spec)
+        for arrays in pipelines.run_all(self.step, traced, self.scheduler, steps):
+            yield traced.packed(arrays)
+
+    def _run(self, traced: TracedStep, batch: Any, given: tf.Tensor, worker: int) -> list[np.ndarray]:
+        return self.step.call(traced, batch, given)
+
+
+class Predictions:
+    """What `predict` iterates over.
+
+    Args:
+        predictor: Computes outputs.
+        data: A dataset, or `Pipelines`.
+        steps: How many batches, or None for all.
+    """
+
+    def __init__(self, predictor: Predictor, data: Any, steps: int | None):
+        self._predictor = predictor
+        self._data = data
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[_Outputs]:
+        if isinstance(self._data, Pipelines):
+            outputs = self._predictor.worker_outputs(iter(self._data), self._steps)
+        else:
+            outputs = self._predictor.outputs(itertools.islice(self._data, self._steps), self._data.element_spec)
+        return map(_Outputs, outputs)
+
+
+def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes the arithmetic of updates run on the server of each variable, so that only the gradient travels. In place.
+
+    `assign_add` and `assign_sub` are atomic there; an `assign` of a value computed from the old one (SGD's momentum) is
+    not, and of two at once the later one holds.
+    """
+    if keras_internals.has_replaced_variable_update(optimizer):
+        return
+    deduplicate_rows_before_update(optimizer)
+    update_step, weight_decay = keras_internals.variable_update_methods(optimizer)
+
+    def on_server(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
+        with tf.device(variable.device):
+            update_step(gradient, variable, learning_rate)
+
+    def decay(variables: Any) -> None:
+        for variable in variables:
+            with tf.device(getattr(variable, "value", variable).device):
+                weight_decay([variable])
+
+    keras_internals.replace_variable_update(optimizer, on_server, decay)

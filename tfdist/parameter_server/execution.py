@@ -1,4 +1,7 @@
-"""What Keras calls for each execution of steps on the chief: schedules them on the workers, several at once for each."""
+"""What Keras calls for each execution of steps on the chief: schedules them on the workers, several at once for each.
+
+`drain_steps` waits for the scheduled steps before something looks at what they have counted.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import unsupported
-from tfdist.engine import Engine
+from tfdist.engine import Engine, RunningMeans
 from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
-from tfdist.parameter_server.traced_step import TracedStep
 from tfdist.parameter_server.worker_dataset import PipelinesIterator
-from tfdist.parameter_server.worker_step import WorkerStep, without_optionals
-from tfdist.runtime.running_means import RunningMeans
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
 
 # Steps of which a batch hook's logs do not know although they have ended, as they are read together: for each worker, and
 # at least.
@@ -193,3 +194,30 @@ class Execution:
 
 def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
     return run(data)
+
+
+def drain_steps(model: keras.Model) -> None:
+    """Waits until all steps of `model` that are scheduled are counted."""
+    for function in (model.train_function, model.test_function):
+        if drain := getattr(function, "drain", None):
+            drain()
+
+
+class DrainFirst:
+    """A method of a model that first waits until all scheduled steps are counted.
+
+    Keras calls `get_metrics_result` at the end of an epoch or evaluation, and callbacks save within an epoch.
+
+    Args:
+        model: The model.
+        method: The name of the method.
+    """
+
+    def __init__(self, model: keras.Model, method: str):
+        self._model = model
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not tf.inside_function():  # where a step is traced
+            drain_steps(self._model)
+        return getattr(type(self._model), self._method)(self._model, *args, **kwargs)

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster import TaskSpec, missing_tasks, preflight, reachability
+from tfdist.cluster import TaskSpec, preflight, reachability
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
 from tfdist.parameter_server.strategy import ParameterServerStrategy
@@ -157,16 +157,16 @@ class Scheduler:
         # With one worker away TensorFlow does not take another one back either.
         if waited > _NO_WORKER_TIMEOUT:
             raise ClusterError(
-                f"No worker has worked for {waited:.0f} s: {missing_tasks.format_tasks(self._spec, absent)}."
+                f"No worker has worked for {waited:.0f} s: {reachability.format_tasks(self._spec, absent)}."
             )
         if time.monotonic() > self._said + _REPORT_EVERY:
             self._said = time.monotonic()
-            logger.warning(f"waiting for {missing_tasks.format_tasks(self._spec, absent)}")
+            logger.warning(f"waiting for {reachability.format_tasks(self._spec, absent)}")
 
     def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:
         names = ", ".join(map(str, servers))
         return ClusterError(
-            f"{names} is lost, and with it the variables it held: {missing_tasks.format_tasks(self._spec, servers)}. Start the "
+            f"{names} is lost, and with it the variables it held: {reachability.format_tasks(self._spec, servers)}. Start the "
             "training again, from what it has saved last."
         )
 

@@ -14,12 +14,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, greeting, preflight, proxies
+from tfdist.cluster import ClusterSpec, greeting, preflight
 from tfdist.cluster.spec import ClusterTask
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
-from tfdist.parameter_server import server, termination
+from tfdist.parameter_server import server
 from tfdist.strategies import base
 from tfdist.strategies.model_methods import USE_TRAINER
 
@@ -152,7 +152,7 @@ def parameter_server(
         raise ConfigError(fault + ranks * (list(spec.jobs) == ["worker"]) for fault in faults)
     if task.type == "evaluator":
         raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
-    proxies.bypass_proxies(spec)
+    preflight.bypass_proxies(spec)
     if task.type != "chief":
         with greeting.listening_for_peers(spec, task):
             # Versions are compared before TensorFlow's server takes the port, which tells none.
@@ -165,5 +165,5 @@ def parameter_server(
         preflight.wait_until_reachable(spec, others, start_timeout, serving=True)
     with preflight.startup_watchdog(spec, task, start_timeout):
         made = ParameterServerStrategy(spec, config.placement, start_timeout)
-    atexit.register(termination.publish_exit_code, spec)
+    atexit.register(server.publish_exit_code, spec)
     return made

@@ -3,20 +3,28 @@
 TensorFlow notices a process that ends, but waits for ever for one that is stopped, or whose host has vanished. Here such a
 worker is given up after a while: the chief shuts its own connections to it down, and so TensorFlow takes it for lost until it
 answers again. A server that is given up ends the job.
+
+A call to a process that is stopped, or whose host has vanished, waits for ever: the connection stays as it was. Once this side has shut it
+down (`shut_down_connections`), the call fails as if the process had been killed.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ipaddress
 import logging
 import os
+import pathlib
+import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
-from tfdist.cluster import ClusterSpec, TaskSpec, connections, greeting, reachability, silent_tasks
+from tfdist.cluster import ClusterSpec, TaskSpec, greeting, reachability
 from tfdist.compat import tf_cluster
-from tfdist.parameter_server import termination
+from tfdist.parameter_server import server
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
 
@@ -26,6 +34,9 @@ WORKER_TIMEOUT = 25.0
 _LAST_ROUND = 5.0  # seconds that the last question to a server may take
 # TensorFlow connects again and again; a call that has found a new connection waits for so many seconds.
 _SHUT_DOWN_EVERY = 0.1
+_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+_REMOTE, _INODE = 2, 9  # columns
+Endpoint = tuple[str, int]  # address and port
 
 
 class Watch:
@@ -41,9 +52,9 @@ class Watch:
 
     def __init__(self, cluster: ClusterSpec, server_timeout: float):
         self._cluster = cluster
-        self._limits = {"worker": WORKER_TIMEOUT, "ps": max(server_timeout - _LAST_ROUND, silent_tasks.REPORT_EVERY)}
+        self._limits = {"worker": WORKER_TIMEOUT, "ps": max(server_timeout - _LAST_ROUND, reachability.REPORT_EVERY)}
         self._tasks = [task for task in cluster.tasks() if task.type in self._limits]
-        self._silent = silent_tasks.SilentTasks(cluster, cluster.chief)
+        self._silent = reachability.SilentTasks(cluster, cluster.chief)
         self.given_up: dict[TaskSpec, str] = {}
         tf_cluster.register_functions_without_lock()  # or these threads would wait with the call
         atexit.register(self._leave)
@@ -74,21 +85,21 @@ class Watch:
             self.given_up = {**now, **self.lost_servers}
 
     def _shut_down(self) -> None:
-        endpoints = {task: connections.resolve(self._cluster.address(task)) for task in self._tasks}
+        endpoints = {task: resolve_endpoints(self._cluster.address(task)) for task in self._tasks}
         before: set[TaskSpec] = set()
         while True:
             time.sleep(_SHUT_DOWN_EVERY)
             now = set(self.given_up)
             for task in now - before:  # its name may stand for another address by now
-                endpoints[task] |= connections.resolve(self._cluster.address(task))
+                endpoints[task] |= resolve_endpoints(self._cluster.address(task))
             before = now
             for task in now:
-                connections.shut_down(endpoints[task])
+                shut_down_connections(endpoints[task])
 
     def _leave(self) -> None:
         """Ends the process at once if a task does not answer: TensorFlow's own end would wait for it without end."""
         if self.given_up or any(map(self._is_silent, self._tasks)):
-            termination.publish_exit_code(self._cluster)
+            server.publish_exit_code(self._cluster)
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -98,3 +109,52 @@ class Watch:
         greeted = greeting.encode_greeting(self._cluster, task)
         reason = reachability.unreachable_reason(self._cluster.address(task), expected=greeted, serving=True)
         return bool(reason) and reason not in reachability.ENDED
+
+
+def resolve_endpoints(address: str) -> set[Endpoint]:
+    """Returns the addresses and ports that `host:port` stands for; none where the name is not known now."""
+    host, port = address.rsplit(":", 1)
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        return {(_plain(ipaddress.ip_address(str(each[4][0]).partition("%")[0])), int(port)) for each in found}
+    return set()
+
+
+def shut_down_connections(endpoints: set[Endpoint]) -> int:
+    """Shuts down this process's TCP connections to `endpoints`, also those that are being made.
+
+    Returns:
+        How many there were. 0 on systems without `/proc/self/net`, which are not Linux.
+    """
+    inodes = {inode for remote, inode in _connections() if remote in endpoints}
+    count = 0
+    for path in pathlib.Path("/proc/self/fd").glob("*") if inodes else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(path).removeprefix("socket:[").removesuffix("]") in inodes:
+                # A copy: the descriptor belongs to TensorFlow, which may close it at any moment.
+                with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                    if str(os.fstat(connection.fileno()).st_ino) in inodes:  # not another one by now
+                        connection.shutdown(socket.SHUT_RDWR)
+                        count += 1
+    return count
+
+
+def _connections() -> Iterator[tuple[Endpoint, str]]:
+    for table in _TABLES:
+        with contextlib.suppress(OSError), open(table, encoding="ascii") as lines:
+            next(lines, "")
+            for line in lines:
+                columns = line.split()
+                host, port = columns[_REMOTE].split(":")
+                yield (_decode(host), int(port, 16)), columns[_INODE]
+
+
+def _decode(digits: str) -> str:
+    """Returns the address that the system writes as words of 32 bits, in the processor's order of bytes."""
+    words = (int(digits[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(digits), 8))
+    return _plain(ipaddress.ip_address(b"".join(words)))
+
+
+def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    """Returns the text of an address; of an IPv4 address on a socket of IPv6, the IPv4 address."""
+    return str(getattr(address, "ipv4_mapped", None) or address)

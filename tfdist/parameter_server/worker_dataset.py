@@ -16,8 +16,7 @@ from tfdist.compat import tf_internals
 from tfdist.data import sent_arrays
 from tfdist.errors import ConfigError
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
-from tfdist.parameter_server.traced_step import TracedStep
-from tfdist.parameter_server.worker_step import WorkerStep
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 
 _PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 _OUTSIDE = (

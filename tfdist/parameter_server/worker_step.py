@@ -11,13 +11,20 @@ The step runs in `keras.StatelessScope`: what it assigns to Keras' variables is 
   one holds.
 
 Gradients are applied within the step, by the optimizer's own arithmetic, on the server that has the variable.
+
+A `TracedStep` is a model's step, traced for data of one form.
+
+The `ResultsTable` is what each step has counted, written by the step to a parameter server and read by the chief. A step's result could be
+returned to the chief; but a worker that dies before it is fetched takes it along, and fetching it costs two round trips for each step. A
+row on a server costs the step next to nothing, many are read at once, and a step that runs again writes its row again: what it counts,
+counts once.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,16 +32,43 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_internals, optimizer_search
-from tfdist.errors import ConfigError
-from tfdist.parameter_server.results_table import ResultsTable
-from tfdist.parameter_server.traced_step import TracedStep
+from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.replicas import batch_splitting, random_seeds
+from tfdist.replicas.random_seeds import run_in_clean_thread
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import graph_copies, losses
-from tfdist.step.user_code import stop_iteration_error
 
 # Added to a seed once per step; odd, so that steps do not meet for 2**64 of them.
 _SEED_STRIDE = 0x5851F42D4C957F2D
+_SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
+
+
+class TracedStep:
+    """A step traced for data of one form.
+
+    Attributes:
+        function: The concrete function of (data, given).
+        ledger: Where it writes what it counts; None where it returns that.
+        own: The logs that are no metrics: their structure.
+        names: All logs.
+        held: What each of the metrics' variables holds at the step's end, in its graph, by its id.
+        computed: The logs that are computed from `held`.
+        count: Adds what steps have counted; returns what metrics and `computed` are then.
+    """
+
+    def __init__(self, ledger: ResultsTable | None = None, own: Any = None, names: Sequence[str] = ()):
+        self.names = names
+        self.function: Any = None
+        self.ledger = ledger
+        self.custom_logs = own
+        self.held: dict[int, tf.Tensor] = {}
+        self.computed: dict[str, Any] = {}
+        self.count: Any = None
+
+    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
+        """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
+        structure = self.function.structured_outputs
+        return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
 
 
 class WorkerStep:
@@ -285,3 +319,44 @@ def to_python(value: Any) -> Any:
         return {name: to_python(each) for name, each in value.items()}
     value = value.numpy() if isinstance(value, tf.Tensor) else value
     return float(value) if np.ndim(value) == 0 else value
+
+
+class ResultsTable:
+    """Rows on the first server, of which each step on its way has one.
+
+    Args:
+        rows: How many steps may be on their way or unread.
+        width: Numbers of a step.
+    """
+
+    def __init__(self, rows: int, width: int):
+        def make() -> tf.Variable:
+            with tf.device(_SERVER):
+                return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="ledger")
+
+        self._rows = run_in_clean_thread(make)  # a step may be in tracing, which would take the variable for its own
+        self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
+
+    def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
+        """Writes a step's row. In the graph of the step.
+
+        Args:
+            ticket: The step's own number, `[]` float64.
+            row: Which row, `[]` float64.
+            numbers: `[width]` float64.
+        """
+        place = tf.cast(tf.reshape(row, [1]), tf.int64)
+        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], place))
+
+    def read(self, attempt_ids: Sequence[int], rows: Sequence[int]) -> list[np.ndarray | None]:
+        """Returns the numbers of steps that have ended, `[width]` float64 each.
+
+        None for a step whose row another one has overwritten: one that had been given up, and came late.
+        """
+        # A function: a single operation would hold Python's lock while it waits, and the watch must go on (`watch.py`).
+        found = self._gather(tf.constant(rows, tf.int32)).numpy()
+        return [row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(found, attempt_ids, strict=True)]
+
+    def _read_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        with tf.device(_SERVER):
+            return tf.gather(self._rows, rows)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import psutil
 
+from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.log import logger
-from tfdist.runtime.write_errors import reason
 
 # In the order of a table; the first is what is wanted.
 PARTS = ("steps", "input_wait", "startup", "compilation", "validation", "saving", "other", "restarts", "repeated_steps")
@@ -79,7 +79,7 @@ class Ledger:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    f"cannot write {os.fspath(self._path)}: {reason(e)}; the training goes on, but goodput after a restart counts "
+                    f"cannot write {os.fspath(self._path)}: {write_error_reason(e)}; the training goes on, but goodput after a restart counts "
                     "without the time that could not be written. Free the disk."
                 )
 

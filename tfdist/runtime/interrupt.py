@@ -2,14 +2,23 @@
 
 Python raises KeyboardInterrupt in the main thread, which may be in TensorFlow for as long as a step or a compilation takes. So
 a thread reads the signal from a pipe, as in `preemption.py`.
+
+`run_command` ends a command whose output nobody reads, or that is ended by Ctrl-C.
+
+While TensorFlow connects, Python calls no handler of the main thread: there SIGINT and SIGTERM end the process at once
+(`signals_end_process`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from tfdist.runtime import preemption
 from tfdist.runtime.log import logger
@@ -19,6 +28,7 @@ _SECONDS = 2.0  # that the main thread has to end the process
 
 
 is_command = False  # whether this process is a command's own, and may be ended
+_TAKE_BACK_EVERY = 0.05  # seconds
 
 
 def before_imports() -> None:
@@ -72,3 +82,72 @@ def _end() -> None:
     said.start()
     said.join(0.5)
     os._exit(128 + signal.SIGINT)
+
+
+def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Returns a command's exit code; after Ctrl-C, or where nobody reads its output (`--help | head`), a shell's for that signal."""
+    try:
+        code = main(argv)
+        if sys.stdout is not None:  # Python's word for one that was closed before the start
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        logger.error(MESSAGE)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+@contextlib.contextmanager
+def signals_end_process() -> Iterator[None]:
+    """Has SIGINT and SIGTERM end the process at once while TensorFlow connects inside: with exit code 75 where a `Preemption` listens.
+
+    TensorFlow takes SIGTERM for itself before it waits for other tasks, and only notes it. It gets the signal back afterwards.
+    """
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        if preemption.is_listening():  # in a thread, which needs no handler
+            del handlers[signal.SIGTERM]
+        handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, signal.SIG_DFL)
+    keep, over = _action(), threading.Event()
+    taken: list[int | None] = []
+
+    def take_back() -> None:
+        while not over.wait(_TAKE_BACK_EVERY):
+            if _action() != keep:
+                taken.append(_set_action(keep))
+
+    thread = threading.Thread(target=take_back, daemon=True, name="tfdist-signals")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if taken and not preemption.is_listening():
+            _set_action(taken[-1])
+
+
+# Other threads than the main one may call these, and they see what TensorFlow has set. None stands for SIG_DFL.
+
+
+def _action() -> int | None:
+    """Returns the address of the C function that the system calls upon SIGTERM."""
+    get = ctypes.pythonapi.PyOS_getsig
+    get.argtypes, get.restype = [ctypes.c_int], ctypes.c_void_p
+    address: int | None = get(signal.SIGTERM)
+    return address
+
+
+def _set_action(address: int | None) -> int | None:
+    """Sets what `_action` returns, and returns what it was."""
+    put = ctypes.pythonapi.PyOS_setsig
+    put.argtypes, put.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    before: int | None = put(signal.SIGTERM, address)
+    return before

@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.log import logger
-from tfdist.runtime.write_errors import reason
 
 FOLDER = "TFDIST_PROGRESS"
 LAUNCHED = "TFDIST_LAUNCHED"  # when the supervisor itself was started, in seconds since the epoch
@@ -44,7 +44,7 @@ def _warning_once() -> Iterator[None]:
         if not _has_warned:
             _has_warned = True
             logger.warning(
-                f"cannot write {os.environ.get(FOLDER)}: {reason(e)}; the training goes on, but its supervisor may not know how far "
+                f"cannot write {os.environ.get(FOLDER)}: {write_error_reason(e)}; the training goes on, but its supervisor may not know how far "
                 "it is. Free the disk, or set TMPDIR to a folder on another one."
             )
 

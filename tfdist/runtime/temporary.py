@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import Iterator
 
 from tfdist.runtime import progress
+from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.runtime.log import logger
-from tfdist.runtime.write_errors import WriteError, reason
 
 _NEW = "tfdist-new-"  # how folders are called that have no lock yet
 _folders: set[str] = set()  # those of this process
@@ -41,7 +41,7 @@ def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterato
         folder, lock = _make(otherwise)
     except OSError as e:
         raise WriteError(
-            f"cannot make a temporary folder in {os.environ.get('TMPDIR') or '/tmp'}: {reason(e)}. Free the disk, or set TMPDIR "
+            f"cannot make a temporary folder in {os.environ.get('TMPDIR') or '/tmp'}: {write_error_reason(e)}. Free the disk, or set TMPDIR "
             "to a folder on another one."
         ) from e
     _folders.add(folder)
@@ -65,7 +65,7 @@ def warn_once(path: str, error: BaseException) -> None:
     if folder not in _warned:
         _warned.add(folder)
         logger.warning(
-            f"cannot write temporary files in {folder}: {reason(error)}; the training goes on without them. Free the disk, or set "
+            f"cannot write temporary files in {folder}: {write_error_reason(error)}; the training goes on without them. Free the disk, or set "
             "TMPDIR to a folder on another one."
         )
 

@@ -1,33 +1,38 @@
-"""The function that Keras' `fit` and `evaluate` call for each execution of one or several steps.
+"""The functions that Keras' `fit`, `evaluate` and `predict` call for each execution of one or several steps, and the engine of strategies whose
+replicas train in step.
 
-Keras makes it in `Model._make_function`, which the Trainer overrides on its models. Stock Keras 3, with several replicas,
+Keras makes them in `Model._make_function`, which the Trainer overrides on its models. Stock Keras 3, with several replicas,
 cannot run several steps in one execution, compiles the collectives along with the replica's computation, and reduces
 each number of the logs by itself.
+
+`timed` measures how long a step waits for its batch: the only measure of it that a graph which draws its own data can give. A step whose
+update is left out is undone beside it, too: moving statistics and metrics that its batch has made NaN.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_internals, keras_loops, optimizer_search, unsupported
+from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import Compressor
-from tfdist.errors import ConfigError
+from tfdist.engine import Engine, RunningMeans
+from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.gradients import optimizer as optimizer_lib
+from tfdist.gradients.optimizer import skipped_updates
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting, equal_weights
-from tfdist.runtime.running_means import RunningMeans
-from tfdist.step import empty_replicas, model_building, skipped_steps, synchronized_norm
-from tfdist.step.input_wait import timed
-from tfdist.step.prediction import Prediction
+from tfdist.replicas.batch_splitting import SplitBatch
+from tfdist.step import empty_replicas, model_building, synchronized_norm
+from tfdist.step.empty_replicas import metric_variables
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
-from tfdist.step.user_code import stop_iteration_error
 from tfdist.step.whole_batch import ROWS_ARE_NOT_EXAMPLES
 
 _NOTES = "float32"  # the type of numbers with which notes travel
@@ -174,7 +179,7 @@ class Execution:
             empty_replicas.average_statistics(self._replica.model, totals)
         if self._replica.counts and tf.executing_eagerly() and self.logs is None:
             self._replica.check_counts(data)
-        with self._strategy.only_known_optimizers(), skipped_steps.undo_skipped_step(self._replica, self._stops):
+        with self._strategy.only_known_optimizers(), undo_skipped_step(self._replica, self._stops):
             packed, moves = self._strategy.run(self._replica, args=(data, totals))
             if totals is not None:
                 empty_replicas.move_empty_replicas_statistics(self._replica.model, data, totals, moves)
@@ -285,3 +290,145 @@ class StepLimit(keras.callbacks.Callback):
     def _set_remaining(self, function: Any, steps: int | None, begun: int) -> None:
         if hasattr(function, "remaining_steps"):  # it is not of the user's own making
             function.remaining_steps = steps and steps - begun
+
+
+def timed(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
+    """Returns what `get` returns, and the seconds until all of its tensors were there, a float64 scalar.
+
+    NaN where operations are deterministic: TensorFlow then has no clock.
+
+    Args:
+        get: Draws a batch, eagerly or while a step is traced.
+    """
+    if tf_internals.is_op_determinism_enabled():
+        return get(), tf.constant(float("nan"), tf.float64)
+    begun = tf.timestamp()
+    with tf.control_dependencies([begun]):
+        data = get()
+    parts = [part for part in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(part)]
+    with tf.control_dependencies(parts):
+        return data, tf.timestamp() - begun
+
+
+@contextlib.contextmanager
+def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
+    """Gives variables back the values from before the step inside, if an update was left out. Outside of replicas.
+
+    Args:
+        replica: The step.
+        keeps_metrics: Whether metrics stay as the step has made them.
+    """
+    model = replica.model
+    counts = skipped_updates(model) if replica.trains else []
+    if not counts:
+        yield
+        return
+    local = model.distribute_strategy.experimental_local_results
+    kept = [each.value for each in model.non_trainable_variables if each.value.dtype.is_floating]
+    kept += [] if keeps_metrics else metric_variables(model)
+    components = [component for variable in kept for component in local(variable)]
+
+    def skipped() -> tf.Tensor:
+        return tf.add_n([local(count)[0].read_value() for count in counts])
+
+    before, number = [component.read_value() for component in components], skipped()
+    yield
+
+    def undo() -> None:
+        for component, value in zip(components, before, strict=True):
+            component.assign(value)
+
+    tf.cond(skipped() > number, undo, lambda: None)
+
+
+class SynchronousEngine(Engine):
+    """Each replica computes the gradients of its part of a batch; their sum updates every copy of the weights.
+
+    Args:
+        strategy: The strategy.
+        compressor: What sums gradients with fewer bytes, or None.
+    """
+
+    def __init__(self, strategy: Any, compressor: Compressor | None = None):
+        self._strategy = strategy
+        self.compressor = compressor
+        self.num_replicas = strategy.num_replicas_in_sync
+
+    def attach(self, model: keras.Model) -> None:
+        """As of `Engine`."""
+        attach(model, self.compressor, self.nan_policy)
+
+    def distribute(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+        """As of `Engine`."""
+        return self._strategy.split_batches_from_function(make)
+
+    def data_to_predict(self, model: keras.Model, data: Any, steps: int | None) -> Any:
+        """As of `Engine`; a dataset is sharded by batches."""
+        ends_within_execution = bool(steps and steps % model.steps_per_execution)
+        if isinstance(data, tf.data.Dataset):
+            options = tf.data.Options()
+            options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+            data = data.with_options(options)
+            return data.take(steps) if ends_within_execution else data
+        if ends_within_execution:
+            raise ConfigError(
+                f"steps={steps} of predict must be a multiple of steps_per_execution={model.steps_per_execution} "
+                "unless the data are a tf.data.Dataset."
+            )
+        return data
+
+
+class Prediction:
+    """Predicts batches, each on all replicas.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._strategy = model.distribute_strategy
+        self._step = model.predict_step
+        self._run = self._run_one
+        if not model.run_eagerly:
+            if model.jit_compile:
+                self._step = tf.function(self._step, reduce_retracing=True, jit_compile=True)
+            self._run = tf.function(self._run_one, reduce_retracing=True, autograph=False)
+
+    def __call__(self, batches: Sequence[Any]) -> Any:
+        """Returns the outputs of a list of batches, as of one.
+
+        Raises:
+            StopIteration: No example is left.
+            RuntimeError: The user's step raises StopIteration.
+        """
+        is_whole = self._strategy.method == "predict_on_batch" and self._strategy.num_replicas_in_sync > 1
+        each = []
+        for batch in batches:
+            if isinstance(batch, SplitBatch) and not batch_splitting.count_examples(batch, self._strategy)[0]:
+                break
+            try:
+                each.append(self._run(batch, is_whole))
+            except StopIteration as e:
+                raise stop_iteration_error("The model's predict_step", e) from e
+        if not each:
+            raise StopIteration
+        return each[0] if len(each) == 1 else tf.nest.map_structure(keras_loops.concatenate, *each)
+
+    def _run_one(self, data: Any, is_whole: bool) -> Any:
+        """Predicts one batch.
+
+        Args:
+            data: A batch of a distributed dataset; or what all replicas are given, each of which takes its part.
+            is_whole: Whether it is the latter.
+        """
+        counts = equal_weights.guard(self._strategy, self._model.weights)
+
+        def replica(data: Any) -> Any:
+            data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+            if not isinstance(data, SplitBatch):
+                data = batch_splitting.part_of_batch(data, self._strategy) if is_whole else SplitBatch(data, None)
+            outputs = self._step(batch_splitting.relax_size(data.batch) if counts else data.batch)
+            return batch_splitting.counted_rows(outputs, data)
+
+        return keras_loops.concatenate_replicas(self._strategy.run(replica, args=(data,)), self._strategy)

@@ -15,7 +15,7 @@ from tfdist.errors import ConfigError
 from tfdist.replicas import batch_splitting, equal_weights
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import empty_replicas, losses, model_building
-from tfdist.step.computed_logs import ComputedLogs
+from tfdist.step.graph_copies import ComputedLogs
 
 BATCH_NORM_WITHOUT_EXAMPLES = (
     "A training batch does not give each replica an example, and BatchNormalization makes NaN of none; choose another batch "

@@ -13,8 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives.factory import communicator_for
-from tfdist.collectives.in_process import InProcessCommunicator
+from tfdist.collectives.communicator import InProcessCommunicator, communicator_for
 from tfdist.compat import keras_losses
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.config.strategy_traits import traits_of

@@ -10,13 +10,12 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, TaskSpec, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import ClusterTask
-from tfdist.compat import versions
 from tfdist.config import StrategyConfig, registry
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.runtime import allocator, progress
 from tfdist.runtime.preemption import GRACE_SECONDS
-from tfdist.strategies import model_methods
+from tfdist.strategies import model_methods, startup
 from tfdist.strategies.base import KerasStrategy
 from tfdist.strategies.single_process import make_virtual_cpus
 
@@ -80,7 +79,7 @@ def create_strategy(
         raise ConfigError(faults)
     traits = strategy.traits
     progress.mark_strategy()
-    versions.check_versions()
+    startup.check_versions()
     allocator.configure_malloc()
     if strategy.virtual_cpus:
         make_virtual_cpus(strategy.virtual_cpus)

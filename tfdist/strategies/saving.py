@@ -27,7 +27,7 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, reachability
 from tfdist.compat import tf_cluster, tf_internals
 from tfdist.runtime import temporary
-from tfdist.runtime.write_errors import WriteError, reason
+from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.strategies.base import KerasStrategy
 
 Method = Callable[..., Any]
@@ -205,7 +205,7 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
 def write_error(path: str, error: BaseException) -> WriteError:
     """Returns the error for what could not be saved."""
     return WriteError(
-        f"cannot write {path}: {reason(error)}. What was there before is unchanged. Free the disk or choose another path, and save again."
+        f"cannot write {path}: {write_error_reason(error)}. What was there before is unchanged. Free the disk or choose another path, and save again."
     )
 
 

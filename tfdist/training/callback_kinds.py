@@ -1,11 +1,26 @@
 """What a callback says of itself: that it only observes, and where it writes.
 
 A class says it by `only_observes = True` and `writes = "filepath"`. Keras' own classes do not, so it is said for them here.
+
+Of callbacks that run on all workers, the chief's files alone are where they were asked for (`redirect_to_temporary_files`).
+
+On a full disk the training goes on without the files of `CSVLogger` callbacks (`guard_log_files`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import keras
+import tensorflow as tf
+
+from tfdist.runtime.files import write_error_reason
+from tfdist.runtime.log import logger
+from tfdist.runtime.temporary import temporary_folder
 
 # They look at each step's logs and clock, and touch neither the model nor its training.
 _KERAS_OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger)
@@ -15,6 +30,7 @@ _KERAS_WRITERS = {
     keras.callbacks.TensorBoard: "log_dir",
     keras.callbacks.RemoteMonitor: "root",
 }
+_NO_SERVER = "no address (of the workers, the chief alone sends)"
 
 
 def only_observes(callback: keras.callbacks.Callback) -> bool:
@@ -44,3 +60,89 @@ def _writer(callback: keras.callbacks.Callback) -> tuple[type | None, str | None
         if isinstance(name, str):
             return kind, name
     return None, None
+
+
+@contextlib.contextmanager
+def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
+    """Lets writers write to a temporary folder, which is removed in the end; then they have their own places again.
+
+    For the workers: a subclass that predicts in a hook must do so on all of them, but their files would be the chief's.
+
+    Args:
+        callbacks: Of which those that are no writers are left as they are.
+    """
+    places = [
+        (each, name, place)
+        for each in callbacks
+        if (name := place_attribute(each)) and isinstance(place := getattr(each, name, None), (str, pathlib.PurePath))
+    ]  # None means that it does not write
+    if not places:
+        yield
+        return
+    with temporary_folder() as folder:
+        for number, (callback, name, place) in enumerate(places):
+            setattr(callback, name, _elsewhere(place, os.path.join(folder, str(number))))
+        try:
+            yield
+        finally:
+            for callback, name, place in places:
+                setattr(callback, name, place)
+
+
+def _elsewhere(place: str | pathlib.PurePath, folder: str) -> str | pathlib.Path:
+    """Returns a place in `folder`, which it creates, instead of `place`; instead of a server's address, none."""
+    if str(place).startswith(("http://", "https://")):
+        return _NO_SERVER
+    os.mkdir(folder)
+    file = os.path.join(folder, os.path.basename(place))
+    return file if isinstance(place, str) else pathlib.Path(file)
+
+
+def guard_log_files(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+    """Returns what to add to the callbacks of a training, so that a row that cannot be written to a CSV log costs one warning."""
+    loggers = [each for each in callbacks if isinstance(each, keras.callbacks.CSVLogger)]
+    return [_LogFileGuard(loggers)] if loggers else []
+
+
+class _LogFileGuard(keras.callbacks.Callback):
+    only_observes = True
+
+    def __init__(self, loggers: Sequence[keras.callbacks.CSVLogger]):
+        super().__init__()
+        self._loggers = loggers
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        for each in self._loggers:  # which open their files as the training begins, and again after a restore
+            if each.csv_file and not isinstance(each.csv_file, _OptionalFile):
+                each.csv_file = _OptionalFile(each.csv_file, each.filename)
+
+
+class _OptionalFile:
+    """A file whose writer does not learn that it cannot be written."""
+
+    def __init__(self, file: Any, path: str):
+        self._file, self._path = file, path
+        self._has_warned = False
+
+    def write(self, text: str) -> None:
+        self._try(self._file.write, text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def close(self) -> None:
+        self._try(self._file.close)
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._file.closed)
+
+    def _try(self, action: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except (OSError, tf.errors.OpError) as e:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    f"cannot write {self._path}: {write_error_reason(e)}; the training goes on, but rows of this log may be missing. Free the disk."
+                )

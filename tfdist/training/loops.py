@@ -1,34 +1,28 @@
 """Keras' loops under a strategy: `fit`, `evaluate`, `predict`, and single steps on a batch.
 
 Each function takes Keras' method, or the one by which the model's class overrides it, and the arguments of the call.
+
+`take_backup` finds the backup that a `fit` has: the Trainer's, a callback of tfdist's, or one in place of Keras' own callback.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.backup.callback import BackupAndRestore
 from tfdist.compat import unsupported
 from tfdist.monitoring import TensorBoard
+from tfdist.runtime.log import logger
 from tfdist.step import execution
-from tfdist.training import (
-    arguments,
-    backups,
-    callback_sync,
-    checks,
-    consistency,
-    console,
-    file_callbacks,
-    input_data,
-    log_files,
-    stop_iteration,
-)
+from tfdist.training import callback_kinds, callback_sync, checks, console, input_data, stop_iteration
 from tfdist.training.loop_context import LoopContext
 from tfdist.training.non_finite_stop import NonFiniteStop
 from tfdist.training.told_progress import TellProgress
@@ -72,33 +66,33 @@ def training(
         ClusterError: A task is lost that the others cannot do without.
         ConfigError: Workers were given different arguments, or data that the strategy cannot use.
     """
-    given = arguments.bind_arguments(keras.Model.fit, method, model, args, kwargs)
-    x = arguments.data_argument(method, given)
+    given = input_data.bind_arguments(keras.Model.fit, method, model, args, kwargs)
+    x = input_data.data_argument(method, given)
     data, validation = given.pop(x, None), given.pop("validation_data", None)
     for each in (data, validation):
         unsupported.check_data(context.strategy, each)
     with context.watching_workers():
-        consistency.check_consistency(context.ranks, data, validation, given)
+        checks.check_consistency(context.ranks, data, validation, given)
     if given.get("verbose", "auto") != 0:
-        context.print_replicas(arguments.batch_size(data, given))
+        context.print_replicas(input_data.batch_size(data, given))
     steps, validation_steps = given.get("steps_per_epoch"), given.get("validation_steps")
-    if isinstance(data, tf.data.Dataset) and arguments.ends_within_execution(model, steps):
+    if isinstance(data, tf.data.Dataset) and input_data.ends_within_execution(model, steps):
         # Keras would count the steps that it does not run, and end before the data does.
         data = data.filter(lambda *_: True)
-    if arguments.is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
+    if input_data.is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
         given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
-    callbacks = arguments.as_list(given.pop("callbacks", None))
+    callbacks = input_data.as_list(given.pop("callbacks", None))
     for each in callbacks:
         if isinstance(each, TensorBoard):
-            each.fit_batch_size = arguments.batch_size(data, given)
-    class_weight = given.pop("class_weight", None) if arguments.is_function(data) else None
+            each.fit_batch_size = input_data.batch_size(data, given)
+    class_weight = given.pop("class_weight", None) if input_data.is_function(data) else None
     limit = execution.StepLimit(steps, validation_steps)
-    backup, callbacks, ends_with_fit = backups.take_backup(callbacks, context.backup)
-    chiefs_files = file_callbacks.redirect_to_temporary_files([] if context.is_chief else callbacks)
+    backup, callbacks, ends_with_fit = take_backup(callbacks, context.backup)
+    chiefs_files = callback_kinds.redirect_to_temporary_files([] if context.is_chief else callbacks)
     with context.running(context.engine.running(model)), context.backing_up(backup, model, data, given), chiefs_files:
         stops = [NonFiniteStop()] if context.engine.nan_policy == "stop" else []
         callbacks = [limit, *stops, *_synchronized(context, callbacks)]
-        callbacks += log_files.guard(callbacks)
+        callbacks += callback_kinds.guard_log_files(callbacks)
         if backup:
             if not any(isinstance(each, keras.callbacks.History) for each in callbacks):
                 callbacks.append(keras.callbacks.History())  # or Keras would put it behind the backup
@@ -107,7 +101,7 @@ def training(
             context.backup = None if ends_with_fit else backup
         else:
             callbacks.append(TellProgress(context.task.name))
-        if arguments.takes(method, "validation_data"):
+        if input_data.takes(method, "validation_data"):
             given["validation_data"] = _distribute(context, validation)
         run = functools.partial(
             method,
@@ -138,10 +132,10 @@ def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any
     Raises:
         ConfigError: The strategy cannot use the data.
     """
-    given = arguments.bind_arguments(keras.Model.evaluate, method, model, args, kwargs)
-    x = arguments.data_argument(method, given)
+    given = input_data.bind_arguments(keras.Model.evaluate, method, model, args, kwargs)
+    x = input_data.data_argument(method, given)
     unsupported.check_data(context.strategy, given.get(x))
-    callbacks = [execution.StepLimit(None, given.get("steps")), *arguments.as_list(given.pop("callbacks", None))]
+    callbacks = [execution.StepLimit(None, given.get("steps")), *input_data.as_list(given.pop("callbacks", None))]
     with context.running(context.engine.running(model)), stop_iteration.raised_as_error(callbacks):
         return method(
             model,
@@ -165,12 +159,12 @@ def predict(context: LoopContext, method: Method, model: keras.Model, args: Any,
     Raises:
         ConfigError: The strategy cannot use the data, or `steps` of data other than a dataset end within an execution.
     """
-    given = arguments.bind_arguments(keras.Model.predict, method, model, args, kwargs)
-    x = arguments.data_argument(method, given)
+    given = input_data.bind_arguments(keras.Model.predict, method, model, args, kwargs)
+    x = input_data.data_argument(method, given)
     data, steps = given.pop(x), given.get("steps")
     unsupported.check_data(context.strategy, data)
-    if arguments.takes(method, "callbacks"):
-        given["callbacks"] = [execution.StepLimit(), *arguments.as_list(given.pop("callbacks", None))]
+    if input_data.takes(method, "callbacks"):
+        given["callbacks"] = [execution.StepLimit(), *input_data.as_list(given.pop("callbacks", None))]
     data = context.engine.data_to_predict(model, data, steps)
     guarded = stop_iteration.raised_as_error(given.get("callbacks", ()))
     with context.running(context.engine.predicting(model, steps)), guarded:
@@ -210,3 +204,34 @@ def _distribute(context: LoopContext, data: Any, class_weight: dict[int, float] 
 def _verbosity(context: LoopContext, given: dict[str, Any]) -> str | int:
     """Takes `verbose` out of the arguments, and returns the one that Keras gets."""
     return console.verbosity(given.pop("verbose", "auto"), context.is_chief)
+
+
+def take_backup(
+    callbacks: Sequence[keras.callbacks.Callback], default: BackupAndRestore | None
+) -> tuple[BackupAndRestore | None, list[keras.callbacks.Callback], bool]:
+    """Takes what backs up out of a list of callbacks.
+
+    Args:
+        callbacks: The user's.
+        default: What backs up if none of them does, or None.
+
+    Returns:
+        What backs up, or None; the other callbacks; whether the backup is to be removed when `fit` ends, as Keras' is.
+    """
+    given = [each for each in callbacks if isinstance(each, BackupAndRestore)]
+    of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.BackupAndRestore)]
+    others = [each for each in callbacks if each not in (*given[:1], *of_keras)]
+    backup = given[0] if given else default
+    if not of_keras:
+        return backup, others, False
+    if backup is not None:
+        logger.info(f"left keras.callbacks.BackupAndRestore out, as the training is backed up in {backup.backup_dir!r}")
+        return backup, others, False
+    keras_own = of_keras[0]
+    folder = os.fspath(keras_own.backup_dir)
+    logger.info(
+        f"tfdist.BackupAndRestore({folder!r}) takes the place of keras.callbacks.BackupAndRestore, which repeats steps after a restart; "
+        "a backup that Keras' has written is not read"
+    )
+    backup = BackupAndRestore(folder, keras_own.save_freq or "epoch", delete_checkpoint=keras_own.delete_checkpoint)
+    return backup, others, keras_own.delete_checkpoint

@@ -1,15 +1,18 @@
-"""A loop of the user's own around a step: what Keras' `fit` does, but for the step, which the user calls."""
+"""A loop of the user's own around a step: what Keras' `fit` does, but for the step, which the user calls.
+
+A `StepModel` is the Keras model around that step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
 
 from tfdist.compat import keras_loops
+from tfdist.errors import ConfigError
 from tfdist.replicas import batch_splitting
-from tfdist.training.step_model import StepModel
 
 
 def batches(
@@ -73,3 +76,34 @@ def batches(
         if model.stop_training:
             break
     hooks.on_train_end(model.logs)
+
+
+class StepModel(keras.Model):
+    """Runs a function as its training step.
+
+    Args:
+        function: Takes a batch, and returns logs.
+        uses: Models, layers, optimizers, metrics, seed generators and variables that it uses.
+
+    Attributes:
+        logs: What the last step has returned.
+    """
+
+    def __init__(self, function: Callable[[Any], dict[str, Any]], uses: list[Any]):
+        super().__init__(name=getattr(function, "__name__", "step"))
+        self.uses = uses
+        self.function = function
+        self.logs: dict[str, Any] = {}
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Runs the function.
+
+        Raises:
+            ConfigError: It returns something other than logs.
+        """
+        logs = self.function(data)
+        if not isinstance(logs, dict):
+            raise ConfigError(
+                f"The step {self.name!r} must return logs, a dict of names to numbers. Received: {type(logs).__name__}."
+            )
+        return logs

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from tfdist.compat.keras_callbacks import BATCH_HOOKS
-from tfdist.step.user_code import stop_iteration_error
+from tfdist.compat.keras_internals import BATCH_HOOKS
+from tfdist.errors import stop_iteration_error
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import time
 
 import tensorflow as tf
 
-from tfdist.collectives.byte_counter import ByteCounter
+from tfdist.collectives.communicator import ByteCounter
 from tools.bench import compressors, models
 from tools.bench.exchange import exchanger
 

@@ -25,7 +25,7 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from tfdist.collectives.factory import communicator_for  # noqa: E402
+from tfdist.collectives.communicator import communicator_for  # noqa: E402
 from tfdist.compression.base import NONE  # noqa: E402
 from tfdist.monitoring import network  # noqa: E402
 from tools.bench import compressors, models  # noqa: E402

@@ -11,9 +11,9 @@ import psutil
 folder, tasks = sys.argv[1], json.loads(sys.argv[2])["tasks"]
 moments = {"started": psutil.Process().create_time()}
 
-from tfdist import train  # noqa: E402 (the clock runs)
 from tfdist.cluster import preflight  # noqa: E402 (the clock runs)
 from tfdist.cluster.resolvers import discovery  # noqa: E402 (the clock runs)
+from tfdist.commands import train  # noqa: E402 (the clock runs)
 from tfdist.training.trainer import Trainer  # noqa: E402
 
 moments["imported"] = moments["asked"] = moments["there"] = moments["serving"] = time.time()

@@ -9,14 +9,17 @@ Who is asked, in this order, and the variable that tells it is there:
     sagemaker    SM_HOSTS
     kubernetes   TFDIST_PODS, which the manifests of `tfdist cluster emit` set
 
-A new one is a function of the variables, and a line in `RESOLVERS`. Those of installed distributions (`tfdist/config/plugins.py`) come after
+A new one is a function of the variables, and a line in `RESOLVERS`. Those of installed distributions (`tfdist/config/registry.py`) come after
 these, sorted by name.
+
+`assign_gpus` gives each task its share of the GPUs of its host.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -24,11 +27,12 @@ from tfdist.cluster.preflight import START_TIMEOUT
 from tfdist.cluster.resolvers import environment, kubernetes, open_mpi, sagemaker, slurm, tf_config
 from tfdist.cluster.resolvers import hosts as hosts_lib
 from tfdist.cluster.resolvers.environment import Environment, RankAddresses, ResolvedCluster
-from tfdist.cluster.resolvers.gpus import assign_gpus
 from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec
-from tfdist.config import plugins, registry
-from tfdist.config.plugins import Plugin
+from tfdist.config import registry
+from tfdist.config.registry import Plugin
 from tfdist.errors import ClusterError, ConfigError, collect_errors, format_value, told, unknown_name_message
+
+SHARED = "TFDIST_GPUS_SHARED"  # set where CUDA_VISIBLE_DEVICES is a share already
 
 
 def resolve(
@@ -96,7 +100,7 @@ def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | N
 
 def signals() -> list[str]:
     """Returns the variables of which one must be set for the environment to tell of a cluster."""
-    installed = plugins.find("cluster source", _RESERVED)
+    installed = registry.find_plugins("cluster source", _RESERVED)
     return [
         *(sign for sign, _ in RESOLVERS.values()),
         *(plugin.variable for plugin in installed.values() if plugin.variable),
@@ -111,7 +115,7 @@ def _asked(source: str) -> Iterator[tuple[str, str, _Resolver]]:
     yield from ((name, *RESOLVERS[name]) for name in RESOLVERS if source in ("auto", name))
     if source in ("none", *RESOLVERS):
         return
-    installed = plugins.find("cluster source", _RESERVED)
+    installed = registry.find_plugins("cluster source", _RESERVED)
     if source not in ("auto", *installed):
         raise ConfigError(unknown_name_message("cluster source", source, (*_RESERVED, *installed)))
     for name, plugin in installed.items():
@@ -166,3 +170,39 @@ RESOLVERS: dict[str, tuple[str, _Resolver]] = {
     "kubernetes": ("TFDIST_PODS", kubernetes.resolve),
 }
 _RESERVED = ("auto", "none", *RESOLVERS)
+
+
+def _gpus() -> int:
+    """Returns the number of NVIDIA GPUs of this host, of which every process sees all, unless it is told otherwise."""
+    return sum(path.name[6:].isdecimal() for path in pathlib.Path("/dev").glob("nvidia*"))
+
+
+def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES where tasks of one host see the same GPUs, each worker its part; else nothing.
+
+    A chief of parameter servers, and a server, get none: TensorFlow would take all of their memory.
+
+    Args:
+        variables: The environment.
+        cluster: The addresses of all tasks.
+        task: This process's.
+    """
+    bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", SHARED)
+    if bound or variables.get("SLURM_GPU_BIND") not in ("", "none") or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
+        return {}
+    if task.type == "evaluator":
+        return {}
+    host = cluster.address(task).rpartition(":")[0]
+    here = [other for other in cluster.tasks() if cluster.address(other).rpartition(":")[0] == host]
+    workers = [other for other in here if other.type == "worker"]
+    if len(here) < 2:
+        return {}
+    named = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_gpus())))
+    visible = [each.strip() for each in named.split(",") if each.strip()]
+    if task not in workers:
+        return {"CUDA_VISIBLE_DEVICES": "", SHARED: "1"} if visible else {}
+    each = len(visible) // len(workers)
+    if len(workers) == 1 or not each:
+        return {}
+    first = workers.index(task) * each
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + each]), SHARED: "1"}

@@ -1,12 +1,20 @@
-"""Slurm: the tasks that srun starts. No TensorFlow here."""
+"""Slurm: the tasks that srun starts. No TensorFlow here.
+
+Slurm's lists are such as `n[009-011,20],login1` of nodes, `2(x3),1` of tasks on each.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from tfdist.cluster.resolvers import slurm_node_lists
 from tfdist.cluster.resolvers.environment import Environment, RankAddresses, select_port
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, format_value
+
+_MOST = 100_000  # names; a range that is longer is a mistake
+_PART = re.compile(r"(?P<text>[^\[\],]*)(?:\[(?P<ranges>[^\[\]]*)\])?")
+_RANGE = re.compile(r"(?P<first>[0-9]{1,18})(?:-(?P<last>[0-9]{1,18}))?")
+_COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<times>[0-9]{1,9})\))?")
 
 
 def resolve(variables: Environment) -> RankAddresses | None:
@@ -22,8 +30,8 @@ def resolve(variables: Environment) -> RankAddresses | None:
         ConfigError: A variable is missing or faulty, or the variables contradict each other.
     """
     rank, step = variables.require_index("SLURM_PROCID"), variables.require("SLURM_STEP_ID")
-    nodes = slurm_node_lists.hosts(variables.require("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
-    counts = slurm_node_lists.tasks_per_node(variables.require("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    nodes = expand_hosts(variables.require("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    counts = tasks_per_node(variables.require("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     size = variables.size("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if len(counts) != len(nodes) or sum(counts) != size:
         raise ConfigError(
@@ -38,7 +46,7 @@ def resolve(variables: Environment) -> RankAddresses | None:
             raise ConfigError(f"components that share a node are not known. Received: {', '.join(nodes)}.")
     # Components of a heterogeneous job come one after the other, whatever it says.
     distribution = "" if variables.get(*_HET_SIZE) else variables.get("SLURM_DISTRIBUTION")
-    places = slurm_node_lists.task_placement(counts, distribution, variables.get("SLURM_DIST_PLANESIZE"))
+    places = task_placement(counts, distribution, variables.get("SLURM_DIST_PLANESIZE"))
     node, local = variables.require_index("SLURM_NODEID"), variables.require_index("SLURM_LOCALID")
     name = variables.get("SLURMD_NODENAME")
     if places[rank : rank + 1] != [(node, local)] or (name and name != nodes[node]):
@@ -47,7 +55,7 @@ def resolve(variables: Environment) -> RankAddresses | None:
             f"tasks; use srun --distribution=block. Received: {distribution or 'none'}."
         )
     if reserved := variables.get("SLURM_STEP_RESV_PORTS"):
-        ports = [int(port) for port in slurm_node_lists.hosts(f"[{reserved}]")]
+        ports = [int(port) for port in expand_hosts(f"[{reserved}]")]
     else:
         first = select_port(variables, f"{variables.require('SLURM_JOB_ID', 'SLURM_JOBID')}.{step}")
         ports = [first + each for each in range(max(counts))]
@@ -65,6 +73,107 @@ _HET_SIZE = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
 
 def _heterogeneous_nodes(variables: Environment) -> Iterator[str]:
     for group in range(variables.require_index(*_HET_SIZE)):
-        yield from slurm_node_lists.hosts(
+        yield from expand_hosts(
             variables.require(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")
         )
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Returns the names in a node list, as `scontrol show hostnames` does.
+
+    Args:
+        text: Such as `n[009-011,20],login1`; a name may have several brackets, as `rack[1-2]n[1-4]`, of which the last
+            varies fastest. Numbers keep their zeros.
+
+    Raises:
+        ConfigError: The text is no node list.
+    """
+    found: list[str] = []
+    for name in _split(text):
+        found += _expand(name, text)
+    if not found:
+        raise ConfigError("a node list must have at least one name, such as 'n[1-3]'. Received: ''.")
+    return found
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Returns the numbers in a list such as `2(x3),1`: 2, 2, 2, 1.
+
+    Raises:
+        ConfigError: The text is no such list.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        times = int(match["times"] or 1) if match else 0
+        if match is None or len(found) + times > _MOST:
+            raise ConfigError(f"tasks per node must be a list such as '2(x3),1'. Received: {format_value(text)}.")
+        found += [int(match["count"])] * times
+    return found
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yields the parts between commas that are not in brackets."""
+    depth = begin = 0
+    for place, sign in enumerate(text):
+        depth += {"[": 1, "]": -1}.get(sign, 0)
+        if sign == "," and depth == 0:
+            yield text[begin:place]
+            begin = place + 1
+    yield text[begin:]
+
+
+def _expand(name: str, whole: str) -> list[str]:
+    found = [""]
+    place = 0
+    name = name.strip()
+    while place < len(name):
+        match = _PART.match(name, place)
+        if match is None or match.end() == place:
+            raise _fault(whole)
+        ends = [match["text"]]
+        if match["ranges"] is not None:
+            ends = [match["text"] + number for each in match["ranges"].split(",") for number in _numbers(each, whole)]
+        if len(found) * len(ends) > _MOST:
+            raise _fault(whole)
+        found = [begin + end for begin in found for end in ends]
+        place = match.end()
+    if found == [""]:
+        raise _fault(whole)
+    return found
+
+
+def _numbers(text: str, whole: str) -> list[str]:
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
+        raise _fault(whole)
+    first, last = match["first"], match["last"] or match["first"]
+    if not 0 <= int(last) - int(first) < _MOST:
+        raise _fault(whole)
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def _fault(text: str) -> ConfigError:
+    return ConfigError(f"a node list must be such as 'n[009-011,20],login1'. Received: {format_value(text)}.")
+
+
+def task_placement(counts: list[int], distribution: str = "", plane_size: str = "") -> list[tuple[int, int]]:
+    """Returns for each task its node and its number there.
+
+    Args:
+        counts: How many tasks each node has.
+        distribution: Slurm's: `block`, one node after the other; `cyclic`, a task for each node in turn; `plane`, some at a
+            time. What else follows, as in `block:cyclic`, is about cores.
+        plane_size: How many at a time.
+    """
+    kind, _, size = re.split("[:,]", distribution.lower())[0].partition("=")
+    plane = max(1, int(size or plane_size)) if (size or plane_size).isdigit() else 1
+    at_once = {"cyclic": 1, "plane": plane}.get(kind, max(counts, default=1))
+    found: list[tuple[int, int]] = []
+    done = [0] * len(counts)
+    while len(found) < sum(counts):
+        for node, count in enumerate(counts):
+            for _ in range(min(at_once, count - done[node])):
+                found.append((node, done[node]))
+                done[node] += 1
+    return found

@@ -1,6 +1,6 @@
 """Writes the files that a task of one's own begins with. No TensorFlow here.
 
-    tfdist new-task my_task [--dir=.]   # the same: python -m tfdist.tasks.new_task my_task
+    tfdist new-task my_task [--dir=.]   # the same: python -m tfdist.commands.new_task my_task
 
 `my_task` is then a package in `--dir`: the task, a configuration that trains it, and their test.
 """
@@ -19,7 +19,7 @@ from absl import flags
 
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, format_value
-from tfdist.runtime import entry
+from tfdist.runtime import interrupt
 
 
 def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
@@ -79,4 +79,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run(main, sys.argv))
+    sys.exit(interrupt.run_command(main, sys.argv))

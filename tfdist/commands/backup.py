@@ -1,0 +1,136 @@
+"""Which backups a run has, whole or damaged, and a model out of one. Nothing but the folder is read.
+
+    tfdist backup show DIR [--json]                 # exit code 1 where no backup is whole
+    tfdist backup export DIR OUT.keras [--step=N]   # the model of the newest whole backup, or of that of a step
+
+DIR is the run's work directory, or the folder of its backups. All checksums are verified, so every file is read to its end.
+`export` builds the model of the run's config.json, so it takes runs of `tfdist train` alone; the model's optimizer begins anew.
+
+`python -m tfdist.backup` is the same command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from tfdist.compat import keras_backend
+from tfdist.config import command_line, files
+from tfdist.errors import BackupError, ConfigError, format_value, told, unknown_name_message
+from tfdist.runtime import interrupt
+from tfdist.runtime.files import WriteError
+from tfdist.runtime.log import logger, print_always
+
+if TYPE_CHECKING:
+    from tfdist.backup import listing
+
+COMMANDS = ("show", "export")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code: 0, 2 for a faulty command line, 1 where no backup is whole."""
+    print_always()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's C++ log: errors only
+    values = flags.FlagValues()
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    flags.DEFINE_bool("json", False, "Whether `show` prints JSON.", flag_values=values)
+    flags.DEFINE_integer("step", None, "Of which step `export` takes the backup.", lower_bound=0, flag_values=values)
+    try:
+        words = command_line.read_flags(values, argv)[1:]
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        if words and words[0] not in COMMANDS:
+            raise ConfigError(unknown_name_message("command", words[0], COMMANDS))
+        if [len(words), *words[:1]] not in ([2, "show"], [3, "export"]):
+            raise ConfigError(
+                "Usage: tfdist backup show DIR [--json], or tfdist backup export DIR OUT.keras [--step=N]. "
+                f"Received: {' '.join(argv[1:]) or 'nothing'}"
+            )
+        folder, config = find_backups(words[1])
+        if words[0] == "export":
+            return _export(folder, config, words[2], values.step)
+        return _show(folder, values.json)
+    except (ConfigError, flags.Error) as e:
+        logger.error(e)
+        return 2
+    except (BackupError, WriteError) as e:
+        logger.error(e)
+        return 1
+
+
+def find_backups(given: str) -> tuple[str, pathlib.Path | None]:
+    """Returns the folder of a run's backups, and its `config.json` where it has one.
+
+    Args:
+        given: The run's work directory, or the folder itself.
+
+    Raises:
+        ConfigError: There is no such folder, or its `config.json` cannot be read.
+    """
+    if "://" in given:
+        return given, None
+    folder = pathlib.Path(given)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{format_value(given)} is no folder; give a run's work directory, or the folder of its backups."
+        )
+    for workdir in (folder, folder.absolute().parent):
+        config = workdir / "config.json"
+        if not config.is_file():
+            continue
+        backups = pathlib.Path(_backup_dir(config) or workdir / "backup")
+        if workdir == folder or os.path.realpath(backups) == os.path.realpath(folder):
+            return str(backups), config
+    inside = folder / "backup"  # of a script's Trainer
+    return str(inside if inside.is_dir() and not any(folder.glob("step-*")) else folder), None
+
+
+def _backup_dir(config: pathlib.Path) -> str:
+    try:
+        return str(json.loads(config.read_text())["backup"]["dir"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{config} is not what a run writes: {told(e)}") from None
+
+
+def _show(folder: str, as_json: bool) -> int:
+    found: list[listing.Listed] = []
+    if "://" in folder or any(pathlib.Path(folder).glob("step-*")):  # or TensorFlow need not be loaded
+        from tfdist.backup import listing
+
+        found = listing.read(folder)
+    if as_json:
+        print(json.dumps({"folder": folder, "backups": [each.described() for each in found]}))
+    elif not found:
+        raise BackupError(f"{folder!r} holds no backup: none was made yet, or the run has ended and removed them.")
+    else:
+        print(f"{folder}\n{listing.table(found)}")
+    return 0 if any(each.state == "whole" for each in found) else 1
+
+
+def _export(folder: str, config: pathlib.Path | None, path: str, step: int | None) -> int:
+    if not path.endswith(".keras"):
+        raise ConfigError(f"The model's file must end in '.keras'. Received: {format_value(path)}.")
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} exists already; choose another name for the model.")
+    if config is None:
+        raise ConfigError(
+            f"{folder!r} has no config.json of a run beside it, which says how to build the model. Give the work directory of a "
+            "run of tfdist train; for a script, build the model in it, and call fit with the same backup_dir."
+        )
+    keras_backend.check()
+    from tfdist.training import backup_export
+
+    backup = backup_export.export(files.load(str(config)), folder, path, step)
+    print(f"{path}: the model of {backup}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run_command(main, sys.argv))

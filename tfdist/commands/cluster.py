@@ -1,0 +1,187 @@
+"""What a training that is started here would use, and how schedulers are told to start one. No TensorFlow here.
+
+    tfdist cluster show [--format=table|json|env|shell]
+    tfdist cluster check [--connect] [--strategy=parameter_server]   # exit code 2 where it is not sound
+    tfdist cluster emit --target=slurm|kubernetes --config=FILE --workdir=DIR [flags of tfdist train]
+
+`python -m tfdist.cluster` is the same command.
+Where a cluster comes from, and in which order the environment is asked, is said in `tfdist/cluster/resolvers/discovery.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfdist.cluster import greeting, preflight
+from tfdist.cluster.jobs import job as job_lib
+from tfdist.cluster.jobs import kubernetes, slurm
+from tfdist.cluster.resolvers import discovery
+from tfdist.cluster.resolvers.environment import ResolvedCluster
+from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.validation import parameter_server_faults
+from tfdist.config import STRATEGIES, command_line
+from tfdist.config import cluster as cluster_lib
+from tfdist.config import flags as flags_lib
+from tfdist.errors import ClusterError, ConfigError, truncate, unknown_name_message
+from tfdist.runtime import interrupt
+from tfdist.runtime.log import TO_STDERR, logger, print_always
+
+COMMANDS = ("show", "check", "emit")
+FORMATS = ("table", "json", "env", "shell")
+TARGETS = {"slurm": slurm.script, "kubernetes": kubernetes.manifests}
+_LINGER = 5.0  # seconds
+PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code: 0, 2 where the cluster or the command line is faulty, 1 where not all can be
+    reached."""
+    print_always()
+    values = _flags()
+    try:
+        words = command_line.read_flags(values, argv, known_only=True)[1:]
+        if not 0 <= values.timeout < float("inf"):
+            raise ConfigError(f"--timeout must be 0 or more seconds, and finite. Received: {values.timeout}.")
+        command, rest = words[0] if words else "", words[1:]
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        if command == "emit":
+            return _emit(values, rest)
+        wrong = [word for word in words if word.startswith("-")]
+        if wrong:
+            raise command_line.unknown_flag(wrong[0].partition("=")[0], values)
+        if command and command not in COMMANDS:
+            raise ConfigError(unknown_name_message("command", command, COMMANDS))
+        if not command or rest:
+            raise ConfigError(
+                f"Usage: tfdist cluster show|check|emit, with the flags that --help lists. "
+                f"Received: {' '.join(argv[1:]) or 'nothing'}"
+            )
+        found = discovery.resolve(
+            source=values.source,
+            ps=values.ps,
+            timeout=values.timeout,
+            **{name: values[name].value for name in cluster_lib.FLAGS},
+        )
+        if values.strategy and (faults := list(parameter_server_faults(found.cluster.jobs if found else {}))):
+            raise ConfigError(faults)
+    except (ConfigError, flags.Error) as e:
+        print(e, file=sys.stderr)
+        return 2
+    except ClusterError as e:
+        print(e, file=sys.stderr)
+        return 1
+    if found is None and (hint := discovery.misconfiguration_hint()):
+        logger.warning(hint, extra=TO_STDERR)
+    if command == "show":
+        print(show(found, values.format))
+        return 0
+    print(f"OK: {found.task} of {len(found.cluster.tasks())} tasks" if found else "OK: no cluster in the environment")
+    return _connect(found.cluster, found.task, values.timeout) if found and values.connect else 0
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    flags.DEFINE_enum("format", "table", FORMATS, "How `show` prints.", flag_values=values)
+    suited = [
+        name for name, traits in STRATEGIES.items() if traits.asynchronous
+    ]  # others train in any cluster, or without
+    flags.DEFINE_enum("strategy", None, suited, "What the cluster must suit, for `check`.", flag_values=values)
+    sources = f"auto, none, {', '.join(discovery.RESOLVERS)}, or one that a distribution has installed"
+    flags.DEFINE_string("source", "auto", f"Who is asked for the cluster: {sources}.", flag_values=values)
+    flags.DEFINE_integer("ps", 0, "How many ranks are parameter servers.", lower_bound=0, flag_values=values)
+    for name, text in cluster_lib.FLAGS.items():
+        flags.DEFINE_string(name, "", text, flag_values=values)
+    flags.DEFINE_bool("connect", False, "Whether `check` tries the port, names, peers and proxies.", flag_values=values)
+    flags.DEFINE_float("timeout", 30.0, "Seconds for which `check --connect` waits for the others.", flag_values=values)
+    flags.DEFINE_enum("target", "slurm", list(TARGETS), "For whom `emit` writes.", flag_values=values)
+    for field in dataclasses.fields(job_lib.Job):
+        define = flags.DEFINE_integer if isinstance(field.default, int) else flags.DEFINE_string
+        define(field.name, field.default, "For `emit`, see `tfdist.cluster.jobs.job.Job`.", flag_values=values)
+    return values
+
+
+def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Prints the job that trains what the flags of `tfdist train` say."""
+    told = [name for name in ("ps", "source", "strategy", "connect", *cluster_lib.FLAGS) if values[name].present]
+    if told:
+        raise ConfigError(
+            f"{', '.join(f'--{name}' for name in told)}: not for emit, which takes from the configuration how many tasks there "
+            "are: --config.cluster.workers=4, --config.cluster.ps=1."
+        )
+    of_job = [field.name for field in dataclasses.fields(job_lib.Job)]
+    parsed = flags_lib.parse(["tfdist train", *arguments], __doc__, ["target", *of_job])
+    if parsed is None:
+        return 0
+    job = job_lib.Job(**{name: values[name].value for name in of_job})
+    print(TARGETS[values.target](*parsed, arguments, job), end="")
+    return 0
+
+
+def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
+    """Tries what a start needs: the own port, the peers' names and ports; says what is found."""
+    proxies = {name: value for name, value in os.environ.items() if name.lower() in PROXIES and value}
+    # Without what stands before the host: a user's password.
+    named = ", ".join(f"{name}={value.rpartition('@')[2]}" for name, value in proxies.items())
+    print(f"proxies: {named or 'none'}; the cluster passes by them")
+    try:
+        with greeting.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
+            began = time.monotonic()
+            preflight.wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
+            time.sleep(min(_LINGER, max(0.0, began + timeout - time.monotonic())))  # others may still look for this one
+    except ClusterError as e:
+        print(e, file=sys.stderr)
+        return 1
+    print("OK: all tasks can be reached")
+    return 0
+
+
+def show(found: ResolvedCluster | None, style: str) -> str:
+    """Returns a cluster as text, in one of `FORMATS`."""
+    if found is None:
+        return {
+            "json": json.dumps({"source": None, "cluster": None, "task": None}),
+            "table": "No cluster in the environment: one process on this machine. "
+            f"(Not set: {', '.join(discovery.signals())}.)",
+        }.get(style, "")
+    cluster, task = found.cluster, found.task
+    environ = {"TF_CONFIG": cluster.to_tf_config(task), **found.environ}
+    if style in ("env", "shell"):
+        export = "export " if style == "shell" else ""
+        return "\n".join(f"{export}{name}={shlex.quote(value)}" for name, value in environ.items())
+    if style == "json":
+        described = {
+            "source": found.source,
+            "variables": found.variables,
+            "cluster": cluster.jobs,
+            "task": dataclasses.asdict(task),
+            "chief": str(cluster.chief),
+            "environ": found.environ,
+        }
+        return json.dumps(described)
+    rows = [("task", "address", "")]
+    for t in cluster.tasks():
+        notes = ["chief"] * (t == cluster.chief) + ["this process"] * (t == task)
+        rows.append((str(t), cluster.address(t), ", ".join(notes)))
+    if task.type == "evaluator":
+        rows.append((str(task), "outside of the cluster", "this process"))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    read = [f"  {name}={truncate(value)}" for name, value in found.variables.items()]
+    sets = [f"and sets {name}={value}" for name, value in found.environ.items()]
+    return "\n".join([f"from {found.source}", *read, *table, *sets])
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run_command(main, sys.argv))
