@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.architecture.sources import MODULES, ROOT, tree
 from tfdist import __main__
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 # From the bottom to the top: a package imports only packages of lower rows. `tfdist` is its face, `__main__` a command.
 ROWS = [
@@ -60,21 +60,15 @@ WORDS = [
 ]
 
 
-def modules() -> dict[str, pathlib.Path]:
-    found = {}
-    for path in (ROOT / "tfdist").rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(part for part in parts if part != "__init__")] = path
-    return found
-
-
-MODULES = modules()
-
-
 def imports(node: ast.AST, at_import_only: bool) -> Iterator[str]:
-    """Yields the modules that a module imports; those under TYPE_CHECKING are for the type checker alone."""
+    """Yields the modules that a module imports.
+
+    Args:
+        node: The module.
+        at_import_only: Leaves out imports inside functions, and those under TYPE_CHECKING, which only a type checker sees.
+    """
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+        if at_import_only and isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             for other in child.orelse:
                 yield from imports(ast.Module([other], []), at_import_only)
         elif isinstance(child, ast.Import):
@@ -88,8 +82,9 @@ def imports(node: ast.AST, at_import_only: bool) -> Iterator[str]:
             yield from imports(child, at_import_only)
 
 
-def imported(module: str, at_import_only: bool = False) -> set[str]:
-    return set(imports(ast.parse(MODULES[module].read_text()), at_import_only))
+@functools.cache
+def imported(module: str, at_import_only: bool = False) -> frozenset[str]:
+    return frozenset(imports(tree(MODULES[module]), at_import_only))
 
 
 def row(module: str) -> tuple[int, str]:
@@ -103,13 +98,16 @@ def row(module: str) -> tuple[int, str]:
     raise AssertionError(f"give the package of {module} its place in ROWS")
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_point_downward(module):
-    mine, package = row(module)
-    for name in imported(module):
-        if name.split(".")[0] == "tfdist":
-            other, its = row(name)
-            assert its == package or other < mine, f"{module} imports {name}, of row {other + 1} from row {mine + 1}"
+def test_imports_point_downward():
+    upward = []
+    for module in MODULES:
+        importer_row, importer_package = row(module)
+        for name in sorted(imported(module)):
+            if name.split(".")[0] == "tfdist":
+                imported_row, imported_package = row(name)
+                if imported_package != importer_package and imported_row >= importer_row:
+                    upward.append(f"{module} (row {importer_row + 1}) imports {name} (row {imported_row + 1})")
+    assert not upward, "\n".join(upward)
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -119,16 +117,27 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not pending
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if row(m)[1].split(".")[0] in WITHOUT_TENSORFLOW))
-def test_the_ground_floor_imports_no_tensorflow(module):
+def test_the_ground_floor_imports_no_tensorflow():
+    ground_floor = [module for module in MODULES if row(module)[1].split(".")[0] in WITHOUT_TENSORFLOW]
+    assert len(ground_floor) > 50
+    found = {module: names for module in ground_floor if (names := loaded_with(module) & TENSORFLOW)}
+    assert not found
+
+
+def loaded_with(module: str) -> set[str]:
+    """Returns the packages that importing a module loads, at once or through other modules of tfdist."""
     loaded, pending = set(), {module}
-    while pending:  # at once or through others
+    while pending:
         name = pending.pop()
         loaded.add(name)
         if name in MODULES:
             parents = {name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)}
             pending |= (imported(name, at_import_only=True) | parents) - loaded
-    assert not {name.split(".")[0] for name in loaded} & TENSORFLOW
+    return {name.split(".")[0] for name in loaded}
+
+
+def test_tensorflow_is_found_through_other_modules():
+    assert "tensorflow" in loaded_with("tfdist.training.trainer")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +148,7 @@ def test_the_ground_floor_imports_no_tensorflow(module):
         ("def f():\n    import a", {"a"}, set()),
         ("class C:\n    import a\n    def f(self):\n        import b", {"a", "b"}, {"a"}),
         ("try:\n    import a\nexcept ImportError:\n    import b", {"a", "b"}, {"a", "b"}),
-        ("if TYPE_CHECKING:\n    import a\nelse:\n    import b", {"b"}, {"b"}),
+        ("if TYPE_CHECKING:\n    import a\nelse:\n    import b", {"a", "b"}, {"b"}),
     ],
 )
 def test_the_search_for_imports_finds_them(source, always, at_import):
@@ -147,127 +156,160 @@ def test_the_search_for_imports_finds_them(source, always, at_import):
     assert set(imports(ast.parse(source), True)) == at_import
 
 
+class Done(NamedTuple):
+    """How a command has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+# Runs each list of arguments of Python in a fork of an interpreter that has imported nothing yet: 0.1 s in place of a start.
+_RUN_ALL = """
+import json, os, runpy, sys
+commands, results = json.load(sys.stdin), []
+for arguments, environ in commands:
+    files = [os.memfd_create(name) for name in ("stdout", "stderr")]
+    if (child := os.fork()) == 0:
+        os.dup2(files[0], 1), os.dup2(files[1], 2), os.environ.update(environ)
+        break
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    results.append([code, *(os.pread(file, 1 << 20, 0).decode() for file in files)])
+    os.close(files[0]), os.close(files[1])
+else:
+    print(json.dumps(results))
+    os._exit(sys.stdout.flush() or 0)
+how, what, *sys.argv[1:] = arguments
+if how == "-c":
+    exec(what, {"__name__": "__main__"})
+else:
+    runpy.run_module(what, run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Returns a function that runs Python where loading TensorFlow or Keras ends the process at once, with code 99."""
+def run_all(tmp_path_factory):
+    """Returns a function that runs Python programs where loading TensorFlow or Keras ends the process at once, with code 99."""
     folder = tmp_path_factory.mktemp("poison")
     for name in TENSORFLOW:
         (folder / f"{name}.py").write_text("import os\nos._exit(99)\n")
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    environ["PYTHONPATH"] = str(folder)
+    environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
 
-    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
+    def run_all(commands: list[tuple[list[str], dict[str, Any]]]) -> list[Done]:
+        done = subprocess.run(
+            [sys.executable, "-c", _RUN_ALL],
             cwd=ROOT,
-            env={**environ, **more},
+            env=environ,
+            input=json.dumps(commands),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
+        assert done.returncode == 0, done.stderr
+        return [Done(*result) for result in json.loads(done.stdout)]
 
-    return run
-
-
-@pytest.mark.parametrize(
-    "code", ["import tensorflow", "import keras", "import tfdist.data", "import tfdist; tfdist.Trainer"]
-)
-def test_loading_tensorflow_would_be_noticed(run, code):
-    assert run("-c", code).returncode == 99
+    return run_all
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exit_code"),
-    [
-        (
-            [
-                "-c",
-                "import tfdist; tfdist.TrainConfig(), tfdist.ClusterSpec, tfdist.ConfigError, tfdist.Task, dir(tfdist)",
-            ],
-            0,
-        ),
-        (["-c", "import tfdist.commands.train, tfdist.tasks.digits, tfdist.tasks.synthetic"], 0),
-        (["-m", "tfdist.train", "--help"], 0),
-        (["-m", "tfdist.train"], 2),
-        (["-m", "tfdist", "train", "--config=digits_topk", "--config.compression.name=topq", "--workdir=unused"], 2),
-        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=0", "--workdir=unused"], 2),
-        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epoch=1", "--workdir=unused"], 2),
-        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=x", "--workdir=unused"], 2),
-        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.strategy.name=miror", "--workdir=unused"], 2),
-        (["-m", "tfdist.train", "--config=configs/digits.py", "--config.task=digts", "--workdir=unused"], 2),
-        (["-m", "tfdist.train", "--config=digits_topk", "--config.compression.samples=0", "--workdir=unused"], 2),
-        (["-m", "tfdist.train", "--config=digits_topk", "--config.compression.options.samples=0"], 2),
-        (["-m", "tfdist.train", "--config=configs/digits_mirrored.py", "--config.strategy.devices=3"], 2),
-        (["-m", "tfdist.train", "--config=configs/no_such_file.py", "--workdir=unused"], 2),
-        (["-m", "tfdist.train", "--config=README.md", "--workdir=unused"], 2),
-        (["-m", "tfdist.cluster", "show"], 0),
-        (["-m", "tfdist.cluster", "check"], 0),
-        (["-m", "tfdist.doctor", "devices"], 2),
-        *(([*TFDIST, *words, "--help"], 0) for words in ([], *WORDS)),
-        *(([*TFDIST, *words, "--version"], 0) for words in ([], *([words[0]] for words in WORDS[:3]))),
-        *(([*TFDIST, *words, "--hlep"], 2) for words in ([], *WORDS)),
-        (["-m", "tfdist"], 2),
-        (["-m", "tfdist", "trian"], 2),
-        (["-m", "tfdist", "train", "--config=digits", "--wrokdir=unused"], 2),
-        (["-m", "tfdist", "cluster", "show", "--fromat=json"], 2),
-        (["-m", "tfdist", "backup", "show", "no_such_folder"], 2),
-        (["-m", "tfdist", "backup", "show", "docs"], 1),
-        (["-m", "tfdist", "backup", "export", "docs", "unused.keras"], 2),
-        (["-m", "tfdist.backup", "exprot"], 2),
-        (["-m", "tfdist.launch"], 2),
+def test_loading_tensorflow_would_be_noticed(run_all):
+    codes = ["import tensorflow", "import keras", "import tfdist.data", "import tfdist; tfdist.Trainer"]
+    assert [done.returncode for done in run_all([(["-c", code], {}) for code in codes])] == [99] * len(codes)
+
+
+PUBLIC_NAMES = "import tfdist; tfdist.TrainConfig(), tfdist.ClusterSpec, tfdist.ConfigError, tfdist.Task, dir(tfdist)"
+TASKS = "import tfdist.commands.train, tfdist.tasks.digits, tfdist.tasks.synthetic"
+EXIT_CODES = [
+    (["-c", PUBLIC_NAMES], 0),
+    (["-c", TASKS], 0),
+    (["-m", "tfdist.train", "--help"], 0),
+    (["-m", "tfdist.train"], 2),
+    (["-m", "tfdist", "train", "--config=digits_topk", "--config.compression.name=topq", "--workdir=unused"], 2),
+    (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=0", "--workdir=unused"], 2),
+    (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epoch=1", "--workdir=unused"], 2),
+    (["-m", "tfdist.train", "--config=configs/digits.py", "--config.epochs=x", "--workdir=unused"], 2),
+    (["-m", "tfdist.train", "--config=configs/digits.py", "--config.strategy.name=miror", "--workdir=unused"], 2),
+    (["-m", "tfdist.train", "--config=configs/digits.py", "--config.task=digts", "--workdir=unused"], 2),
+    (["-m", "tfdist.train", "--config=digits_topk", "--config.compression.samples=0", "--workdir=unused"], 2),
+    (["-m", "tfdist.train", "--config=digits_topk", "--config.compression.options.samples=0"], 2),
+    (["-m", "tfdist.train", "--config=configs/digits_mirrored.py", "--config.strategy.devices=3"], 2),
+    (["-m", "tfdist.train", "--config=configs/no_such_file.py", "--workdir=unused"], 2),
+    (["-m", "tfdist.train", "--config=README.md", "--workdir=unused"], 2),
+    (["-m", "tfdist.cluster", "show"], 0),
+    (["-m", "tfdist.cluster", "check"], 0),
+    (["-m", "tfdist.doctor", "devices"], 2),
+    *(([*TFDIST, *words, "--help"], 0) for words in ([], *WORDS)),
+    *(([*TFDIST, *words, "--version"], 0) for words in ([], *([words[0]] for words in WORDS[:3]))),
+    *(([*TFDIST, *words, "--hlep"], 2) for words in ([], *WORDS)),
+    (["-m", "tfdist"], 2),
+    (["-m", "tfdist", "trian"], 2),
+    (["-m", "tfdist", "train", "--config=digits", "--wrokdir=unused"], 2),
+    (["-m", "tfdist", "cluster", "show", "--fromat=json"], 2),
+    (["-m", "tfdist", "backup", "show", "no_such_folder"], 2),
+    (["-m", "tfdist", "backup", "show", "docs"], 1),
+    (["-m", "tfdist", "backup", "export", "docs", "unused.keras"], 2),
+    (["-m", "tfdist.backup", "exprot"], 2),
+    (["-m", "tfdist.launch"], 2),
+]
+
+
+def test_what_needs_no_tensorflow_loads_none(run_all):
+    wrong = []
+    commands = [(arguments, {}) for arguments, _ in EXIT_CODES]
+    for (arguments, exit_code), done in zip(EXIT_CODES, run_all(commands), strict=True):
+        lines = done.stderr.splitlines()
+        if done.returncode != exit_code or "Traceback" in done.stderr or (exit_code and len(lines) != 1):
+            wrong.append(f"{' '.join(arguments)}: {done.returncode} in place of {exit_code}: {done.stderr}")
+    assert not wrong, "\n".join(wrong)
+
+
+FAULTS = {
+    "tfdist.cluster check": ["TF_CONFIG: 'cluster' must be an object", "TF_CONFIG: 'task' is missing"],
+    # The number of workers is unknown: the batch is not checked.
+    "tfdist.train --config=configs/digits_multi_worker.py --config.global_batch_size=63 --workdir=unused": [
+        "tfdist: TF_CONFIG: 'cluster' must be an object",
+        "tfdist: TF_CONFIG: 'task' is missing",
     ],
-)
-def test_what_needs_no_tensorflow_loads_none(run, arguments, exit_code):
-    done = run(*arguments)
-    assert done.returncode == exit_code, done.stderr
-    assert "Traceback" not in done.stderr
-    assert not exit_code or len(done.stderr.splitlines()) == 1
+    "tfdist.train --config=configs/digits.py --config.epoch=1 --config.seed=-1 --workdir=unused": [
+        "tfdist: TF_CONFIG: 'cluster' must be an object",
+        "tfdist: TF_CONFIG: 'task' is missing",
+        "tfdist: --config.epoch: unknown config field 'epoch'; did you mean 'epochs'?",
+        "tfdist: seed must be 0 to",
+    ],
+}
+
+
+def test_every_fault_of_tf_config_and_configuration_is_found_before_tensorflow_is_loaded(run_all):
+    commands = [(["-m", *command.split()], {"TF_CONFIG": '{"cluster": 3}'}) for command in FAULTS]
+    for done, expected in zip(run_all(commands), FAULTS.values(), strict=True):
+        assert (done.returncode, done.stdout) == (2, "")
+        lines = done.stderr.splitlines()
+        assert [line.startswith(said) for line, said in zip(lines, expected, strict=True)] == [True] * len(expected)
+
+
+def test_a_batch_that_the_workers_of_tf_config_do_not_divide_is_found_before_tensorflow_is_loaded(run_all):
+    cases = [(3, 64, 2), (3, 63, 99), (2, 63, 2)]  # workers, batch, exit code
+    commands = []
+    for workers, batch, _ in cases:
+        cluster = {"cluster": {"worker": [f"h{i}:1" for i in range(workers)]}, "task": {"type": "worker", "index": 0}}
+        arguments = [
+            "--config=configs/digits_multi_worker.py",
+            f"--config.global_batch_size={batch}",
+            "--workdir=unused",
+        ]
+        commands.append((["-m", "tfdist.train", *arguments], {"TF_CONFIG": json.dumps(cluster)}))
+    for (workers, batch, exit_code), done in zip(cases, run_all(commands), strict=True):
+        assert done.returncode == exit_code
+        said = f"tfdist: global_batch_size {batch} is not divisible by {workers} replicas"
+        assert done.stderr.startswith(said) is (exit_code == 2)
+
+
+def test_the_supervisor_of_a_training_loads_no_tensorflow_but_its_tasks_do(run_all, tmp_path):
+    arguments = ["-m", "tfdist.train", "--config=configs/digits_multi_worker.py", f"--workdir={tmp_path}"]
+    [done] = run_all([(arguments, {})])
+    assert done.returncode == 99
+    assert "failed with exit code 99; ending all tasks" in done.stdout
 
 
 def test_every_command_is_asked_for_its_help_and_a_wrong_flag():
     assert {words[0] for words in WORDS} == __main__.COMMANDS.keys()
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("tfdist.cluster check", ["TF_CONFIG: 'cluster' must be an object", "TF_CONFIG: 'task' is missing"]),
-        (
-            # How many workers there are is not known: the batch is not judged.
-            "tfdist.train --config=configs/digits_multi_worker.py --config.global_batch_size=63 --workdir=unused",
-            ["tfdist: TF_CONFIG: 'cluster' must be an object", "tfdist: TF_CONFIG: 'task' is missing"],
-        ),
-        (
-            "tfdist.train --config=configs/digits.py --config.epoch=1 --config.seed=-1 --workdir=unused",
-            [
-                "tfdist: TF_CONFIG: 'cluster' must be an object",
-                "tfdist: TF_CONFIG: 'task' is missing",
-                "tfdist: --config.epoch: unknown config field 'epoch'; did you mean 'epochs'?",
-                "tfdist: seed must be 0 to",
-            ],
-        ),
-    ],
-)
-def test_every_fault_of_tf_config_and_configuration_is_found_before_tensorflow_is_loaded(run, command, expected):
-    done = run("-m", *command.split(), TF_CONFIG='{"cluster": 3}')
-    assert (done.returncode, done.stdout) == (2, "")
-    found = done.stderr.splitlines()
-    assert [fault.startswith(said) for fault, said in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
-@pytest.mark.parametrize(("workers", "batch", "exit_code"), [(3, 64, 2), (3, 63, 99), (2, 63, 2)])
-def test_a_batch_that_the_workers_of_tf_config_do_not_divide_is_found_before_tensorflow_is_loaded(
-    run, workers, batch, exit_code
-):
-    cluster = {"cluster": {"worker": [f"h{i}:1" for i in range(workers)]}, "task": {"type": "worker", "index": 0}}
-    arguments = ["--config=configs/digits_multi_worker.py", f"--config.global_batch_size={batch}", "--workdir=unused"]
-    done = run("-m", "tfdist.train", *arguments, TF_CONFIG=json.dumps(cluster))
-    assert done.returncode == exit_code
-    said = f"tfdist: global_batch_size {batch} is not divisible by {workers} replicas"
-    assert done.stderr.startswith(said) is (exit_code == 2)
-
-
-def test_the_supervisor_of_a_training_loads_no_tensorflow_but_its_tasks_do(run, tmp_path):
-    done = run("-m", "tfdist.train", "--config=configs/digits_multi_worker.py", f"--workdir={tmp_path}")
-    assert done.returncode == 99
-    assert "failed with exit code 99; ending all tasks" in done.stdout

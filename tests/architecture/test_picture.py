@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.architecture.test_layers import MODULES, ROOT, imported, row
+from tests.architecture.sources import MODULES, ROOT
+from tests.architecture.test_layers import imported, row
 
 IMPORTED_EVERYWHERE = {"errors", "version", "tfdist"}
 

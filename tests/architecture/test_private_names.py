@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import pathlib
 import re
 from collections.abc import Iterator
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-COMPAT = ROOT / "tfdist" / "compat"
-FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "tfdist").rglob("*.py"))}
-OUTSIDE = [name for name, path in FILES.items() if COMPAT not in path.parents]
+from tests.architecture.sources import MODULES, PACKAGE, name, tree
+
+COMPAT = PACKAGE / "compat"
+OUTSIDE = [path for path in MODULES.values() if COMPAT not in path.parents]
 
 PRIVATE_PACKAGES = ("keras.src", "tensorflow.python", "tensorflow.compiler", "tensorflow.core")
 # Python's own: documented although their names begin with an underscore, but for the last one.
@@ -27,10 +26,10 @@ def is_private(name: str) -> bool:
     return bool(re.fullmatch(r"_\w*[a-zA-Z0-9]\w*", name)) and not (name.startswith("__") and name.endswith("__"))
 
 
-def defined_names(tree: ast.AST) -> set[str]:
+def defined_names(module: ast.AST) -> set[str]:
     """Returns the private names that a module defines: functions, classes, variables and attributes of `self`."""
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -44,9 +43,8 @@ def named_in_compat() -> set[str]:
     """Returns the private names that `tfdist/compat` reads, and does not define, on other objects."""
     names = set()
     for path in COMPAT.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        own = defined_names(tree)
-        for node in ast.walk(tree):
+        own = defined_names(tree(path))
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and node.attr not in own:
                 names.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -54,16 +52,16 @@ def named_in_compat() -> set[str]:
     return {name for name in names if is_private(name)} - NAMED_TUPLES
 
 
-def findings(tree: ast.AST, own: set[str], foreign: set[str]) -> Iterator[tuple[int, str]]:
+def findings(module: ast.AST, own: set[str], foreign: set[str]) -> Iterator[tuple[int, str]]:
     """Yields (line, what is named) for each private thing of Keras, TensorFlow or the interpreter.
 
     Args:
-        tree: A module.
+        module: The module's syntax tree.
         own: The private names that tfdist defines.
         foreign: Private names that belong to Keras or TensorFlow. tfdist may define the same names on its own objects, so
             they are reported only where the object is not `self`, `cls` or `super()`.
     """
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if _in_private_package(alias.name))
         elif isinstance(node, ast.ImportFrom):
@@ -116,17 +114,14 @@ def _in_private_package(name: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in PRIVATE_PACKAGES)
 
 
-OWN = set().union(*(defined_names(ast.parse(path.read_text())) for path in FILES.values()))
+OWN = set().union(*(defined_names(tree(path)) for path in MODULES.values()))
 FOREIGN = named_in_compat()
 
 
-def findings_in(name: str) -> list[str]:
-    return [f"{name}:{line}: {what}" for line, what in findings(ast.parse(FILES[name].read_text()), OWN, FOREIGN)]
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_no_file_but_those_of_compat_names_what_is_private(name):
-    found = findings_in(name)
+def test_no_file_but_those_of_compat_names_what_is_private():
+    found = [
+        f"{name(path)}:{line}: {private}" for path in OUTSIDE for line, private in findings(tree(path), OWN, FOREIGN)
+    ]
     assert not found, (
         "private names of Keras, TensorFlow or Python outside of tfdist/compat:\n  "
         + "\n  ".join(found)
@@ -192,17 +187,16 @@ def test_the_search_knows_the_names_of_the_package():
     assert {"_flatten_layers", "_cluster", "_num_replicas_in_sync"} <= FOREIGN
 
 
-def constants_of_compat(tree: ast.AST) -> list[str]:
+def constants_of_compat(module: ast.AST) -> list[str]:
     """Returns the names of compat's constants (`KERAS_...`, `TF_...`) that a file imports or reads from a module."""
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
-    names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = [alias.name for node in ast.walk(module) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    names += [node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)]
     return [name for name in names if name.startswith(("KERAS_", "TF_")) and name.isupper()]
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_only_compat_uses_its_constants(name):
-    found = constants_of_compat(ast.parse(FILES[name].read_text()))
-    assert not found, f"{name} uses {found}: call a function of tfdist/compat in their place"
+def test_only_compat_uses_its_constants():
+    found = [f"{name(path)} uses {constants}" for path in OUTSIDE if (constants := constants_of_compat(tree(path)))]
+    assert not found, "\n".join([*found, "Call a function of tfdist/compat instead."])
 
 
 def test_constants_of_compat_are_found():

@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 
-from tests.architecture.test_layers import MODULES
+from tests.architecture.sources import MODULES, tree
 
 PUBLIC = {
     "tfdist": [
@@ -101,16 +101,16 @@ def package_of(module: str) -> str:
     return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
 
 
-def private_names(source: str) -> set[tuple[str, str]]:
-    """Returns the underscore names that a source imports from tfdist, or reads from a module of tfdist, with their modules."""
-    tree, found, imported = ast.parse(source), set(), {}
-    for node in ast.walk(tree):
+def private_names(module: ast.Module) -> set[tuple[str, str]]:
+    """Returns the underscore names that a module imports from tfdist, or reads from a module of tfdist, with their modules."""
+    found, imported = set(), {}
+    for node in ast.walk(module):
         if isinstance(node, ast.Import):
             imported |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tfdist":
             imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             found |= {(node.module, alias.name) for alias in node.names if is_private(alias.name)}
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             read = imported.get(ast.unparse(node.value))
             if read in MODULES:
@@ -122,11 +122,14 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_no_module_uses_a_private_name_of_another_package(module):
-    found = private_names(MODULES[module].read_text())
-    foreign = [f"{other}.{name}" for other, name in found if package_of(other) != package_of(module)]
-    assert not foreign, f"{module} uses {', '.join(foreign)}"
+def test_no_module_uses_a_private_name_of_another_package():
+    foreign = [
+        f"{module} uses {other}.{name}"
+        for module, path in MODULES.items()
+        for other, name in sorted(private_names(tree(path)))
+        if package_of(other) != package_of(module)
+    ]
+    assert not foreign, "\n".join(foreign)
 
 
 @pytest.mark.parametrize(
@@ -143,4 +146,4 @@ def test_no_module_uses_a_private_name_of_another_package(module):
     ],
 )
 def test_the_search_for_private_names_finds_them(source, names):
-    assert private_names(source) == names
+    assert private_names(ast.parse(source)) == names

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.architecture.test_private_names import FILES
+from tests.architecture.sources import MODULES, name, tree
 from tfdist.config import STRATEGIES
 
 CLASSES = re.compile(r"\w+Strategy(V1|V2|Extended)?|CollectiveAllReduce\w*")
 ALL = {"Strategy", "KerasStrategy"}  # whether an object is a strategy at all, or tfdist's own
 
 
-def decisions(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def decisions(module: ast.AST) -> Iterator[tuple[int, str]]:
     """Yields (line, text) of each comparison with a strategy's name, and of each test for its class."""
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, ast.Compare):
             sides = [inner for side in (node.left, *node.comparators) for inner in ast.walk(side)]
             is_decision = any(isinstance(side, ast.Constant) and side.value in STRATEGIES for side in sides)
@@ -34,9 +34,8 @@ def decisions(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield getattr(node, "lineno", 0), ast.unparse(node)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_file_asks_which_strategy_it_is(name):
-    found = [f"{name}:{line}: {text}" for line, text in decisions(ast.parse(FILES[name].read_text()))]
+def test_no_file_asks_which_strategy_it_is():
+    found = [f"{name(path)}:{line}: {text}" for path in MODULES.values() for line, text in decisions(tree(path))]
     assert not found, (
         "\n  ".join(found)
         + "\nAsk `strategy.traits` or `config.strategy.traits`; a new trait is a field of StrategyTraits."
