@@ -2,25 +2,27 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-torch test-versions slow lint docs system-deps clean
+.PHONY: demo test test-all test-torch test-versions slow durations lint docs system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/tfdist train --config=digits_multi_worker --workdir=runs/demo
 
-# One process more than there are cores, as much of the time tests wait for others to start; each takes whole files.
+# Processes that run tests: one more than there are cores for those that compute, and two for those that mostly wait.
+# A file is one process's. After a process that crashed, pytest-xdist would wait for the rest of its file without limit.
 JOBS ?= $(shell expr $$(nproc) + 1)
-# After a process that crashed, pytest-xdist would wait for the rest of its file for ever.
-PYTEST = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=10
+WAITING ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses=$$(($(JOBS) + $(WAITING))) --waiting-processes=$(WAITING) --dist=loadfile \
+	--no-loadscope-reorder --max-worker-restart=0 --second-chance --durations=10 --durations-path=tests/durations.json $(STORE)
 
-# What neither `full` nor `slow` marks.
-test: lint
-	$(PYTEST)
-
-# A part of the tests of test-all and slow: `make slow SLICE=3/8`.
+# A part of the tests of a tier: `make slow SLICE=3/12`.
 SLICE ?= 1/1
-PART = --group=$(word 1,$(subst /, ,$(SLICE))) --splits=$(word 2,$(subst /, ,$(SLICE))) --durations-path=tests/slow_durations.json
+PART = --group=$(word 1,$(subst /, ,$(SLICE))) --splits=$(word 2,$(subst /, ,$(SLICE)))
 
-# What goes the way of another test, with another case.
+# Each way through the code once; beside it lint, which needs little of a core.
+test: .venv/.installed
+	($(LINT)) & lint=$$!; $(PYTEST); tests=$$?; wait $$lint && exit $$tests
+
+# The same ways with other cases.
 test-all: .venv/.installed
 	$(PYTEST) -m "full and not slow" $(PART)
 
@@ -36,14 +38,20 @@ test-torch: .venv/.torch
 slow: .venv/.installed
 	$(PYTEST) -m slow $(PART)
 
+# Measures the seconds of all tests, by which files are ordered and tiers divided; for one tier, `make test STORE=--store-durations`.
+durations:
+	$(MAKE) test STORE=--store-durations
+	$(MAKE) test-all STORE=--store-durations
+	$(MAKE) slow STORE=--store-durations
+
 # With the ends of the ranges of versions; ROW=oldest or ROW=newest for one of them.
 test-versions:
 	$(PYTHON) tools/versions.py $(if $(ROW),--only=$(ROW)) --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
 lint: .venv/.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(LINT)
 
 # The pages and the API reference, as a site in build/site; a dead link is an error.
 docs: .venv/.docs

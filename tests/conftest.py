@@ -14,6 +14,8 @@ import tensorflow as tf
 
 from tfdist.runtime import log
 
+pytest_plugins = ["tests.helpers.order", "tests.helpers.second_chance"]
+
 log.print_always()  # as commands do: pytest has handlers of its own, which would take the lines
 # On a busy machine examples are made slowly, which is no fault of theirs.
 too_slow = [hypothesis.HealthCheck.too_slow]
@@ -37,11 +39,6 @@ def mirrored():
     import tfdist
 
     return tfdist.create_strategy("mirrored", devices=2)
-
-
-def pytest_collection_modifyitems(items):
-    """Puts folders of long tests first, so that no process is left alone with one at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("multiprocess", "end_to_end"))  # stable
 
 
 def pytest_collection_finish():
