@@ -1,23 +1,16 @@
 """A model's step as a function that any worker can run, and run again, without counting twice.
 
-The step runs in `keras.StatelessScope`: what it assigns to Keras' variables is kept, not done. Then
+The step runs in `keras.StatelessScope`, which records what it assigns to Keras' variables without assigning it. Then
 
-- what it adds to metrics and to `iterations` goes into a ledger, for the chief to add once; logs that it computes from its metrics'
-  results the chief computes from the sums;
-- seed generators start from a seed of the step's own, so that each step has masks of its own, the same if it is repeated;
+- what it adds to metrics and to `iterations` goes into a row of the results table, for the chief to add once; the chief
+  computes logs that depend on metrics' results from the sums;
+- seed generators start from the step's own seed, so that each step has its own masks, and the same ones if it is repeated;
   so does the global generator, from which `keras.random.*` draws without a seed;
 - with several workers `tf.random.*` ignores TensorFlow's seed, from which all of them would draw the same numbers;
-- all else that it assigned (BatchNorm's moving statistics) is assigned on the servers: of two workers at once, the later
-  one holds.
+- everything else that it assigned (BatchNorm's moving statistics) is assigned on the servers: if two workers assign at
+  once, the later value holds.
 
 Gradients are applied within the step, by the optimizer's own arithmetic, on the server that has the variable.
-
-A `TracedStep` is a model's step, traced for data of one form.
-
-The `ResultsTable` is what each step has counted, written by the step to a parameter server and read by the chief. A step's result could be
-returned to the chief; but a worker that dies before it is fetched takes it along, and fetching it costs two round trips for each step. A
-row on a server costs the step next to nothing, many are read at once, and a step that runs again writes its row again: what it counts,
-counts once.
 """
 
 from __future__ import annotations
@@ -34,45 +27,16 @@ import tensorflow as tf
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.replicas import batch_splitting, random_seeds
-from tfdist.replicas.random_seeds import run_in_clean_thread
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import graph_copies, losses
 
 # Added to a seed once per step; odd, so that steps do not meet for 2**64 of them.
 _SEED_STRIDE = 0x5851F42D4C957F2D
-_SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
-
-
-class TracedStep:
-    """A step traced for data of one form.
-
-    Attributes:
-        function: The concrete function of (data, given).
-        ledger: Where it writes what it counts; None where it returns that.
-        own: The logs that are no metrics: their structure.
-        names: All logs.
-        held: What each of the metrics' variables holds at the step's end, in its graph, by its id.
-        computed: The logs that are computed from `held`.
-        count: Adds what steps have counted; returns what metrics and `computed` are then.
-    """
-
-    def __init__(self, ledger: ResultsTable | None = None, own: Any = None, names: Sequence[str] = ()):
-        self.names = names
-        self.function: Any = None
-        self.ledger = ledger
-        self.custom_logs = own
-        self.held: dict[int, tf.Tensor] = {}
-        self.computed: dict[str, Any] = {}
-        self.count: Any = None
-
-    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
-        """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
-        structure = self.function.structured_outputs
-        return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
+_RESULTS_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
 
 
 class WorkerStep:
-    """A step as a function of the data and of what the chief gives with it.
+    """A step as a function of the data and of the chief's inputs (`step_inputs`).
 
     Args:
         model: The model, with all its variables.
@@ -111,14 +75,14 @@ class WorkerStep:
         self._started = [int(iterations.numpy()) for iterations in self._iterations]
 
     def new_attempt_id(self) -> int:
-        """Returns a new ticket."""
+        """Returns a number that no attempt at a step has had."""
         return next(self._attempt_ids)
 
     def step_inputs(self, attempt_id: int, row: int, number: int) -> tf.Tensor:
-        """Returns what a step gets from the chief besides data, in one vector.
+        """Returns a step's inputs from the chief besides data, in one vector.
 
         Args:
-            ticket: Its own in the ledger.
+            attempt_id: Its number in the results table (`new_attempt_id`).
             row: Its row there.
             number: Its number since `begin`, from 0. The optimizers' schedules, and the seeds, go by it.
         """
@@ -134,7 +98,7 @@ class WorkerStep:
         Args:
             data: The form of the data. Keras weighs some logs by a batch size that it knows, so it must not know here
                 what it does not elsewhere.
-            returns: Whether the function returns what it counts instead of writing it to a ledger.
+            returns: Whether the function returns what it counts instead of writing it to the results table.
 
         Raises:
             ConfigError: The step uses a variable that is on no server, or assigns one that is not the model's.
@@ -239,7 +203,7 @@ class WorkerStep:
         self._tracing.held, self._tracing.computed = held, computed
         if returns:
             return packed
-        self._tracing.ledger.write(given[0], given[1], packed)  # type: ignore[union-attr]
+        self._tracing.results.write(given[0], given[1], packed)  # type: ignore[union-attr]
         return ()
 
     def _numbers(self, own: Any) -> list[tf.Tensor]:
@@ -298,6 +262,81 @@ class _Scope(keras.StatelessScope):
         return keras_internals.raw_value(variable) if value is None else value
 
 
+class TracedStep:
+    """A step traced for data of one form.
+
+    Attributes:
+        function: The concrete function of (data, given).
+        results: The table to which it writes what it counts; None if it returns that.
+        custom_logs: The structure of the logs that no metric computes.
+        names: The names of all logs.
+        held: What each of the metrics' variables holds at the step's end, in its graph, by its id.
+        computed: The logs that are computed from `held`.
+        count: Adds what steps have counted; returns what metrics and `computed` are then.
+    """
+
+    def __init__(self, results: ResultsTable | None = None, custom_logs: Any = None, names: Sequence[str] = ()):
+        self.names = names
+        self.function: Any = None
+        self.results = results
+        self.custom_logs = custom_logs
+        self.held: dict[int, tf.Tensor] = {}
+        self.computed: dict[str, Any] = {}
+        self.count: Any = None
+
+    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
+        """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
+        structure = self.function.structured_outputs
+        return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
+
+
+class ResultsTable:
+    """Rows on the first server, one for each step on its way: what it has counted, written by the step, read by the chief.
+
+    If steps returned their results, a worker that dies before its result is fetched would lose it, and fetching would cost two
+    round trips for each step. A row on a server costs the step next to nothing, many are read at once, and a retried step
+    overwrites its own row, so it is counted once.
+
+    Args:
+        rows: How many steps may be on their way or unread.
+        width: Numbers of a step.
+    """
+
+    def __init__(self, rows: int, width: int):
+        def make() -> tf.Variable:
+            with tf.device(_RESULTS_DEVICE):
+                return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="results")
+
+        self._rows = random_seeds.run_in_clean_thread(
+            make
+        )  # a step may be in tracing, which would take the variable for its own
+        self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
+
+    def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
+        """Writes a step's row. In the graph of the step.
+
+        Args:
+            attempt_id: The number of this attempt, `[]` float64.
+            row: The number of the row, `[]` float64.
+            numbers: `[width]` float64.
+        """
+        place = tf.cast(tf.reshape(row, [1]), tf.int64)
+        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], place))
+
+    def read(self, attempt_ids: Sequence[int], rows: Sequence[int]) -> list[np.ndarray | None]:
+        """Returns the numbers of steps that have ended, `[width]` float64 each.
+
+        None for a step whose row another one has overwritten: one that had been given up, and came late.
+        """
+        # A function: a single operation would hold Python's lock while it waits, and the watch must go on (`watch.py`).
+        found = self._gather(tf.constant(rows, tf.int32)).numpy()
+        return [row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(found, attempt_ids, strict=True)]
+
+    def _read_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        with tf.device(_RESULTS_DEVICE):
+            return tf.gather(self._rows, rows)
+
+
 def _unique(variables: Any) -> list[Any]:
     return list({id(v): v for v in variables}.values())
 
@@ -319,44 +358,3 @@ def to_python(value: Any) -> Any:
         return {name: to_python(each) for name, each in value.items()}
     value = value.numpy() if isinstance(value, tf.Tensor) else value
     return float(value) if np.ndim(value) == 0 else value
-
-
-class ResultsTable:
-    """Rows on the first server, of which each step on its way has one.
-
-    Args:
-        rows: How many steps may be on their way or unread.
-        width: Numbers of a step.
-    """
-
-    def __init__(self, rows: int, width: int):
-        def make() -> tf.Variable:
-            with tf.device(_SERVER):
-                return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="ledger")
-
-        self._rows = run_in_clean_thread(make)  # a step may be in tracing, which would take the variable for its own
-        self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
-
-    def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
-        """Writes a step's row. In the graph of the step.
-
-        Args:
-            ticket: The step's own number, `[]` float64.
-            row: Which row, `[]` float64.
-            numbers: `[width]` float64.
-        """
-        place = tf.cast(tf.reshape(row, [1]), tf.int64)
-        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], place))
-
-    def read(self, attempt_ids: Sequence[int], rows: Sequence[int]) -> list[np.ndarray | None]:
-        """Returns the numbers of steps that have ended, `[width]` float64 each.
-
-        None for a step whose row another one has overwritten: one that had been given up, and came late.
-        """
-        # A function: a single operation would hold Python's lock while it waits, and the watch must go on (`watch.py`).
-        found = self._gather(tf.constant(rows, tf.int32)).numpy()
-        return [row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(found, attempt_ids, strict=True)]
-
-    def _read_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        with tf.device(_SERVER):
-            return tf.gather(self._rows, rows)
