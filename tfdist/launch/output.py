@@ -1,7 +1,4 @@
-"""What tasks print, line by line behind their names, on the launcher's output. No TensorFlow here.
-
-A `BackgroundWriter` writes to a stream in a thread, so that a reader that stalls holds up nobody else.
-"""
+"""The launcher's output: the lines of its tasks behind their names, and its own messages. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -35,10 +32,9 @@ _PIECE = 4096  # bytes of one write: a blocking write of more returns only when 
 
 
 class LauncherOutput:
-    """The launcher's output: the lines of its tasks, and its own messages.
+    """Prints tasks' lines and the launcher's messages, and never waits for its reader.
 
-    It never waits for its reader. Lines that the reader is slow to take wait in memory; of too many, the tasks' oldest are
-    left out, and counted.
+    Lines that the reader is slow to take wait in memory; if they are too many, the tasks' oldest are dropped and counted.
 
     Args:
         stream: Where lines go. None means this process's standard output.
@@ -59,9 +55,8 @@ class LauncherOutput:
         self._left_out = 0
         self._has_table = stream is None and live_table.is_possible()
         self._table: live_table.LiveTable | None = None
-        self._warnings: dict[
-            bytes, tuple[bytes, int]
-        ] = {}  # by what they say: the line as shown, and how many followed
+        # By what warnings have in common: the line as shown, and how many followed.
+        self._warnings: dict[bytes, tuple[bytes, int]] = {}
         self._repeated: dict[TaskProcess, bytes] = {}  # tasks whose last line was a repeated warning
 
     def start_table(self, tasks: Sequence[TaskSpec], servers: Collection[TaskSpec], folder: str) -> None:
@@ -204,7 +199,9 @@ class LauncherOutput:
 
 
 class BackgroundWriter:
-    """Writes one chunk at a time. The stream's own mode is left alone: other programs share a terminal.
+    """Writes one chunk at a time to a stream, in a thread, so that a reader that stalls holds up nobody else.
+
+    The stream's own mode stays as it is: other programs share a terminal.
 
     Args:
         stream: Where to write. None means nowhere: standard output is closed.
