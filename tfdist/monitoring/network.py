@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.cluster.spec import split_address
 
 _COUNTERS = "/proc/net/dev"
 _LOOPBACK = "lo"
@@ -42,8 +43,8 @@ class WireBytes(keras.callbacks.Callback):
     ):
         super().__init__()
         self._read = read or read_sent_bytes
-        hosts = [cluster.address(other).rsplit(":", 1)[0] for other in cluster.training_tasks()]
-        mine = cluster.address(task).rsplit(":", 1)[0]
+        hosts = [split_address(cluster.address(other))[0] for other in cluster.training_tasks()]
+        mine, _ = split_address(cluster.address(task))
         self._here = hosts.count(mine)
         self._local = self._here == len(hosts)
         # Some of the peers' bytes pass the loopback, and some do not: no telling whose they are.

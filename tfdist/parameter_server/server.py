@@ -62,9 +62,8 @@ def serve(
     preemption.listen()
     logger.info(f"{task} serves at {cluster.address(task)}")
     preflight.wait_until_reachable(cluster, [cluster.chief], start_timeout)
-    preflight.wait_until_reachable(
-        cluster, [cluster.chief], start_timeout, serving=True
-    )  # it waits for the others itself
+    # The chief waits for the other tasks itself.
+    preflight.wait_until_reachable(cluster, [cluster.chief], start_timeout, serving=True)
     preemption.training = True
     misses, announced = 0, False
     silent = reachability.SilentTasks(cluster, task)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 
 from tfdist.cluster import ClusterSpec, TaskSpec, greeting, reachability
+from tfdist.cluster.spec import split_address
 from tfdist.compat import tf_cluster
 from tfdist.parameter_server import server
 from tfdist.runtime import exit_status
@@ -111,10 +112,10 @@ class Watch:
 
 def resolve_endpoints(address: str) -> set[Endpoint]:
     """Returns the addresses and ports that `host:port` stands for; none where the name is not known now."""
-    host, port = address.rsplit(":", 1)
+    host, port = split_address(address)
     with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        return {(_format_ip(ipaddress.ip_address(str(each[4][0]).partition("%")[0])), int(port)) for each in found}
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return {(_format_ip(ipaddress.ip_address(str(each[4][0]).partition("%")[0])), port) for each in found}
     return set()
 
 

@@ -307,9 +307,8 @@ class ResultsTable:
             with tf.device(_RESULTS_DEVICE):
                 return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="results")
 
-        self._rows = random_seeds.run_in_clean_thread(
-            make
-        )  # a step may be in tracing, which would take the variable for its own
+        # A step may be in tracing, which would take the variable for its own.
+        self._rows = random_seeds.run_in_clean_thread(make)
         self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
 
     def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:

@@ -29,12 +29,8 @@ _LAST_WAIT = 5.0  # seconds for which rank 0 waits for the others to have read t
 _LIST = "list"
 _OLD = 7 * 86400.0  # seconds after which what a start has left is removed by another
 _PREFIX = "tfdist-"
-_PASSING = (
-    errno.ESTALE,
-    errno.EIO,
-    errno.EACCES,
-    errno.EAGAIN,
-)  # of a file that has just been renamed, on storage of a network
+# Errors of a file that has just been renamed, on storage of a network.
+_PASSING = (errno.ESTALE, errno.EIO, errno.EACCES, errno.EAGAIN)
 _found: dict[tuple[Any, ...], list[str]] = {}  # by what was asked: a rank may ask again, when the others do not
 
 
