@@ -1,4 +1,4 @@
-"""What a task runs, for others to compare with theirs before they train together. No TensorFlow here.
+"""The versions and checksums of a task, which tasks compare before they train together. No TensorFlow here.
 
 Tasks whose TensorFlow or Keras differ may train for days before somebody asks why their weights do.
 """

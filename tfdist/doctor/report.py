@@ -94,7 +94,7 @@ def as_table(findings: Sequence[Finding]) -> str:
 
 
 class _Screen(io.StringIO):
-    """What is to be written to a terminal with its encoding, in whose width and colours it is."""
+    """A buffer for the terminal at standard output, with its encoding, width and colours."""
 
     encoding = property(lambda self: sys.stdout.encoding)
 

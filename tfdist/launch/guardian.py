@@ -1,4 +1,4 @@
-"""Ends what the launcher has started and removes its folder when it has died, in whatever way. No TensorFlow here."""
+"""`Guardian`: a process that kills the launcher's tasks and removes its folder if the launcher dies. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ for _ in range(100):
 
 
 class Guardian:
-    """A process of its own that outlives this one long enough; a context manager.
+    """Helper process that kills the tasks if the launcher dies; a context manager.
 
     Args:
         folder: What it removes in the end, an absolute path.

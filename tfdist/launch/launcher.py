@@ -292,7 +292,7 @@ class Launcher:
         return mine and mine.done, max((steps.saved for steps in found), default=self._saved)
 
     def _is_server(self, task: TaskSpec) -> bool:
-        """Whether a task serves a chief, which saves for all."""
+        """Returns whether a task serves a chief, which saves for all."""
         return bool(self._cluster.jobs.get("ps")) and task != self._cluster.chief
 
     def _end(self, number: int, grace: float) -> None:

@@ -120,14 +120,14 @@ class LauncherOutput:
             task.log_fault = None
 
     def count_warnings(self) -> None:
-        """Says how often warnings were repeated that have been shown once."""
+        """Prints how often warnings were repeated that were shown once."""
         for line, more in self._warnings.values():
             if more:
                 self._write(f"tfdist: {more} more line{'s' if more > 1 else ''} like: ".encode() + line)
         self._warnings = {}
 
     def _is_repeated(self, task: TaskProcess, line: bytes) -> bool:
-        """Whether a line is a warning that any task has given before, or the code below such a one."""
+        """Returns whether a line is a warning that any task has given before, or the code below such a one."""
         warning = self._repeated.pop(task, None)
         if warning and process.is_source_of(warning, line):
             return True
@@ -183,7 +183,7 @@ class LauncherOutput:
         self._flush()
 
     def _flush(self) -> None:
-        """Has the lines that wait written, unless the table's next refresh does that or the reader is not ready."""
+        """Writes the lines that wait, unless the table's next refresh does that or the reader is not ready."""
         if self._table is None and self._writer.is_idle:
             self._writer.write(b"".join(line + b"\n" for line in self._take_lines()))
 
@@ -226,7 +226,7 @@ class BackgroundWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was to be written has been."""
+        """True if everything has been written."""
         return self._thread is None or not self._thread.is_alive()
 
     def write(self, chunk: bytes) -> None:

@@ -195,7 +195,7 @@ class Failure:
 
     @property
     def cause(self) -> str:
-        """How it ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
+        """The way it ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
         return f"exit code {self.exit_code}" + (f": {self.reason}" if self.reason else "")
@@ -206,7 +206,7 @@ class Failure:
         return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
 
     def remedy(self, saved: int) -> str:
-        """How to go on after the death of a process that has not failed by itself, or nothing; `saved` is the last backup's step."""
+        """Returns how to continue after a process was killed, or an empty text; `saved` is the last backup's step."""
         if self.exit_code >= 0:
             return ""
         again = f"Run the command again to go on from step {saved}" if saved else "No backup was made"

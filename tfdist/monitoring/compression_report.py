@@ -1,4 +1,4 @@
-"""What compression saves: the planned bytes of a step, and the time and the warnings that a run reports at its end."""
+"""Reports what compression saves: the planned bytes of a step, the time of an exchange, and warnings where it has no effect."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Meter(abc.ABC):
         """Begins an epoch."""
 
     def on_step(self, step: int) -> None:  # noqa: B027
-        """Takes note of an execution's end, of which `step` is the last step since the training's begin. Reads no tensors."""
+        """Is called after each execution, with the number of the training's last step. Reads no tensors."""
 
     @abc.abstractmethod
     def read(self) -> dict[str, float | None]:

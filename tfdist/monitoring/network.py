@@ -1,4 +1,4 @@
-"""What training steps send over the network, as the interfaces have counted it."""
+"""The callback `WireBytes`: the bytes that training steps send over the network, by the counters of its interfaces."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class WireBytes(keras.callbacks.Callback):
 
     @property
     def per_step_before(self) -> int | None:
-        """Those of the steps before compression has begun."""
+        """Bytes sent by a rank for a step before compression has begun; None where that cannot be told."""
         return self._mean(0)
 
     def take(self) -> int | None:

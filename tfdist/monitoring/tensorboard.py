@@ -127,7 +127,7 @@ class TensorBoard(keras.callbacks.Callback):
             meter.begin(model, self._is_chief)
 
     def _try(self, action: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Does something with files; after a first failure, nothing any more."""
+        """Calls what writes files; after the first failure it calls nothing."""
         if not self._works:
             return None
         try:
@@ -150,7 +150,7 @@ class TensorBoard(keras.callbacks.Callback):
         return {"throughput": self._throughput.state_dict(), "sizes": sizes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` returned; what was written since is removed before anything is written."""
+        """Restores what `state_dict` returned; everything written since is removed before the next write."""
         self._throughput.load_state_dict(state["throughput"])
         self._goes_on = True
         # Not yet: if this training was at its end, a later one of the program has written, and may go on from its own backup.
@@ -280,7 +280,7 @@ class StepProfiler:
 
     @property
     def is_off(self) -> bool:
-        """Whether there is nothing to profile."""
+        """True if no step is left to profile."""
         return self._last == 0
 
     def before_execution(self, folder: str, done: int, steps: int) -> None:

@@ -86,19 +86,19 @@ class ParameterServerEngine(Engine):
                         function.end()
 
     def drain(self, model: keras.Model) -> None:
-        """As of `Engine`."""
+        """Waits until all steps of `model` that are scheduled are counted."""
         drain_steps(model)
 
     def explaining_errors(self) -> contextlib.AbstractContextManager[None]:
-        """As of `Engine`."""
+        """Returns a context manager that turns TensorFlow's error into one that names the lost parameter server."""
         return self.scheduler.explain_errors()
 
     def peer_preempted(self) -> bool:
-        """Whether a parameter server has been told to go."""
+        """Returns whether a parameter server has received SIGTERM."""
         return self._preemption()
 
     def on_exit(self) -> None:
-        """Tells the other tasks with which exit code this process ends."""
+        """Sends the exit code of this process to the other tasks."""
         server.publish_exit_code(self._strategy.cluster)
 
     def report(self, model: keras.Model) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class ParameterServerEngine(Engine):
 
     @contextlib.contextmanager
     def _distributing(self, model: keras.Model, distribute: Callable[[Any], Any]) -> Iterator[bool]:
-        """Takes the data of Keras' loops; yields whether it is in no other loop's callback."""
+        """Distributes the data of Keras' loops inside; yields whether this is the outermost loop, not one in a callback."""
         before, self._strategy.distributor = self._strategy.distributor, distribute
         if not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(model, self.scheduler)

@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def has_lost_servers(self) -> bool:
-        """Whether a server is given up that has not answered for long."""
+        """True if a server that has not answered for long is given up."""
         return bool(self._watch.lost_servers)
 
     def start(self, function: Callable[[int], Any], results: queue.SimpleQueue[Any], key: Any) -> None:
@@ -114,7 +114,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Turns TensorFlow's error about a lost parameter server into a sentence that names it."""
+        """Turns TensorFlow's error about a lost parameter server into a `ClusterError` that names it."""
         try:
             yield
         except tf.errors.OpError as e:
@@ -185,7 +185,7 @@ class Scheduler:
 
 
 def _is_cluster_error(error: Exception) -> bool:
-    """Whether TensorFlow's coordinator handles an error: a task is lost, or was for a moment."""
+    """Returns whether TensorFlow's coordinator handles an error: a task is lost, or was for a moment."""
     return (
         tf_cluster.is_worker_failure(error)
         or tf_cluster.is_server_failure(error)
@@ -194,7 +194,7 @@ def _is_cluster_error(error: Exception) -> bool:
 
 
 def _deduplicate_message(error: Exception) -> Exception:
-    """Returns an error of a step without what each task on its way has added: the same message again."""
+    """Removes from an error of a step the duplicate messages that each task on its way has added."""
     if not isinstance(error, tf.errors.OpError):
         return error
     lines: list[str] = []
@@ -230,7 +230,7 @@ class InFlight:
 
     @property
     def count(self) -> int:
-        """How many have no result yet."""
+        """The number of functions that have no result yet."""
         return self._scheduled - self._arrived
 
     def add(self, function: Callable[[int], Any]) -> None:
@@ -248,7 +248,7 @@ class InFlight:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing has been committed since all was drained."""
+        """True if nothing was committed since the last drain."""
         return self._committed == self._drained
 
     def wait_for_first(self) -> None:

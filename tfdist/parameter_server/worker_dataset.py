@@ -85,7 +85,7 @@ class WorkerDataset:
         return None if None in each else sum(filter(None, each))
 
     def is_endless(self) -> bool:
-        """Whether the pipelines never end."""
+        """Returns whether the pipelines never end."""
         return bool(self.dataset(0).cardinality() == tf.data.INFINITE_CARDINALITY)
 
     def _trace(self, pipeline: int) -> Callable[[], tf.data.Dataset]:
@@ -172,7 +172,7 @@ class PipelinesIterator:
         return self._data.example_batch()  # for shapes that are not known; steps take theirs on the workers
 
     def check(self, steps: int | None) -> None:
-        """Judges whether there are data for an epoch.
+        """Checks that the data suffice for an epoch.
 
         Raises:
             ConfigError: `steps` is None, or more than a pipeline has batches.

@@ -70,7 +70,7 @@ class WorkerStep:
         self._per_step = [1] * len(self._iterations)  # how often each optimizer updates in a step, as far as is known
 
     def begin(self) -> None:
-        """Takes the seeds, and what the optimizers have counted, as they are now, when no step is on its way."""
+        """Reads the seeds and the optimizers' counts of updates; call it when no step is on its way."""
         self._seed_values = [int(number) for seed in self._seeds for number in seed.numpy()]
         self._started = [int(iterations.numpy()) for iterations in self._iterations]
 
@@ -217,7 +217,7 @@ class WorkerStep:
         return values
 
     def _assign(self, scope: keras.StatelessScope) -> None:
-        """Does what the step assigned to the servers' variables."""
+        """Assigns to the servers' variables the values that the step has recorded."""
         for variable in self._servers:
             if id(variable) in scope.state_mapping:
                 variable.value.assign(scope.state_mapping[id(variable)])

@@ -1,4 +1,4 @@
-"""What a resolver reads, and what it returns. No TensorFlow here."""
+"""The input and the output of a resolver: `Environment`, and `RankAddresses` or `ResolvedCluster`. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RankAddresses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedCluster:
-    """A cluster, this process's task in it, and where it says so.
+    """A cluster, this process's task in it, and the resolver and variables that describe it.
 
     Attributes:
         cluster: The addresses of all tasks.

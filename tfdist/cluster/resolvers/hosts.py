@@ -104,7 +104,7 @@ def _own(spec: ClusterSpec) -> TaskSpec:
 
 
 def _is_here(address: str) -> bool:
-    """Whether an address's host is this one: only a host's own addresses can be bound."""
+    """Returns whether an address's host is this one: only a host's own addresses can be bound."""
     host, _ = split_address(address)
     try:
         known = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
