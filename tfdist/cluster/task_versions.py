@@ -18,7 +18,7 @@ _PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
 _TITLES = {"tensorflow": "TensorFlow", "keras": "Keras", "numpy": "NumPy", "python": "Python"}
 _MOST = 4096  # bytes of what a task says
 
-# What must be the same is said with an error, the rest with a line.
+# A difference in these is a warning; in the others it is an error.
 _MAY_DIFFER = ("python", "numpy", "script")
 
 configuration = ""  # a checksum of it, where there is one

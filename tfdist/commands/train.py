@@ -96,9 +96,9 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _find_cluster(config: TrainConfig) -> ResolvedCluster | None:
-    asked = config.cluster.resolver_arguments()
-    asked["source"] = os.environ.get(_SOURCE, asked["source"])
-    return discovery.resolve(timeout=config.start_timeout, **asked)
+    arguments = config.cluster.resolver_arguments()
+    arguments["source"] = os.environ.get(_SOURCE, arguments["source"])
+    return discovery.resolve(timeout=config.start_timeout, **arguments)
 
 
 def _check_evaluator(config: TrainConfig, found: ResolvedCluster | None) -> None:
@@ -121,8 +121,8 @@ def _run(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | No
     if found is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
         return launch(config, argv, workdir)
     interrupt.listen()
-    alike = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
-    text = json.dumps({**config_lib.fixed(config), **alike}, default=str)
+    fields = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
+    text = json.dumps({**config_lib.fixed(config), **fields}, default=str)
     task_versions.configuration = task_versions.checksum(text.encode())
     if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
         # The Trainer takes over some seconds later, once TensorFlow is loaded.

@@ -88,13 +88,13 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
         wrong = "".join(f"\n{fault}" for fault in faults)
         print(f"{description}\n{values.get_help()}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
         return None
-    said = io.StringIO()  # absl leaves out a file that includes itself, and only prints so
+    warnings = io.StringIO()  # absl leaves out a file that includes itself, and only prints so
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(warnings):
             arguments = values.read_flags_from_files(list(argv[1:]), force_gnu=True)
     except (flags.Error, OSError, ValueError) as e:
         raise ConfigError(f"--flagfile: {e}") from None
-    if included := said.getvalue().strip():
+    if included := warnings.getvalue().strip():
         raise ConfigError(f"--flagfile: {included.rpartition(' ')[2]} includes itself; remove the line that does.")
     arguments = [_expand_cluster_flag(argument) for argument in arguments]
     path = _config_path(arguments)

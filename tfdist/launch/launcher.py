@@ -233,8 +233,8 @@ class Launcher:
         code = task.process.returncode
         if self._kill_at < float("inf"):
             # The traceback of a task that fails because another one failed first stays in its log.
-            told = bool(self._signals) and not self.failure and not self._is_server(task.spec)
-            self._preempted |= told and code == exit_status.PREEMPTED
+            was_signalled = bool(self._signals) and not self.failure and not self._is_server(task.spec)
+            self._preempted |= was_signalled and code == exit_status.PREEMPTED
             return
         if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
             self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))

@@ -41,7 +41,7 @@ class LauncherOutput:
         log_dir: Where the logs are, for the message of how many lines were left out.
 
     Attributes:
-        is_interrupted: Whether Ctrl-C has been pressed, and been told of: that tasks end of it is not told once more.
+        is_interrupted: Whether Ctrl-C was pressed and reported: the tasks' own messages about it are not shown.
     """
 
     def __init__(self, stream: IO[bytes] | None, log_dir: str | os.PathLike[str]):
@@ -191,8 +191,10 @@ class LauncherOutput:
         """Returns the lines that wait, and waits with none."""
         lines = [*self._spared, *self._waiting]
         if self._left_out:
-            told = f"{self._left_out} lines of tasks were left out here, as nobody read them; {self._log_dir} has them"
-            lines.insert(0, _OWN + told.encode())
+            message = (
+                f"{self._left_out} lines of tasks were left out here, as nobody read them; {self._log_dir} has them"
+            )
+            lines.insert(0, _OWN + message.encode())
         self._spared, self._left_out, self._waiting_bytes = [], 0, 0
         self._waiting.clear()
         return lines

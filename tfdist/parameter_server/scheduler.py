@@ -126,9 +126,9 @@ class Scheduler:
             ends = time.monotonic() + reachability.SETTLED
             while not (absent := reachability.unreachable_tasks(self._spec, servers)) and time.monotonic() < ends:
                 time.sleep(0.2)
-            told = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
-            if not absent and told and tf_cluster.is_server_failure(e):  # it is there again, without its variables
-                absent = {TaskSpec("ps", int(told[1])): "started again"}
+            named = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
+            if not absent and named and tf_cluster.is_server_failure(e):  # it is there again, without its variables
+                absent = {TaskSpec("ps", int(named[1])): "started again"}
             if not absent:
                 raise
             raise self._server_lost(absent) from e
@@ -199,11 +199,11 @@ def _deduplicate_message(error: Exception) -> Exception:
         return error
     lines: list[str] = []
     for line in error.message.splitlines():
-        said = re.sub(r"^\(\d+\)\s*|\s+", " ", line.strip())
-        echo = said.startswith(("Additional GRPC error information", ":UNKNOWN:Error received from peer"))
-        repeated = said and not said.startswith("File") and any(said.strip() == earlier.strip() for earlier in lines)
+        text = re.sub(r"^\(\d+\)\s*|\s+", " ", line.strip())
+        echo = text.startswith(("Additional GRPC error information", ":UNKNOWN:Error received from peer"))
+        repeated = text and not text.startswith("File") and any(text.strip() == earlier.strip() for earlier in lines)
         if not echo and not repeated:
-            lines.append(said if said.startswith(" ") else line)
+            lines.append(text if text.startswith(" ") else line)
     return type(error)(error.node_def, error.op, "\n".join(lines)).with_traceback(error.__traceback__)
 
 

@@ -63,7 +63,7 @@ def resolve(
 
     Raises:
         ConfigError: With every fault of what the environment describes, or it tells nothing of `source`.
-        ClusterError: The others have not told their addresses in time.
+        ClusterError: The other tasks have not given their addresses in time.
     """
     environ = os.environ if environ is None else environ
     if any(given.values()):
