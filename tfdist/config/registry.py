@@ -33,20 +33,6 @@ TASKS: Mapping[str, str] = {
 PLUGIN_GROUPS = {"task": "tfdist.tasks", "compression": "tfdist.compressors", "cluster source": "tfdist.resolvers"}
 
 
-class Plugin(NamedTuple):
-    """A plug-in: an entry point of an installed distribution.
-
-    Attributes:
-        target: The object that it names, as `package.module:attribute`.
-        distributions: Name and version of the distribution that has it; of several, where they differ in what the name means.
-        variable: Of a resolver: the variable that signals its cluster; empty means that it is only asked by its name.
-    """
-
-    target: str
-    distributions: tuple[str, ...]
-    variable: str = ""
-
-
 def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
     """Returns the object that `name` stands for.
 
@@ -71,44 +57,6 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
     return _import(f"{what} {name!r}", target, "Is its folder the current one, or on PYTHONPATH?")
 
 
-def find_plugins(what: str, built_in: Collection[str]) -> dict[str, Plugin]:
-    """Returns the plug-ins of a group by name, sorted, without importing them.
-
-    Args:
-        what: A key of `PLUGIN_GROUPS`; there are no plug-ins of anything else.
-        built_in: Names that plug-ins cannot have: those that have one are left out.
-    """
-    found: dict[str, Plugin] = {}
-    for entry in _entry_points(PLUGIN_GROUPS[what]) if what in PLUGIN_GROUPS else ():
-        name, _, variable = entry.name.partition(".") if what == "cluster source" else (entry.name, "", "")
-        distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
-        plugin = Plugin(entry.value, (distribution,), variable)
-        other = found.get(name, plugin)
-        if (other.target, other.variable) != (plugin.target, plugin.variable):
-            plugin = other._replace(distributions=(*other.distributions, distribution))
-        if name not in built_in:
-            found[name] = plugin
-    return dict(sorted(found.items()))
-
-
-def _entry_points(group: str) -> Iterable[EntryPoint]:
-    try:
-        return importlib.metadata.entry_points(group=group)
-    except Exception:  # at one damaged file, whatever group it is of, Python reads none
-        found: list[EntryPoint] = []
-        for distribution in importlib.metadata.distributions():
-            try:
-                found += distribution.entry_points.select(group=group)
-            except Exception as e:
-                _warn_once(f"{distribution.name} {distribution.version}", told(e))
-        return found
-
-
-@functools.cache
-def _warn_once(distribution: str, reason: str) -> None:
-    logger.warning(f"the entry points of distribution {distribution} cannot be read: {reason}. Install it again.")
-
-
 def load(what: str, name: str, plugin: Plugin) -> Any:
     """Imports and returns a plug-in's object.
 
@@ -129,6 +77,58 @@ def load(what: str, name: str, plugin: Plugin) -> Any:
     if not _is_path(plugin.target):
         raise ConfigError(f"The entry point of {named} must be 'package.module:Name'. Received: {plugin.target!r}.")
     return _import(named, plugin.target, "Install the distribution again, or uninstall it.")
+
+
+def find_plugins(what: str, built_in: Collection[str]) -> dict[str, Plugin]:
+    """Returns the plug-ins of a group by name, sorted, without importing them.
+
+    Args:
+        what: A key of `PLUGIN_GROUPS`; there are no plug-ins of anything else.
+        built_in: Names that plug-ins cannot have: those that have one are left out.
+    """
+    found: dict[str, Plugin] = {}
+    for entry in _entry_points(PLUGIN_GROUPS[what]) if what in PLUGIN_GROUPS else ():
+        name, _, variable = entry.name.partition(".") if what == "cluster source" else (entry.name, "", "")
+        distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+        plugin = Plugin(entry.value, (distribution,), variable)
+        other = found.get(name, plugin)
+        if (other.target, other.variable) != (plugin.target, plugin.variable):
+            plugin = other._replace(distributions=(*other.distributions, distribution))
+        if name not in built_in:
+            found[name] = plugin
+    return dict(sorted(found.items()))
+
+
+class Plugin(NamedTuple):
+    """A plug-in: an entry point of an installed distribution.
+
+    Attributes:
+        target: The object that it names, as `package.module:attribute`.
+        distributions: Name and version of the distribution that has it; of several, where they differ in what the name means.
+        variable: Of a resolver: the variable that signals its cluster; empty means that it is only asked by its name.
+    """
+
+    target: str
+    distributions: tuple[str, ...]
+    variable: str = ""
+
+
+def _entry_points(group: str) -> Iterable[EntryPoint]:
+    try:
+        return importlib.metadata.entry_points(group=group)
+    except Exception:  # at one damaged file, whatever group it is of, Python reads none
+        found: list[EntryPoint] = []
+        for distribution in importlib.metadata.distributions():
+            try:
+                found += distribution.entry_points.select(group=group)
+            except Exception as e:
+                _warn_once(f"{distribution.name} {distribution.version}", told(e))
+        return found
+
+
+@functools.cache
+def _warn_once(distribution: str, reason: str) -> None:
+    logger.warning(f"the entry points of distribution {distribution} cannot be read: {reason}. Install it again.")
 
 
 def _is_path(text: str) -> bool:
