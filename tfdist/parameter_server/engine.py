@@ -201,8 +201,8 @@ class Predictor:
         ready: collections.deque[list[np.ndarray]] = collections.deque()
         flight = InFlight(self.scheduler, ready.append, ordered=True)
         for number, batch in enumerate(batches):
-            given = self.step.step_inputs(0, 0, number)
-            flight.add(functools.partial(self._run, traced, without_optionals(batch), given))
+            inputs = self.step.step_inputs(0, 0, number)
+            flight.add(functools.partial(self._run, traced, without_optionals(batch), inputs))
             while ready:
                 yield traced.packed(ready.popleft())
         flight.drain()
@@ -215,8 +215,8 @@ class Predictor:
         for arrays in pipelines.run_all(self.step, traced, self.scheduler, steps):
             yield traced.packed(arrays)
 
-    def _run(self, traced: TracedStep, batch: Any, given: tf.Tensor, worker: int) -> list[np.ndarray]:
-        return self.step.call(traced, batch, given)
+    def _run(self, traced: TracedStep, batch: Any, inputs: tf.Tensor, worker: int) -> list[np.ndarray]:
+        return self.step.call(traced, batch, inputs)
 
 
 class Predictions:

@@ -136,11 +136,11 @@ class Execution:
             step.begin()
             self._begun = 0
         attempt_id, row = step.new_attempt_id(), self._free.popleft()
-        given = step.step_inputs(attempt_id, row, self._begun)
+        inputs = step.step_inputs(attempt_id, row, self._begun)
 
         def function(worker: int) -> int:
             before = self._ended
-            run(lambda batch: step.call(traced, batch, given), worker)
+            run(lambda batch: step.call(traced, batch, inputs), worker)
             self._count_overlap(before)
             return attempt_id
 

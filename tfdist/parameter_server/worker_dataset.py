@@ -215,7 +215,7 @@ class PipelinesIterator:
             raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")
         pipelines = self._data.pipelines
         step.begin()
-        given = step.step_inputs(0, 0, 0).numpy()
+        inputs = step.step_inputs(0, 0, 0).numpy()
 
         def run(pipeline: int, worker: int) -> list[list[np.ndarray]]:
             results = []
@@ -224,7 +224,7 @@ class PipelinesIterator:
                 if steps is not None and number >= steps:
                     break
                 try:
-                    mine = tf.constant([0, 0, given[2] + number, *given[3:]], tf.float64)
+                    mine = tf.constant([0, 0, inputs[2] + number, *inputs[3:]], tf.float64)
                     results.append(step.call(traced, iterator, mine))
                 except tf.errors.OutOfRangeError:
                     break

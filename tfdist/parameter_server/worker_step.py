@@ -106,10 +106,10 @@ class WorkerStep:
         if data is self._last[0] and returns == self._last[1]:
             return self._last[2]
         length = 3 + len(self._iterations) + len(self._scalars) + 2 * len(self._seeds)
-        given = tf.TensorSpec([length], tf.float64)
+        inputs = tf.TensorSpec([length], tf.float64)
         form = without_optionals(data)
         try:
-            function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, given))
+            function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, inputs))
         except StopIteration as e:
             raise stop_iteration_error(f"The model's {self._step.__name__}", e) from e
         except Exception as e:
@@ -127,9 +127,9 @@ class WorkerStep:
         self._last = data, returns, self._traced[id(function)]
         return self._last[2]
 
-    def call(self, traced: TracedStep, data: Any, given: tf.Tensor) -> list[np.ndarray]:
+    def call(self, traced: TracedStep, data: Any, inputs: tf.Tensor) -> list[np.ndarray]:
         """Runs a step on the device in force; returns what it returned, flat, on the chief."""
-        outputs = traced.function(data, given)
+        outputs = traced.function(data, inputs)
         return [tensor.numpy() for tensor in tf.nest.flatten(outputs, expand_composites=True)]
 
     def commit(self, traced: TracedStep, rows: np.ndarray) -> dict[str, float]:
@@ -155,12 +155,12 @@ class WorkerStep:
             end = start
         return tf.nest.pack_sequence_as(traced.custom_logs, flat[::-1])
 
-    def _run(self, returns: bool, data: Any, given: tf.Tensor) -> Any:
+    def _run(self, returns: bool, data: Any, inputs: tf.Tensor) -> Any:
         if isinstance(data, tf.data.Iterator):
             data = data.get_next()
-        number = given[2]
+        number = inputs[2]
         sizes = [len(self._iterations), len(self._scalars), 2 * len(self._seeds)]
-        counts, scalars, seeds = tf.split(given[3:], sizes)
+        counts, scalars, seeds = tf.split(inputs[3:], sizes)
         counted = [(v, tf.zeros(v.shape, v.dtype)) for v in self._metrics]
         counted += [(v, tf.cast(counts[place], v.dtype)) for place, v in enumerate(self._iterations)]
         mapped = [(v, tf.cast(scalars[place], v.dtype)) for place, v in enumerate(self._scalars)]
@@ -203,7 +203,7 @@ class WorkerStep:
         self._tracing.held, self._tracing.computed = held, computed
         if returns:
             return packed
-        self._tracing.results.write(given[0], given[1], packed)  # type: ignore[union-attr]
+        self._tracing.results.write(inputs[0], inputs[1], packed)  # type: ignore[union-attr]
         return ()
 
     def _numbers(self, own: Any) -> list[tf.Tensor]:
@@ -266,7 +266,7 @@ class TracedStep:
     """A step traced for data of one form.
 
     Attributes:
-        function: The concrete function of (data, given).
+        function: The concrete function of (data, inputs).
         results: The table to which it writes what it counts; None if it returns that.
         custom_logs: The structure of the logs that no metric computes.
         names: The names of all logs.
