@@ -239,7 +239,7 @@ def watch(self, group, started=[]):
     started.append(group)
     if len(started) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    self._tell(f"+{group}")
+    self._send(f"+{group}")
 guardian.Guardian.watch = watch
 """
     process = job.start("pathlib.Path(f'{os.getpid()}.pid').touch()\nsleep_for_ever()", "--workers=2", before=before)
