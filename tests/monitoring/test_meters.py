@@ -21,7 +21,7 @@ from tfdist.errors import ConfigError
 from tfdist.gradients.optimizer import get_reduction
 from tfdist.monitoring import TensorBoard
 from tfdist.monitoring.meter import SystemMeter
-from tfdist.monitoring.texts import histogram
+from tfdist.monitoring.side_summaries import histogram
 from tfdist.runtime import progress
 
 rng = np.random.default_rng(0)

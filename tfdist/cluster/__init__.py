@@ -1,4 +1,4 @@
-"""Who takes part in a training: `ClusterSpec`, `TaskSpec`, TF_CONFIG; `tfdist cluster`. No TensorFlow here."""
+"""The tasks of a training and their addresses: `ClusterSpec`, `TaskSpec`, TF_CONFIG, and the barrier at their start. No TensorFlow here."""
 
 from tfdist.cluster.local import free_ports, local_cluster
 from tfdist.cluster.spec import ClusterSpec, TaskSpec, from_tf_config

@@ -1,4 +1,7 @@
-"""What a task says to whoever connects before TensorFlow starts: its cluster and itself, then its versions. No TensorFlow here."""
+"""The greeting of a task: it names its cluster, itself and its versions to every peer that connects before TensorFlow starts.
+
+No TensorFlow here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import threading
 from collections.abc import Iterator
 
 from tfdist.cluster import task_versions
-from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.spec import ClusterSpec, TaskSpec, split_address
 from tfdist.errors import ClusterError, truncate
 
 PREFIX = b"tfdist "
@@ -32,11 +35,11 @@ def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
         ClusterError: The port is taken, by another process that is named if the system tells, or only root may use it.
     """
     try:
-        listener = _listener(_port(cluster, task))
+        listener = _listen(_port(cluster, task))
     except OSError as e:
         taken = e.errno == errno.EADDRINUSE
         raise _port_error(cluster, task, "" if taken else (e.strerror or str(e)).lower()) from None
-    said = encode_greeting(cluster, task).encode() + b"\n" + task_versions.encode() + b"\n"
+    greeting = encode_greeting(cluster, task).encode() + b"\n" + task_versions.encode() + b"\n"
 
     def answer() -> None:
         while True:
@@ -45,7 +48,7 @@ def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
             except OSError:  # closed
                 return
             with connection, contextlib.suppress(OSError):
-                connection.sendall(said)
+                connection.sendall(greeting)
 
     threading.Thread(target=answer, daemon=True, name="tfdist-preflight").start()
     try:
@@ -72,19 +75,19 @@ def naming_port_owner(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
 
 
 def _port(cluster: ClusterSpec, task: TaskSpec) -> int:
-    return int(cluster.address(task).rsplit(":", 1)[1])
+    return split_address(cluster.address(task))[1]
 
 
 def _port_error(cluster: ClusterSpec, task: TaskSpec, reason: str = "") -> ClusterError:
     """Returns the error of a task that cannot listen at its port, as the port is taken unless a reason is given."""
     port = _port(cluster, task)
-    why = f"cannot be had ({reason});" if reason else f"is taken{_owner(port)}. End that, or"
+    why = f"cannot be had ({reason});" if reason else f"is taken{_port_owner(port)}. End that, or"
     return ClusterError(
         f"{task} cannot listen at {cluster.address(task)}: port {port} {why} give the task another port."
     )
 
 
-def _listener(port: int) -> socket.socket:
+def _listen(port: int) -> socket.socket:
     """Returns a socket that listens at a port of all addresses, IPv6 and IPv4 where the host has both.
 
     Raises:
@@ -112,7 +115,7 @@ def _listener(port: int) -> socket.socket:
     raise error
 
 
-def _owner(port: int) -> str:
+def _port_owner(port: int) -> str:
     """Returns ` by pid 4711 (python serve.py)` where the system tells who listens at a port."""
     import psutil
 

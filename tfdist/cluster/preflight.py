@@ -1,9 +1,7 @@
-"""The barrier of a start: waits until all tasks of a cluster are there, before TensorFlow waits for them in silence.
+"""The barrier at the start of a cluster: all tasks must answer before TensorFlow waits for them without a message.
 
-Each task first listens at its own address and sends a greeting to whoever connects (`greeting`). So tasks may start in any order,
-and a task of another cluster, or another program, is named. No TensorFlow here.
-
-`bypass_proxies` is for the HTTP proxies of the environment, which gRPC would use between the tasks.
+Each task first listens at its own address and sends a greeting to every peer that connects (`greeting`). So tasks may start in
+any order, and an error names a task of another cluster, or another program, at an address. No TensorFlow here.
 """
 
 from __future__ import annotations
@@ -16,15 +14,35 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from tfdist.cluster import greeting, reachability, task_versions
-from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.spec import ClusterSpec, TaskSpec, split_address
 from tfdist.errors import ClusterError
 from tfdist.runtime import interrupt
 from tfdist.runtime.log import TO_STDERR, logger
 
 START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
-# Seconds. A task that has asked too early asks again once all others have answered, or not.
+# Seconds. A task that has connected too early connects again once all others have answered, or have not in time.
 _LINGER = reachability.ANSWER_TIMEOUT + 2.0
+
+
+@contextlib.contextmanager
+def startup_barrier(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT) -> Iterator[None]:
+    """Waits until all tasks are there. TensorFlow's own wait for them, inside, may take `timeout` seconds again.
+
+    Args:
+        cluster: The cluster.
+        task: This process's task.
+        timeout: Seconds to wait. TensorFlow's wait cannot be interrupted: if it takes longer, the process prints a message
+            and exits with code 1.
+
+    Raises:
+        ClusterError: This task's port is taken, or other tasks are not there in time.
+    """
+    bypass_proxies(cluster)
+    with greeting.listening_for_peers(cluster, task):
+        wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
+    with startup_watchdog(cluster, task, timeout):
+        yield
 
 
 def wait_until_reachable(
@@ -49,23 +67,23 @@ def wait_until_reachable(
         ClusterError: Some task cannot be reached after `timeout`, or runs other versions or another configuration.
     """
     started = reported = now = clock()
-    said: dict[str, dict[str, str]] = {}
+    versions: dict[str, dict[str, str]] = {}
 
-    def named(task: TaskSpec) -> str:
+    def describe(task: TaskSpec) -> str:
         return f"{task} at {cluster.address(task)}"
 
-    def why_not(task: TaskSpec, seconds: float) -> str:
-        def heard(line: bytes) -> None:
-            said[named(task)] = task_versions.decode(line)
+    def probe_task(task: TaskSpec, seconds: float) -> str:
+        def on_versions(line: bytes) -> None:
+            versions[describe(task)] = task_versions.decode(line)
 
         return reachability.unreachable_reason(
-            cluster.address(task), seconds, greeting.encode_greeting(cluster, task), serving, heard
+            cluster.address(task), seconds, greeting.encode_greeting(cluster, task), serving, on_versions
         )
 
     tasks = list(tasks)
-    chief = named(cluster.chief) if cluster.chief in tasks else ""
-    inquiry = reachability.ReachabilityProbe(why_not)
-    while absent := inquiry.ask(tasks, min(reachability.ANSWER_TIMEOUT, max(0.1, started + timeout - now))):
+    chief = describe(cluster.chief) if cluster.chief in tasks else ""
+    probe = reachability.ReachabilityProbe(probe_task)
+    while absent := probe.ask(tasks, min(reachability.ANSWER_TIMEOUT, max(0.1, started + timeout - now))):
         now = clock()
         if now - started >= timeout:
             raise ClusterError(
@@ -78,7 +96,7 @@ def wait_until_reachable(
             reported = now
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
-    different = list(task_versions.differences(said, chief))
+    different = list(task_versions.differences(versions, chief))
     for is_fault, sentence in different:
         logger.log(logging.ERROR if is_fault else logging.WARNING, sentence, extra=TO_STDERR)
     if faults := [sentence for is_fault, sentence in different if is_fault]:
@@ -86,26 +104,6 @@ def wait_until_reachable(
         raise ClusterError(
             f"The tasks do not run the same: {'; '.join(faults)}. Give all the same versions and the same configuration."
         )
-
-
-@contextlib.contextmanager
-def startup_barrier(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT) -> Iterator[None]:
-    """Waits until all tasks are there. TensorFlow's own wait for them, inside, may take `timeout` seconds again.
-
-    Args:
-        cluster: The cluster.
-        task: This process's task.
-        timeout: Seconds to wait. TensorFlow's wait cannot be interrupted: if it takes longer, the process prints a message
-            and exits with code 1.
-
-    Raises:
-        ClusterError: This task's port is taken, or other tasks are not there in time.
-    """
-    bypass_proxies(cluster)
-    with greeting.listening_for_peers(cluster, task):
-        wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
-    with startup_watchdog(cluster, task, timeout):
-        yield
 
 
 @contextlib.contextmanager
@@ -151,7 +149,7 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
 
 def bypass_proxies(cluster: ClusterSpec) -> None:
     """Makes gRPC reach the cluster's hosts directly, without `http_proxy` and `https_proxy` (grpc/grpc#9989)."""
-    hosts = [address.rsplit(":", 1)[0].strip("[]") for task in cluster.tasks() for address in [cluster.address(task)]]
+    hosts = [split_address(cluster.address(task))[0] for task in cluster.tasks()]
     os.environ.setdefault("no_proxy", os.environ.get("NO_PROXY", ""))  # other libraries look at no_proxy first
     for name in ("no_grpc_proxy", "no_proxy"):
         known = [each for each in os.environ.get(name, "").split(",") if each]

@@ -1,8 +1,6 @@
-"""Whether something listens at the addresses of a cluster's tasks, and whether it is the right task. No TensorFlow here.
+"""Probes of the tasks of a cluster: they find tasks that do not answer, or whose address another program has, and say why.
 
-`format_tasks` and `loopback_hint` are the wording of messages about tasks that cannot be reached.
-
-`SilentTasks` are those that have not answered for some time.
+No TensorFlow here.
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ import time
 from collections.abc import Callable, Iterable
 
 from tfdist.cluster import greeting
-from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.spec import ClusterSpec, TaskSpec, split_address
 from tfdist.runtime.log import logger
 
 ANSWER_TIMEOUT = 3.0  # seconds that an address has to answer
 SETTLED = 5.0  # seconds within which the system closes the port of a process that is killed, after its connections
 WAITS_FOR_OTHERS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
-# What is told of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
+# The reasons of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
 ENDED = ("connection refused", WAITS_FOR_OTHERS)
 # The frame that an HTTP/2 server begins with (RFC 9113, 3.4): its length, type 4, no flags, stream 0; then settings of 6 bytes.
 _SETTINGS = re.compile(rb"\0[\0-\x03][\0-\xff]\x04\0\0\0\0\0", re.DOTALL)
@@ -32,63 +30,6 @@ _GREETING = re.compile(r"tfdist [0-9a-f]+ [a-z]+:[0-9]{1,9}")
 REPORT_AFTER = 5.0  # seconds without an answer, after which it is logged
 REPORT_EVERY = 10.0  # and again
 _LONGEST_ROUND = 5.0  # seconds that count for a round: this process itself may have been stopped
-
-
-def unreachable_reason(
-    address: str,
-    timeout: float = ANSWER_TIMEOUT,
-    expected: str = "",
-    serving: bool = False,
-    heard: Callable[[bytes], object] = lambda line: None,
-) -> str:
-    """Returns why nothing can be reached at `address`, or an empty text where something listens.
-
-    Args:
-        address: `host:port`.
-        timeout: Seconds to wait for an answer.
-        expected: The greeting of the task that should answer (`greeting.encode_greeting`). Empty means that any answer will do.
-        serving: Whether it must be TensorFlow's server.
-        heard: Called with the line in which the other task sends its versions.
-    """
-    host, port = address.rsplit(":", 1)
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
-            return _unexpected_peer(connection, expected, serving, heard) if expected else ""
-    except TimeoutError:
-        return "no answer"
-    except UnicodeError:  # of a name with too long a part, or an empty one
-        return "no name of a host"
-    except OSError as e:
-        return (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
-
-
-def _unexpected_peer(
-    connection: socket.socket, expected: str, serving: bool, heard: Callable[[bytes], object] = lambda line: None
-) -> str:
-    """Returns which other task or program answers, or an empty text for the expected task or TensorFlow's server."""
-    connection.settimeout(ANSWER_TIMEOUT)
-    said = b""
-    with contextlib.suppress(TimeoutError):
-        said = connection.recv(200)
-        while said.startswith(greeting.PREFIX) and said.count(b"\n") < 2 and len(said) < greeting.MAX_BYTES:
-            if not (more := connection.recv(greeting.MAX_BYTES)):
-                break
-            said += more
-    if _SETTINGS.match(said):  # TensorFlow's server speaks first, too
-        return ""
-    first, _, second = said.partition(b"\n")
-    found = first.decode(errors="replace").strip()
-    if not _GREETING.fullmatch(found):
-        return "another program answers there"
-    if found == expected:
-        heard(second)
-        return WAITS_FOR_OTHERS if serving else ""
-    (_, mine, name), (_, other, task) = expected.split(" "), found.split(" ")
-    return (
-        f"{task} answers there, not {name}"
-        if mine == other
-        else f"{task} of a cluster with other addresses answers there"
-    )
 
 
 def unreachable_tasks(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: bool = False) -> dict[TaskSpec, str]:
@@ -100,23 +41,23 @@ def unreachable_tasks(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: 
         serving: Whether their TensorFlow servers must listen; a busy server may not answer.
     """
 
-    def why_not(task: TaskSpec, seconds: float) -> str:
+    def probe_task(task: TaskSpec, seconds: float) -> str:
         return unreachable_reason(
             cluster.address(task), seconds, greeting.encode_greeting(cluster, task) if serving else "", serving
         )
 
-    return ReachabilityProbe(why_not).ask(tasks)
+    return ReachabilityProbe(probe_task).ask(tasks)
 
 
 class ReachabilityProbe:
     """Connects to all tasks at once, each in a thread: the system may take arbitrarily long to resolve a name.
 
     Args:
-        why_not: Returns why a task cannot be reached, given the seconds that its address has to answer, or an empty text.
+        probe_task: Returns why a task cannot be reached, given the seconds that its address has to answer, or an empty text.
     """
 
-    def __init__(self, why_not: Callable[[TaskSpec, float], str]):
-        self._why_not = why_not
+    def __init__(self, probe_task: Callable[[TaskSpec, float], str]):
+        self._probe_task = probe_task
         self._threads: dict[TaskSpec, threading.Thread] = {}
         self._reasons: dict[TaskSpec, str] = {}
 
@@ -138,28 +79,67 @@ class ReachabilityProbe:
         return {task: self._reasons[task] for task in tasks if self._reasons[task]}
 
     def _ask(self, task: TaskSpec, seconds: float) -> None:
-        self._reasons[task] = self._why_not(task, seconds)
+        self._reasons[task] = self._probe_task(task, seconds)
 
 
-def format_tasks(cluster: ClusterSpec, absent: dict[TaskSpec, str]) -> str:
-    """Returns `worker:1 at host:2222 (connection refused), ...`."""
-    return ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in absent.items())
+def unreachable_reason(
+    address: str,
+    timeout: float = ANSWER_TIMEOUT,
+    expected: str = "",
+    serving: bool = False,
+    on_versions: Callable[[bytes], object] = lambda line: None,
+) -> str:
+    """Returns why nothing can be reached at `address`, or an empty text where something listens.
+
+    Args:
+        address: `host:port`.
+        timeout: Seconds to wait for an answer.
+        expected: The greeting of the task that should answer (`greeting.encode_greeting`). Empty means that any answer will do.
+        serving: Whether it must be TensorFlow's server.
+        on_versions: Called with the line in which the other task sends its versions.
+    """
+    try:
+        with socket.create_connection(split_address(address), timeout) as connection:
+            return _unexpected_peer(connection, expected, serving, on_versions) if expected else ""
+    except TimeoutError:
+        return "no answer"
+    except UnicodeError:  # of a name with too long a part, or an empty one
+        return "no name of a host"
+    except OSError as e:
+        return (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
 
 
-def loopback_hint(cluster: ClusterSpec) -> str:
-    """Returns a hint if all addresses are loopback addresses, which every host has for itself; else an empty text."""
-    for task in cluster.tasks():
-        host = cluster.address(task).rsplit(":", 1)[0].strip("[]")
-        with contextlib.suppress(ValueError):
-            if ipaddress.ip_address(host).is_loopback:
-                continue
-        if host != "localhost":
-            return ""
-    return f" Every host means itself by {host}: for tasks of several hosts, give addresses that all of them know."
+def _unexpected_peer(
+    connection: socket.socket, expected: str, serving: bool, on_versions: Callable[[bytes], object]
+) -> str:
+    """Returns which other task or program answers, or an empty text for the expected task or TensorFlow's server."""
+    connection.settimeout(ANSWER_TIMEOUT)
+    received = b""
+    with contextlib.suppress(TimeoutError):
+        received = connection.recv(200)
+        while received.startswith(greeting.PREFIX) and received.count(b"\n") < 2 and len(received) < greeting.MAX_BYTES:
+            if not (more := connection.recv(greeting.MAX_BYTES)):
+                break
+            received += more
+    if _SETTINGS.match(received):  # TensorFlow's server speaks first, too
+        return ""
+    first, _, second = received.partition(b"\n")
+    found = first.decode(errors="replace").strip()
+    if not _GREETING.fullmatch(found):
+        return "another program answers there"
+    if found == expected:
+        on_versions(second)
+        return WAITS_FOR_OTHERS if serving else ""
+    (_, mine, name), (_, other, task) = expected.split(" "), found.split(" ")
+    return (
+        f"{task} answers there, not {name}"
+        if mine == other
+        else f"{task} of a cluster with other addresses answers there"
+    )
 
 
 class SilentTasks:
-    """Tasks that do not answer, and are not known to have ended.
+    """The tasks that do not answer and are not known to have ended, and for how long.
 
     Args:
         cluster: The cluster.
@@ -179,7 +159,7 @@ class SilentTasks:
         self._logged = -REPORT_EVERY
 
     def note(self, silent: Iterable[TaskSpec]) -> None:
-        """Takes which tasks do not answer now, and logs those that have not for long."""
+        """Records which tasks do not answer now, and logs those that have not answered for long."""
         now = self._clock()
         passed = min(now - self._noted, _LONGEST_ROUND)
         self.seconds = {task: self.seconds.get(task, 0.0) + passed for task in silent}
@@ -198,3 +178,20 @@ class SilentTasks:
             f"{self._task} waits for {names}: no answer for {max(long.values()):.0f} s. Is the process stopped, its host "
             "overloaded, or the network down?"
         )
+
+
+def format_tasks(cluster: ClusterSpec, absent: dict[TaskSpec, str]) -> str:
+    """Returns `worker:1 at host:2222 (connection refused), ...`."""
+    return ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in absent.items())
+
+
+def loopback_hint(cluster: ClusterSpec) -> str:
+    """Returns a hint if all addresses are loopback addresses, which every host has for itself; else an empty text."""
+    for task in cluster.tasks():
+        host, _ = split_address(cluster.address(task))
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(host).is_loopback:
+                continue
+        if host != "localhost":
+            return ""
+    return f" Every host means itself by {host}: for tasks of several hosts, give addresses that all of them know."

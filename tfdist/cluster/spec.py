@@ -147,3 +147,9 @@ def from_tf_config(text: str) -> ClusterTask:
     if faults or member is None:
         raise ConfigError(f"TF_CONFIG: {fault}" for fault in faults)
     return ClusterTask(ClusterSpec({job: addresses for job, addresses in jobs.items() if job != "evaluator"}), member)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of `host:port`; an IPv6 host without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,4 +1,4 @@
-"""What a task runs, for others to compare with theirs before they train together. No TensorFlow here.
+"""The versions and checksums of a task, which tasks compare before they train together. No TensorFlow here.
 
 Tasks whose TensorFlow or Keras differ may train for days before somebody asks why their weights do.
 """
@@ -18,7 +18,7 @@ _PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
 _TITLES = {"tensorflow": "TensorFlow", "keras": "Keras", "numpy": "NumPy", "python": "Python"}
 _MOST = 4096  # bytes of what a task says
 
-# What must be the same is said with an error, the rest with a line.
+# A difference in these is a warning; in the others it is an error.
 _MAY_DIFFER = ("python", "numpy", "script")
 
 configuration = ""  # a checksum of it, where there is one

@@ -1,4 +1,4 @@
-"""What can be wrong with a cluster's jobs, addresses and tasks: a sentence for each fault. No TensorFlow here."""
+"""Validates a cluster's jobs, addresses and tasks: an error message for each problem. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-
 
 
 def is_index(value: Any) -> bool:
-    """Whether a value can be read as a task's index."""
+    """Returns whether a value can be read as a task's index."""
     if isinstance(value, str):
         return value.isascii() and value.isdigit() and len(value) < 10
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**9
@@ -80,7 +80,7 @@ def _trains(jobs: Mapping[str, Any]) -> bool:
 
 
 def _is_each_hosts_own(host: str) -> bool:
-    """Whether each host means itself by an address, or all addresses that it has."""
+    """Returns whether a host is a loopback or unspecified address, which each host has for itself."""
     if _LOOPBACK.fullmatch(host):
         return True
     try:

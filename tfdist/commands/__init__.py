@@ -1,1 +1,1 @@
-"""The commands: a file for each, with `main(argv)`; `tfdist/__main__.py` finds them. No TensorFlow here."""
+"""The commands, one file each: `main(argv)` returns the exit code. `tfdist/__main__.py` finds them. No TensorFlow here."""

@@ -1,10 +1,10 @@
-"""Which backups a run has, whole or damaged, and a model out of one. Nothing but the folder is read.
+"""Lists the backups of a run, whole or damaged, and exports a model from one. Only the folder is read.
 
     tfdist backup show DIR [--json]                 # exit code 1 where no backup is whole
     tfdist backup export DIR OUT.keras [--step=N]   # the model of the newest whole backup, or of that of a step
 
 DIR is the run's work directory, or the folder of its backups. All checksums are verified, so every file is read to its end.
-`export` builds the model of the run's config.json, so it takes runs of `tfdist train` alone; the model's optimizer begins anew.
+`export` builds the model from the run's config.json, so it works only for runs of `tfdist train`; the model's optimizer starts again.
 
 `python -m tfdist.backup` is the same command.
 """

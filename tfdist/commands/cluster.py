@@ -1,11 +1,11 @@
-"""What a training that is started here would use, and how schedulers are told to start one. No TensorFlow here.
+"""Shows and checks the cluster that a training started here would use, and writes jobs for schedulers. No TensorFlow here.
 
     tfdist cluster show [--format=table|json|env|shell]
     tfdist cluster check [--connect] [--strategy=parameter_server]   # exit code 2 where it is not sound
     tfdist cluster emit --target=slurm|kubernetes --config=FILE --workdir=DIR [flags of tfdist train]
 
 `python -m tfdist.cluster` is the same command.
-Where a cluster comes from, and in which order the environment is asked, is said in `tfdist/cluster/resolvers/discovery.py`.
+`tfdist/cluster/resolvers/discovery.py` says where a cluster comes from, and in which order the environment is asked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMANDS = ("show", "check", "emit")
 FORMATS = ("table", "json", "env", "shell")
 TARGETS = {"slurm": slurm.script, "kubernetes": kubernetes.manifests}
 _LINGER = 5.0  # seconds
-PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
+_PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,9 +94,8 @@ def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_enum("format", "table", FORMATS, "How `show` prints.", flag_values=values)
-    suited = [
-        name for name, traits in STRATEGIES.items() if traits.asynchronous
-    ]  # others train in any cluster, or without
+    # Other strategies train in any cluster, or without one.
+    suited = [name for name, traits in STRATEGIES.items() if traits.asynchronous]
     flags.DEFINE_enum("strategy", None, suited, "What the cluster must suit, for `check`.", flag_values=values)
     sources = f"auto, none, {', '.join(discovery.RESOLVERS)}, or one that a distribution has installed"
     flags.DEFINE_string("source", "auto", f"Who is asked for the cluster: {sources}.", flag_values=values)
@@ -110,41 +109,6 @@ def _flags() -> flags.FlagValues:
         define = flags.DEFINE_integer if isinstance(field.default, int) else flags.DEFINE_string
         define(field.name, field.default, "For `emit`, see `tfdist.cluster.jobs.job.Job`.", flag_values=values)
     return values
-
-
-def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Prints the job that trains what the flags of `tfdist train` say."""
-    told = [name for name in ("ps", "source", "strategy", "connect", *cluster_lib.FLAGS) if values[name].present]
-    if told:
-        raise ConfigError(
-            f"{', '.join(f'--{name}' for name in told)}: not for emit, which takes from the configuration how many tasks there "
-            "are: --config.cluster.workers=4, --config.cluster.ps=1."
-        )
-    of_job = [field.name for field in dataclasses.fields(job_lib.Job)]
-    parsed = flags_lib.parse(["tfdist train", *arguments], __doc__, ["target", *of_job])
-    if parsed is None:
-        return 0
-    job = job_lib.Job(**{name: values[name].value for name in of_job})
-    print(TARGETS[values.target](*parsed, arguments, job), end="")
-    return 0
-
-
-def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
-    """Tries what a start needs: the own port, the peers' names and ports; says what is found."""
-    proxies = {name: value for name, value in os.environ.items() if name.lower() in PROXIES and value}
-    # Without what stands before the host: a user's password.
-    named = ", ".join(f"{name}={value.rpartition('@')[2]}" for name, value in proxies.items())
-    print(f"proxies: {named or 'none'}; the cluster passes by them")
-    try:
-        with greeting.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
-            began = time.monotonic()
-            preflight.wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
-            time.sleep(min(_LINGER, max(0.0, began + timeout - time.monotonic())))  # others may still look for this one
-    except ClusterError as e:
-        print(e, file=sys.stderr)
-        return 1
-    print("OK: all tasks can be reached")
-    return 0
 
 
 def show(found: ResolvedCluster | None, style: str) -> str:
@@ -181,6 +145,41 @@ def show(found: ResolvedCluster | None, style: str) -> str:
     read = [f"  {name}={truncate(value)}" for name, value in found.variables.items()]
     sets = [f"and sets {name}={value}" for name, value in found.environ.items()]
     return "\n".join([f"from {found.source}", *read, *table, *sets])
+
+
+def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
+    """Tries what a start needs, this task's port and the peers' names and ports; prints the result, returns the exit code."""
+    proxies = {name: value for name, value in os.environ.items() if name.lower() in _PROXIES and value}
+    # Without what stands before the host: a user's password.
+    named = ", ".join(f"{name}={value.rpartition('@')[2]}" for name, value in proxies.items())
+    print(f"proxies: {named or 'none'}; the cluster passes by them")
+    try:
+        with greeting.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
+            began = time.monotonic()
+            preflight.wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
+            time.sleep(min(_LINGER, max(0.0, began + timeout - time.monotonic())))  # others may still look for this one
+    except ClusterError as e:
+        print(e, file=sys.stderr)
+        return 1
+    print("OK: all tasks can be reached")
+    return 0
+
+
+def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Prints the job that runs `tfdist train` with these flags."""
+    unsuited = [name for name in ("ps", "source", "strategy", "connect", *cluster_lib.FLAGS) if values[name].present]
+    if unsuited:
+        raise ConfigError(
+            f"{', '.join(f'--{name}' for name in unsuited)}: not for emit, which takes from the configuration how many tasks there "
+            "are: --config.cluster.workers=4, --config.cluster.ps=1."
+        )
+    of_job = [field.name for field in dataclasses.fields(job_lib.Job)]
+    parsed = flags_lib.parse(["tfdist train", *arguments], __doc__, ["target", *of_job])
+    if parsed is None:
+        return 0
+    job = job_lib.Job(**{name: values[name].value for name in of_job})
+    print(TARGETS[values.target](*parsed, arguments, job), end="")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What this machine and environment give a training, with a remedy for each fault. No TensorFlow in this process.
+"""Checks what this machine and environment offer a training, with a remedy for each problem. No TensorFlow in this process.
 
     tfdist doctor [--json] [--no-devices]   # the same: python -m tfdist.doctor; exit code 1 where something would stop a run
 
-`--no-devices` leaves out the devices, for which TensorFlow must be loaded, some seconds. Run it where the training will run:
-`srun -n 4 tfdist doctor`.
+`--no-devices` skips the devices, for which TensorFlow must be loaded, which takes some seconds. Run it where the training will
+run: `srun -n 4 tfdist doctor`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfdist.errors import ConfigError
 from tfdist.runtime.log import print_always
 
 _LIMIT = 15.0  # seconds for each check; they run beside each other
-# By what each looks at, in the order of the table.
+# By subject, in the order of the table: the check, and the seconds that it may take.
 CHECKS: dict[str, tuple[report.Check, float]] = {
     "versions": (versions.check, _LIMIT),
     "processors and memory": (resources.check, _LIMIT),
@@ -58,9 +58,8 @@ def main(argv: Sequence[str]) -> int:
     if values.json:
         print(report.as_json(findings))
         return 0 if report.is_ok(findings) else 1
-    in_terminal = (
-        bool(sys.stdout and sys.stdout.isatty()) and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    )  # mpirun's pseudo-terminal
+    # mpirun gives its tasks a pseudo-terminal.
+    in_terminal = bool(sys.stdout and sys.stdout.isatty()) and "OMPI_COMM_WORLD_SIZE" not in os.environ
     text = report.as_table(findings) if in_terminal else report.as_lines(findings)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)

@@ -2,8 +2,8 @@
 
     tfdist launch --workers=2 --max-restarts=3 -- python script.py --its --flags   # or: python -m tfdist.launch
 
-Every task gets a TF_CONFIG of its own. Its output is shown behind its name and kept in `LOG_DIR/<task>.log`. The first
-task that fails is named with the reason, and ends all others, or has them start again. No process is left over, whatever is
+Every task gets its own TF_CONFIG. Its output is shown behind its name and kept in `LOG_DIR/<task>.log`. The first task
+that fails is named with the reason; the launcher then ends all others, or restarts them. No process is left over, whatever is
 killed: each task leads a process group, and a guardian process kills the groups when the launcher is gone.
 """
 
@@ -22,7 +22,6 @@ from tfdist.config import command_line
 from tfdist.errors import ConfigError
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import interrupt
 from tfdist.runtime.log import logger, print_always
 
 

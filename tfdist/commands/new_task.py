@@ -1,8 +1,8 @@
-"""Writes the files that a task of one's own begins with. No TensorFlow here.
+"""Writes the files that your own task starts from. No TensorFlow here.
 
     tfdist new-task my_task [--dir=.]   # the same: python -m tfdist.commands.new_task my_task
 
-`my_task` is then a package in `--dir`: the task, a configuration that trains it, and their test.
+`my_task` is then a package in `--dir`: the task, a configuration that trains it, and a test of both.
 """
 
 from __future__ import annotations
@@ -20,6 +20,28 @@ from absl import flags
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, format_value
 from tfdist.runtime import interrupt
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code: 0, or 2 for a faulty command line."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("dir", ".", "Where the package goes.", flag_values=values)
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    try:
+        words = command_line.read_flags(values, argv)[1:]
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        if len(words) != 1:
+            raise ConfigError(f"Usage: tfdist new-task NAME [--dir=DIR]. Received: {' '.join(argv[1:]) or 'nothing'}")
+        package = new_task(words[0], pathlib.Path(values.dir))
+    except BrokenPipeError:  # `--help | head`
+        raise
+    except (ConfigError, OSError, flags.Error) as e:
+        print(e, file=sys.stderr)
+        return 2
+    print(f"{package}: in {package.parent}, run tfdist train --config={package.name}/config.py")
+    return 0
 
 
 def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
@@ -54,28 +76,6 @@ def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
         text = re.sub("|".join(names), lambda found: names[found[0]], template.read_text(encoding="utf-8"))
         (package / template.name.removesuffix(".txt")).write_text(text, encoding="utf-8")
     return package
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code: 0, or 2 for a faulty command line."""
-    values = flags.FlagValues()
-    flags.DEFINE_string("dir", ".", "Where the package goes.", flag_values=values)
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
-    try:
-        words = command_line.read_flags(values, argv)[1:]
-        if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
-            return 0
-        if len(words) != 1:
-            raise ConfigError(f"Usage: tfdist new-task NAME [--dir=DIR]. Received: {' '.join(argv[1:]) or 'nothing'}")
-        package = new_task(words[0], pathlib.Path(values.dir))
-    except BrokenPipeError:  # `--help | head`
-        raise
-    except (ConfigError, OSError, flags.Error) as e:
-        print(e, file=sys.stderr)
-        return 2
-    print(f"{package}: in {package.parent}, run tfdist train --config={package.name}/config.py")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Trains what a preset or a config file says: `tfdist train --config=digits --workdir=DIR`.
+"""Trains the model of a preset or a config file: `tfdist train --config=digits --workdir=DIR`.
 
 `python -m tfdist.train` is the same command.
 With a cluster in the environment (TF_CONFIG) this process is one task of it. Without one, and with
 `--config.cluster.workers=2`, it starts that many tasks on this machine and watches them. Fields of the configuration
 are set as `--config.optimizer.momentum=0.9`. Exit code 0 means that the training has finished; 2, that the
-configuration is faulty; 75, that it was told to end (SIGTERM), has saved, and the same command goes on from there.
+configuration is faulty; 75, that it received SIGTERM and has saved, and the same command resumes from there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import pathlib
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -27,8 +28,6 @@ from tfdist.runtime import interrupt
 
 if __name__ == "__main__":
     interrupt.before_imports()
-
-import tempfile
 
 from tfdist.cluster import task_versions
 from tfdist.cluster.resolvers import discovery
@@ -46,10 +45,10 @@ from tfdist.runtime.files import WriteError
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
 
-_SOURCE = "TFDIST_SOURCE"  # who is asked for the cluster by the tasks that this command starts
-
 if TYPE_CHECKING:
     from tfdist.training.trainer import Trainer
+
+_SOURCE = "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,9 +96,9 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _find_cluster(config: TrainConfig) -> ResolvedCluster | None:
-    asked = config.cluster.resolver_arguments()
-    asked["source"] = os.environ.get(_SOURCE, asked["source"])
-    return discovery.resolve(timeout=config.start_timeout, **asked)
+    arguments = config.cluster.resolver_arguments()
+    arguments["source"] = os.environ.get(_SOURCE, arguments["source"])
+    return discovery.resolve(timeout=config.start_timeout, **arguments)
 
 
 def _check_evaluator(config: TrainConfig, found: ResolvedCluster | None) -> None:
@@ -122,11 +121,11 @@ def _run(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | No
     if found is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
         return launch(config, argv, workdir)
     interrupt.listen()
-    alike = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
-    text = json.dumps({**config_lib.fixed(config), **alike}, default=str)
+    fields = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
+    text = json.dumps({**config_lib.fixed(config), **fields}, default=str)
     task_versions.configuration = task_versions.checksum(text.encode())
     if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
-        # From here on, as the Trainer, which comes with TensorFlow, some seconds later.
+        # The Trainer takes over some seconds later, once TensorFlow is loaded.
         signal.signal(signal.SIGTERM, preemption.end_at_once)
     if found and evaluates:
         _import_frameworks()
@@ -134,6 +133,23 @@ def _run(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | No
     else:
         train(config, workdir, cluster=found.apply() if found else False)
     return 0
+
+
+def make_workdir(workdir: pathlib.Path) -> None:
+    """Makes the work directory.
+
+    Raises:
+        ConfigError: The folder cannot be made, or nothing can be written to it.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ConfigError(
+            f"workdir must be a folder that can be written to. Received: {format_value(str(workdir))} ({why})."
+        ) from None
 
 
 def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
@@ -267,7 +283,7 @@ def train(
 
 
 def _import_frameworks() -> None:
-    """Imports TensorFlow and Keras with the garbage collector at rest: it finds nothing there, and takes a second to look."""
+    """Imports TensorFlow and Keras without the garbage collector, which would find nothing there, and take a second."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -275,40 +291,20 @@ def _import_frameworks() -> None:
     finally:
         if enabled:
             gc.enable()
-    gc.freeze()  # nor need it look there later on
+    gc.freeze()  # and it skips these objects later on
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process, once what is registered for its end has run; for the command `tfdist train` alone.
+    """Ends this process after its registered exit functions, without TensorFlow's shutdown; only for `tfdist train`.
 
-    To take TensorFlow down as well would need a second, on a busy machine many, in which tasks that are done with it first are
-    missed by the others ("stopped sending heartbeats").
+    The shutdown would take a second, on a busy machine many, in which the other tasks would miss those that have ended first
+    ("stopped sending heartbeats").
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+        with contextlib.suppress(OSError, ValueError):  # the reader has gone
             stream.flush()
     os._exit(code)
-
-
-def make_workdir(workdir: pathlib.Path) -> None:
-    """Makes the work directory.
-
-    Args:
-        workdir: The folder.
-
-    Raises:
-        ConfigError: The folder cannot be made, or nothing can be written to it.
-    """
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=workdir):
-            pass
-    except (OSError, ValueError) as e:
-        why = getattr(e, "strerror", None) or e
-        raise ConfigError(
-            f"workdir must be a folder that can be written to. Received: {format_value(str(workdir))} ({why})."
-        ) from None
 
 
 if __name__ == "__main__":

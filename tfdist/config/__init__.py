@@ -1,4 +1,4 @@
-"""What a run can be told, how it is validated, and the command line that sets it. No TensorFlow here."""
+"""The configuration of a run: a dataclass for each group of fields, their validation, and the command line that sets them. No TensorFlow here."""
 
 from tfdist.config.backup import BackupConfig
 from tfdist.config.cluster import ClusterConfig

@@ -13,7 +13,7 @@ _MOST_DIGITS = 15
 
 @dataclasses.dataclass
 class BackupConfig:
-    """When and where to back the training up; see `tfdist.BackupAndRestore`.
+    """Times and place of the training's backups; see `tfdist.BackupAndRestore`.
 
     Attributes:
         save_freq: `"epoch"`, a number of steps, or `"never"`.

@@ -1,4 +1,4 @@
-"""How all commands but `tfdist train` read their flags. No TensorFlow here."""
+"""Reads the flags of all commands except `tfdist train`. No TensorFlow here."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def option_type(field: dataclasses.Field[Any]) -> type | None:
 
 @dataclasses.dataclass(frozen=True)
 class WrapperOptions:
-    """What goes around a compressor that a configuration names.
+    """Options of the wrappers around a compressor that a configuration names.
 
     Attributes:
         use_error_feedback: Whether what a step leaves out is added to the next one; of `powersgd` and `topk`; as an option of your own, too.
@@ -102,7 +102,7 @@ class PowerSGDOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGDWrapperOptions:
-    """What goes around `powersgd`.
+    """Options of the wrappers around `powersgd`.
 
     Attributes:
         start_powerSGD_iter: Updates without compression before `powersgd` begins.
@@ -130,7 +130,7 @@ class TopKOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TopKWrapperOptions(WrapperOptions):
-    """What goes around `topk`."""
+    """Options of the wrappers around `topk`."""
 
     use_error_feedback: bool = True
 
@@ -148,7 +148,7 @@ COMPRESSORS: Mapping[str, tuple[str, tuple[type, ...]]] = {
 
 @dataclasses.dataclass
 class CompressionConfig:
-    """How gradients are compressed on their way to the other replicas; what the compressor does not take must stay as it is.
+    """The compression of gradients on their way to the other replicas; options that the compressor does not take must keep their defaults.
 
     Attributes:
         name: One of `COMPRESSORS`, an installed one, or your own compressor as `package.module:Class`.

@@ -16,7 +16,7 @@ _RISE = ("accuracy", "acc", "auc", "precision", "recall", "f1", "fbeta", "iou", 
 
 @dataclasses.dataclass
 class ExportConfig:
-    """Which models a run exports for TensorFlow Serving, besides `model.keras`; see `tfdist.ExportBest`.
+    """The models that a run exports for TensorFlow Serving, besides `model.keras`; see `tfdist.ExportBest`.
 
     Attributes:
         best: The metric by which the best model is exported whenever it improves, such as `val_loss`; empty means none.

@@ -1,9 +1,7 @@
 """The command line of `tfdist train`: `--config`, `--config.field=value`, `--workdir`. No TensorFlow here.
 
-`ml_collections.config_flags` sets the fields. It stops at the first mistake, some of them with a traceback, so all
-arguments are looked at first, it gets those that are sound, and every fault is reported at once.
-
-`fields_help` is the part of `--help` that lists the configuration's fields: value and text of each.
+`ml_collections.config_flags` sets the fields. It stops at the first mistake, sometimes with a traceback. So all arguments
+are checked first, it gets only the valid ones, and every error is reported at once.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_valu
 _CONFIG_HELP = (
     "A preset's name, a Python file whose get_config() returns a tfdist.TrainConfig, or the config.json of a run."
 )
-_WIDTH = 100
+_HELP_WIDTH = 100
 
 
 class Command(NamedTuple):
-    """What a command line says: the configuration and the work directory, without what is faulty, and the faults."""
+    """A parsed command line: the configuration and the work directory, without the faulty arguments, and their errors."""
 
     config: TrainConfig
     workdir: pathlib.Path
@@ -50,7 +48,7 @@ def parse(
 
     Args:
         argv: The program's name and its arguments.
-        description: What `--help` begins with.
+        description: The text that `--help` begins with.
         others: Flags that the caller has taken from the arguments: one that is unknown here may be meant for one of them.
 
     Raises:
@@ -63,11 +61,11 @@ def parse(
 
 
 def read(argv: Sequence[str], description: str | None, others: Sequence[str] = ()) -> Command | None:
-    """Returns what a command line says, not yet checked; None where `--help` was asked for and given.
+    """Returns the parsed command line, not yet validated; None where `--help` was asked for and given.
 
     Args:
         argv: The program's name and its arguments.
-        description: What `--help` begins with.
+        description: The text that `--help` begins with.
         others: As for `parse`.
 
     Raises:
@@ -79,7 +77,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     for name, text in cluster.FLAGS.items():
         flags.DEFINE_string(name, None, f"{text} Short for --config.cluster.{name}.", flag_values=values)
-    if any(_split(argument)[0] in ("help", "h") for argument in argv[1:]):
+    if any(_split_flag(argument)[0] in ("help", "h") for argument in argv[1:]):
         flags.DEFINE_string("config", None, _CONFIG_HELP, flag_values=values)
         asked = _config_path(argv[1:])
         config, of = TrainConfig(), "TrainConfig"
@@ -90,21 +88,20 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
         wrong = "".join(f"\n{fault}" for fault in faults)
         print(f"{description}\n{values.get_help()}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
         return None
-    said = io.StringIO()  # absl leaves out a file that includes itself, and only prints so
+    warnings = io.StringIO()  # absl leaves out a file that includes itself, and only prints so
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(warnings):
             arguments = values.read_flags_from_files(list(argv[1:]), force_gnu=True)
     except (flags.Error, OSError, ValueError) as e:
         raise ConfigError(f"--flagfile: {e}") from None
-    if included := said.getvalue().strip():
+    if included := warnings.getvalue().strip():
         raise ConfigError(f"--flagfile: {included.rpartition(' ')[2]} includes itself; remove the line that does.")
     arguments = [_expand_cluster_flag(argument) for argument in arguments]
     path = _config_path(arguments)
     if not path:
         list(_valid_arguments(TrainConfig(), arguments, faults, others))
-        unknown = [
-            fault for fault in faults if fault.startswith("unknown flag")
-        ]  # the rest depends on the configuration
+        # The other faults depend on the configuration.
+        unknown = [fault for fault in faults if fault.startswith("unknown flag")]
         missing = (
             "--config is missing: a preset's name, such as digits, or a Python file whose get_config() returns a tfdist.TrainConfig. "
             f"Presets: {', '.join(files.preset_names())}."
@@ -131,7 +128,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     return Command(values.config, pathlib.Path(values.workdir or f"runs/{pathlib.Path(path).stem}"), faults)
 
 
-def _split(argument: str) -> tuple[str, str | None]:
+def _split_flag(argument: str) -> tuple[str, str | None]:
     """Returns name and value of a flag; an empty name where the argument is no flag, None where it has no value."""
     name, equals, value = argument.removeprefix("-").removeprefix("-").partition("=")
     name = re.sub(r"(?<=\w)-(?=\w)", "_", name)
@@ -140,15 +137,10 @@ def _split(argument: str) -> tuple[str, str | None]:
 
 def _expand_cluster_flag(argument: str) -> str:
     """Returns `--config.cluster.hosts=...` for `--hosts=...`, and likewise for the others of `cluster.FLAGS`."""
-    name, value = _split(argument)
+    name, value = _split_flag(argument)
     if name not in cluster.FLAGS:
         return argument
     return f"--config.cluster.{name}" if value is None else f"--config.cluster.{name}={value}"
-
-
-def _take_value(following: list[str]) -> str | None:
-    """Takes a flag's value from the arguments that follow it; None where it has none."""
-    return following.pop(0) if following and not following[0].startswith("--") else None
 
 
 def _config_path(arguments: Sequence[str]) -> str | None:
@@ -159,10 +151,15 @@ def _last_value(arguments: Sequence[str], flag: str) -> str | None:
     """Returns the value of the last `--flag=value` or `--flag value`."""
     found = None
     for position, argument in enumerate(arguments):
-        name, value = _split(argument)
+        name, value = _split_flag(argument)
         if name == flag:
             found = _take_value(list(arguments[position + 1 :])) if value is None else value
     return found
+
+
+def _take_value(following: list[str]) -> str | None:
+    """Takes a flag's value from the arguments that follow it; None where it has none."""
+    return following.pop(0) if following and not following[0].startswith("--") else None
 
 
 def _valid_arguments(
@@ -171,7 +168,7 @@ def _valid_arguments(
     """Yields the arguments besides `--config` that can be parsed, as `--name=value`; adds a fault for each other one."""
     following = list(arguments)
     while following:
-        flag, value = _split(argument := following.pop(0))
+        flag, value = _split_flag(argument := following.pop(0))
         written = f"--{truncate(flag)}"
         is_field = flag.startswith(("config.", "noconfig."))
         if argument == "--":
@@ -268,39 +265,40 @@ def _value_fault(kind: Any, flag: str, written: str, value: str | None) -> str:
     return ""
 
 
-def list_fields(config: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields path and value of every field."""
-    for name, value, _ in _documented(config, path):
-        yield name, value
-
-
 def fields_help(config: TrainConfig, of: str) -> str:
-    """Returns every field of the configuration with its value and what it is.
+    """Returns the part of `--help` that lists every field of the configuration, with its value and its description.
 
     Args:
         config: The configuration.
-        of: Where the values come from.
+        of: The source of the values, for the heading.
     """
     rows = [f"Fields of the configuration, with the values of {of}:"]
-    for path, value, about in _documented(config, "config"):
+    for path, value, about in _documented_fields(config, "config"):
         rows.append(f"  --{path}={value}")
-        rows += textwrap.wrap(about, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        rows += textwrap.wrap(about, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(rows)
 
 
-def _documented(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+def list_fields(config: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields path and value of every field."""
+    for name, value, _ in _documented_fields(config, path):
+        yield name, value
+
+
+def _documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+    """Yields path, value and description of every field."""
     kinds = (*getattr(config, "documented_by", ()), type(config))
-    about = {name: text for kind in kinds for name, text in _attributes(kind).items()}
+    about = {name: text for kind in kinds for name, text in _attribute_texts(kind).items()}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _documented(value, f"{path}.{field.name}")
+            yield from _documented_fields(value, f"{path}.{field.name}")
         else:
             yield f"{path}.{field.name}", value, about.get(field.name, "")
 
 
-def _attributes(kind: type) -> dict[str, str]:
-    """Returns what the "Attributes:" of a class's docstring say of each."""
+def _attribute_texts(kind: type) -> dict[str, str]:
+    """Returns the texts in the section "Attributes:" of a class's docstring, by name."""
     _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
     found: dict[str, str] = {}
     name = ""

@@ -14,7 +14,7 @@ _NUMBER = "[1-9][0-9]{0,14}"
 
 @dataclasses.dataclass
 class MonitoringConfig:
-    """What a run writes for TensorBoard; see `tfdist.monitoring.TensorBoard`.
+    """The curves and profiles that a run writes for TensorBoard; see `tfdist.monitoring.TensorBoard`.
 
     Attributes:
         update_freq: A number of steps: after each so many the curves by step get a value; `"batch"` means 1, `"epoch"` no such curves.

@@ -1,8 +1,7 @@
-"""Names to objects: a short name from a table or of a plug-in, or the user's own `package.module:attribute`. No TensorFlow here.
+"""Resolves names to objects: a built-in name, a plug-in's name, or the user's own `package.module:attribute`. No TensorFlow here.
 
-An object is imported when it is asked for, so that a table may name what imports TensorFlow.
-
-Installed distributions add names to the built-in ones, by entry points:
+An object is imported when it is asked for, so that a table may name objects whose modules import TensorFlow. Plug-ins are
+entry points of installed distributions:
 
     tfdist.tasks          NAME = "package.module:Class", a subclass of `tfdist.Task`
     tfdist.compressors    NAME = "package.module:Class", a subclass of `tfdist.compression.Compressor`
@@ -30,7 +29,7 @@ TASKS: Mapping[str, str] = {
     "digits": "tfdist.tasks.digits:Digits",
     "synthetic": "tfdist.tasks.synthetic:Synthetic",
 }
-# What a name stands for, as messages call it, to the group of entry points.
+# The kind of object that a name stands for, as messages call it, to the group of its entry points.
 PLUGIN_GROUPS = {"task": "tfdist.tasks", "compression": "tfdist.compressors", "cluster source": "tfdist.resolvers"}
 
 
@@ -38,7 +37,7 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
     """Returns the object that `name` stands for.
 
     Args:
-        what: What is looked up, for messages, such as `"task"`.
+        what: The kind of object, for messages, such as `"task"`.
         name: A key of `table`, a plug-in's name, or `package.module:attribute`.
         table: Short name to `package.module:attribute`.
 
@@ -49,7 +48,7 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
     installed = find_plugins(what, table) if ":" not in target else {}
     if name in installed:
         return load(what, name, installed[name])
-    if not _is_target(target):
+    if not _is_path(target):
         known = sorted([*table, *installed])
         raise ConfigError(
             f"Unknown {what} {name!r}{did_you_mean(name, known)} "
@@ -59,10 +58,10 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
 
 
 def load(what: str, name: str, plugin: Plugin) -> Any:
-    """Returns a plug-in's object, imported.
+    """Imports and returns a plug-in's object.
 
     Args:
-        what: What it is, for messages, such as `"task"`.
+        what: The kind of object, for messages, such as `"task"`.
         name: Its name.
         plugin: The entry point.
 
@@ -75,54 +74,9 @@ def load(what: str, name: str, plugin: Plugin) -> Any:
             "Uninstall all but one."
         )
     named = f"{what} {name!r} of distribution {plugin.distributions[0]}"
-    if not _is_target(plugin.target):
+    if not _is_path(plugin.target):
         raise ConfigError(f"The entry point of {named} must be 'package.module:Name'. Received: {plugin.target!r}.")
     return _import(named, plugin.target, "Install the distribution again, or uninstall it.")
-
-
-def _is_target(text: str) -> bool:
-    module_name, _, attribute = text.partition(":")
-    return all(part.isidentifier() for part in (*module_name.split("."), attribute))
-
-
-def _import(named: str, target: str, advice: str) -> Any:
-    module_name, _, attribute = target.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as e:
-        if e.name is not None and (module_name + ".").startswith(e.name + "."):
-            raise ConfigError(f"The module of {named} cannot be found: {e}. {advice}") from None
-        raise _raised(named, e) from e
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:  # sys.exit(), too: nothing has been trained
-        raise _raised(named, e) from e
-    if not hasattr(module, attribute):
-        raise ConfigError(
-            f"Module {module_name!r} has no {attribute!r}{did_you_mean(attribute, vars(module))} ({named})"
-        )
-    return getattr(module, attribute)
-
-
-def _raised(named: str, error: BaseException) -> ConfigError:
-    *_, place = traceback.extract_tb(error.__traceback__)
-    return ConfigError(
-        f"The module of {named} cannot be imported: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-    )
-
-
-class Plugin(NamedTuple):
-    """An entry point.
-
-    Attributes:
-        target: What it names, as `package.module:attribute`.
-        distributions: Name and version of the distribution that has it; of several, where they differ in what the name means.
-        variable: Of a resolver: the variable that signals its cluster; empty means that it is only asked by its name.
-    """
-
-    target: str
-    distributions: tuple[str, ...]
-    variable: str = ""
 
 
 def find_plugins(what: str, built_in: Collection[str]) -> dict[str, Plugin]:
@@ -145,6 +99,20 @@ def find_plugins(what: str, built_in: Collection[str]) -> dict[str, Plugin]:
     return dict(sorted(found.items()))
 
 
+class Plugin(NamedTuple):
+    """A plug-in: an entry point of an installed distribution.
+
+    Attributes:
+        target: The object that it names, as `package.module:attribute`.
+        distributions: Name and version of the distribution that has it; of several, where they differ in what the name means.
+        variable: Of a resolver: the variable that signals its cluster; empty means that it is only asked by its name.
+    """
+
+    target: str
+    distributions: tuple[str, ...]
+    variable: str = ""
+
+
 def _entry_points(group: str) -> Iterable[EntryPoint]:
     try:
         return importlib.metadata.entry_points(group=group)
@@ -161,3 +129,34 @@ def _entry_points(group: str) -> Iterable[EntryPoint]:
 @functools.cache
 def _warn_once(distribution: str, reason: str) -> None:
     logger.warning(f"the entry points of distribution {distribution} cannot be read: {reason}. Install it again.")
+
+
+def _is_path(text: str) -> bool:
+    module_name, _, attribute = text.partition(":")
+    return all(part.isidentifier() for part in (*module_name.split("."), attribute))
+
+
+def _import(named: str, target: str, advice: str) -> Any:
+    module_name, _, attribute = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as e:
+        if e.name is not None and (module_name + ".").startswith(e.name + "."):
+            raise ConfigError(f"The module of {named} cannot be found: {e}. {advice}") from None
+        raise _import_error(named, e) from e
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # sys.exit(), too: nothing has been trained
+        raise _import_error(named, e) from e
+    if not hasattr(module, attribute):
+        raise ConfigError(
+            f"Module {module_name!r} has no {attribute!r}{did_you_mean(attribute, vars(module))} ({named})"
+        )
+    return getattr(module, attribute)
+
+
+def _import_error(named: str, error: BaseException) -> ConfigError:
+    *_, place = traceback.extract_tb(error.__traceback__)
+    return ConfigError(
+        f"The module of {named} cannot be imported: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    )

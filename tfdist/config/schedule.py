@@ -14,7 +14,7 @@ SCALINGS = ("none", "linear", "sqrt")
 
 @dataclasses.dataclass
 class ScheduleConfig:
-    """How the learning rate changes. It counts updates: with `gradient_accumulation_steps`, several steps make one.
+    """The schedule of the learning rate. It counts updates: with `gradient_accumulation_steps`, several steps make one.
 
     Attributes:
         name: `"constant"`; `"cosine"`; `"step"`, which falls at `boundaries`; or `"polynomial"`, of `power`.

@@ -22,7 +22,7 @@ _DEVICE = re.compile(r"(/\w+:[\w:/]+/device:|/device:|/)?(CPU|GPU|TPU)(:[0-9]+)?
 
 @dataclasses.dataclass
 class StrategyConfig:
-    """Which `tf.distribute` strategy, on which devices.
+    """The `tf.distribute` strategy, and its devices.
 
     Attributes:
         name: One of `STRATEGIES`, or your own factory as `"package.module:function"` (see docs/extending.md).

@@ -1,4 +1,4 @@
-"""What the rest of tfdist asks of a strategy: one row for each, so that no other file asks for names or classes. No TensorFlow here."""
+"""The traits of strategies: one row for each, so that no other file tests a strategy's name or class. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.errors import ConfigError, format_value
 
 @dataclasses.dataclass(frozen=True)
 class StrategyTraits:
-    """What a strategy is and can do. The defaults suit a strategy of one process, with a copy of the variables on each device.
+    """The traits of a strategy. The defaults suit a strategy of one process, with a copy of the variables on each device.
 
     Attributes:
         factory: What makes it, `package.module:function`, which is imported when it is asked for; for rows of `STRATEGIES`.
@@ -42,7 +42,7 @@ class StrategyTraits:
 
     @property
     def mirrors_in_process(self) -> bool:
-        """Whether tfdist's collectives sum gradients for copies of the variables that are all in this process."""
+        """True if tfdist's collectives sum gradients for copies of the variables that are all in this process."""
         return self.compresses and not (self.several_processes or self.shared_variables)
 
 

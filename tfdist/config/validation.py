@@ -1,9 +1,4 @@
-"""Judges a `TrainConfig` as a whole: every fault that shows before TensorFlow is loaded, all at once.
-
-`nan_policy_faults` are of what becomes of a step whose loss or gradient is not finite.
-
-`divisibility_fault` is of how a global batch divides among replicas.
-"""
+"""Validates a `TrainConfig` as a whole: all its errors that can be found before TensorFlow is loaded, reported at once."""
 
 from __future__ import annotations
 
@@ -21,18 +16,18 @@ from tfdist.config.strategy_traits import StrategyTraits
 from tfdist.config.train import PRECISIONS, TrainConfig, default_options
 from tfdist.errors import ConfigError, did_you_mean, format_value, unknown_name_message
 
-_BASE_OF_TASKS = "tfdist.tasks.base"  # whose methods stand for none
-NAN_POLICIES = ("ignore", "stop", "skip")
+NAN_POLICIES = ("ignore", "stop", "skip")  # for a step whose loss or gradient is not finite
+_BASE_OF_TASKS = "tfdist.tasks.base"  # a method inherited from there counts as missing
 
 
 def check(config: TrainConfig, workers: int | None = None, known: Collection[str] = ()) -> None:
-    """Raises a `ConfigError` with every fault of the configuration that shows before TensorFlow is loaded.
+    """Raises a `ConfigError` with every error of the configuration that can be found before TensorFlow is loaded.
 
     Args:
         config: The configuration.
         workers: Training tasks of the cluster that the environment describes; 0 means that it is faulty, None that it
             describes none, so that `cluster.workers` holds.
-        known: Faults found before, which come first.
+        known: Errors found before, which come first.
     """
     if faults := [*known, *_faults(config, workers)]:
         raise ConfigError(faults)
@@ -43,7 +38,7 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     yield from wrong.values()
 
     def typed(*fields: str) -> bool:
-        """Whether these fields are of their declared types, so that their values can be judged."""
+        """Returns whether these fields are of their declared types, so that their values can be checked."""
         return not any(f"{path}.".startswith(f"config.{field}.") for path in wrong for field in fields)
 
     traits = None
@@ -110,7 +105,7 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     if typed("nan_policy", "strategy"):
         yield from nan_policy_faults(config.nan_policy, config.strategy.name, traits)
     if typed("jit_compile", "precision", "optimizer") and traits:
-        yield from _refused_faults(config, traits)
+        yield from _refused_option_faults(config, traits)
     least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
     least_values |= {"max_restarts": 0, "start_timeout": 1, "validation_freq": 1}
     for name, least in least_values.items():
@@ -118,6 +113,82 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
             yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."
     if typed("seed") and not 0 <= config.seed < 2**31:
         yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
+
+
+def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yields (path, message) for unknown attributes and values of the wrong type: a config file may assign anything."""
+    hints = typing.get_type_hints(type(config))
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    for name in getattr(config, "__dict__", ()):  # slots have none
+        # What is the class's own (a cached property) or private is no misspelt field.
+        if name not in fields and not name.startswith("_") and not hasattr(type(config), name):
+            yield f"{path}.{name}", unknown_field(f"{path}.{name}", name, fields)
+    for field in fields.values():
+        value, expected = getattr(config, field.name), hints[field.name]
+        where = f"{path}.{field.name}"
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if expected is float and number and abs(value) <= sys.float_info.max:
+            continue
+        if (
+            isinstance(expected, type)
+            and expected is not Any  # a class since Python 3.11
+            and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
+        ):
+            yield where, f"{where} must be {expected.__name__}. Received: {format_value(value)}."
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _type_faults(value, where)
+
+
+def unknown_field(path: str, name: str, known: Collection[str]) -> str:
+    """Returns the error for a name that a group of fields does not have."""
+    fields = f"Known: {', '.join(known)}." if known else "It has no fields."
+    return f"{path}: unknown config field {format_value(name)}{did_you_mean(name, known)} {fields}"
+
+
+def _export_faults(config: TrainConfig) -> Iterator[str]:
+    monitored = f"export.best is {format_value(config.export.best)}"
+    if not config.export.best.startswith("val_"):
+        return
+    if not _has_eval_data(config):
+        yield f"{monitored}, but task {config.task!r} has no method eval_data; add one, or use a metric of the training, such as loss."
+    if config.validation_freq > config.epochs:
+        yield f"{monitored}, but no epoch is validated: validation_freq is {config.validation_freq} and epochs {config.epochs}."
+
+
+def _has_eval_data(config: TrainConfig) -> bool:
+    with contextlib.suppress(ConfigError):  # of an unknown task, which has been said
+        method = getattr(registry.resolve("task", config.task, registry.TASKS), "eval_data", None)
+        return method is not None and method.__module__ != _BASE_OF_TASKS
+    return True
+
+
+def _task_faults(config: TrainConfig) -> Iterator[str]:
+    try:
+        task = registry.resolve("task", config.task, registry.TASKS)
+    except ConfigError as e:
+        yield from e.faults
+        return
+    expected = getattr(task, "Options", None)
+    lacking = [name for name in ("build_model", "compile_arguments", "train_data") if not hasattr(task, name)]
+    if not isinstance(expected, type) or lacking:
+        yield f"task {config.task!r} is no tfdist.Task: it has no {lacking[0] if lacking else 'Options'!r}."
+        return
+    try:
+        options = default_options(config.task, expected) if config.task_options is None else config.task_options
+    except ConfigError as e:
+        yield from e.faults
+        return
+    if not isinstance(options, expected):
+        yield (
+            f"task {config.task!r} takes task_options of {_full_name(expected)}. "
+            f"Received: {_full_name(type(options))}; set task and task_options together, in the config file."
+        )
+    elif callable(faults := getattr(options, "faults", None)):
+        yield from faults()
+
+
+def _full_name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_cluster: bool) -> Iterator[str]:
@@ -161,127 +232,18 @@ def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _export_faults(config: TrainConfig) -> Iterator[str]:
-    monitored = f"export.best is {format_value(config.export.best)}"
-    if not config.export.best.startswith("val_"):
-        return
-    if not _has_eval_data(config):
-        yield f"{monitored}, but task {config.task!r} has no method eval_data; add one, or use a metric of the training, such as loss."
-    if config.validation_freq > config.epochs:
-        yield f"{monitored}, but no epoch is validated: validation_freq is {config.validation_freq} and epochs {config.epochs}."
-
-
-def _has_eval_data(config: TrainConfig) -> bool:
-    with contextlib.suppress(ConfigError):  # of an unknown task, which has been said
-        method = getattr(registry.resolve("task", config.task, registry.TASKS), "eval_data", None)
-        return method is not None and method.__module__ != _BASE_OF_TASKS
-    return True
-
-
-def _refused_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str]:
-    optimizer = config.optimizer.arguments()
-    asked = {
-        "jit_compile": ("jit_compile", config.jit_compile),
-        "mixed_float16": ("precision mixed_float16", config.precision == "mixed_float16"),
-        "use_ema": ("optimizer.use_ema", optimizer.get("use_ema")),
-        "gradient_accumulation_steps": (
-            "optimizer.gradient_accumulation_steps",
-            optimizer.get("gradient_accumulation_steps"),
-        ),
-    }
-    for option, (field, is_set) in asked.items():
-        if is_set and option in traits.refuses:
-            yield f"{field} is not possible under {config.strategy.name}, {traits.refuses[option]}."
-
-
-def _task_faults(config: TrainConfig) -> Iterator[str]:
-    try:
-        task = registry.resolve("task", config.task, registry.TASKS)
-    except ConfigError as e:
-        yield from e.faults
-        return
-    expected = getattr(task, "Options", None)
-    lacking = [name for name in ("build_model", "compile_arguments", "train_data") if not hasattr(task, name)]
-    if not isinstance(expected, type) or lacking:
-        yield f"task {config.task!r} is no tfdist.Task: it has no {lacking[0] if lacking else 'Options'!r}."
-        return
-    try:
-        options = default_options(config.task, expected) if config.task_options is None else config.task_options
-    except ConfigError as e:
-        yield from e.faults
-        return
-    if not isinstance(options, expected):
-        yield (
-            f"task {config.task!r} takes task_options of {_full_name(expected)}. "
-            f"Received: {_full_name(type(options))}; set task and task_options together, in the config file."
-        )
-    elif callable(faults := getattr(options, "faults", None)):
-        yield from faults()
-
-
-def _full_name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _known_replicas(strategy: StrategyConfig, traits: StrategyTraits, workers: int) -> int:
     """Returns the number of replicas where it can be told without TensorFlow, else 0."""
     if traits.several_processes:
-        # Every worker has at least one replica, more where it has GPUs: only what no number of GPUs can cure is a fault.
+        # A worker has a replica for each GPU, and their number is unknown: only a batch that no multiple of the workers divides is an error.
         return max(workers, 0)
     if traits.asynchronous or traits.devices == "one":  # a step is one worker's, or one device's
         return 1
     return len(strategy.device_names) if traits.devices == "each" and strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0
 
 
-def unknown_field(path: str, name: str, known: Collection[str]) -> str:
-    """Returns the sentence for a field that a group of fields (or what is no group) has not."""
-    fields = f"Known: {', '.join(known)}." if known else "It has no fields."
-    return f"{path}: unknown config field {format_value(name)}{did_you_mean(name, known)} {fields}"
-
-
-def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yields what is no field or not of its declared type, with its path (a config file may assign anything)."""
-    hints = typing.get_type_hints(type(config))
-    fields = {field.name: field for field in dataclasses.fields(config)}
-    for name in getattr(config, "__dict__", ()):  # slots have none
-        # What is the class's own (a cached property) or private is no misspelt field.
-        if name not in fields and not name.startswith("_") and not hasattr(type(config), name):
-            yield f"{path}.{name}", unknown_field(f"{path}.{name}", name, fields)
-    for field in fields.values():
-        value, expected = getattr(config, field.name), hints[field.name]
-        where = f"{path}.{field.name}"
-        number = isinstance(value, int) and not isinstance(value, bool)
-        if expected is float and number and abs(value) <= sys.float_info.max:
-            continue
-        if (
-            isinstance(expected, type)
-            and expected is not Any  # a class since Python 3.11
-            and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
-        ):
-            yield where, f"{where} must be {expected.__name__}. Received: {format_value(value)}."
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _type_faults(value, where)
-
-
-def nan_policy_faults(policy: str, strategy: str, traits: StrategyTraits | None) -> Iterator[str]:
-    """Yields a sentence for a policy that is unknown, or that a strategy cannot follow.
-
-    Args:
-        policy: The policy.
-        strategy: The strategy's name.
-        traits: The strategy's traits, or None if they are unknown.
-    """
-    if policy not in NAN_POLICIES:
-        yield unknown_name_message("nan_policy", policy, NAN_POLICIES)
-    elif policy == "skip" and traits and traits.asynchronous:
-        yield (
-            f"nan_policy 'skip' is not possible under {strategy}, whose workers update variables that are on other machines; use "
-            "'stop', which looks at the loss, or 'ignore'."
-        )
-
-
 def divisibility_fault(batch_size: int, replicas: int) -> str:
-    """Returns the sentence for a global batch size that the replicas do not divide, or an empty text."""
+    """Returns the error for a global batch size that the replicas do not divide, or an empty text."""
     if batch_size % replicas == 0:
         return ""
     below = batch_size // replicas * replicas
@@ -298,3 +260,36 @@ def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
     if fault := divisibility_fault(global_batch_size, num_replicas):
         raise ConfigError(fault)
     return global_batch_size // num_replicas
+
+
+def nan_policy_faults(policy: str, strategy: str, traits: StrategyTraits | None) -> Iterator[str]:
+    """Yields an error for a NaN policy that is unknown, or that a strategy cannot follow.
+
+    Args:
+        policy: The policy.
+        strategy: The strategy's name.
+        traits: The strategy's traits, or None if they are unknown.
+    """
+    if policy not in NAN_POLICIES:
+        yield unknown_name_message("nan_policy", policy, NAN_POLICIES)
+    elif policy == "skip" and traits and traits.asynchronous:
+        yield (
+            f"nan_policy 'skip' is not possible under {strategy}, whose workers update variables that are on other machines; use "
+            "'stop', which looks at the loss, or 'ignore'."
+        )
+
+
+def _refused_option_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str]:
+    optimizer = config.optimizer.arguments()
+    asked = {
+        "jit_compile": ("jit_compile", config.jit_compile),
+        "mixed_float16": ("precision mixed_float16", config.precision == "mixed_float16"),
+        "use_ema": ("optimizer.use_ema", optimizer.get("use_ema")),
+        "gradient_accumulation_steps": (
+            "optimizer.gradient_accumulation_steps",
+            optimizer.get("gradient_accumulation_steps"),
+        ),
+    }
+    for option, (field, is_set) in asked.items():
+        if is_set and option in traits.refuses:
+            yield f"{field} is not possible under {config.strategy.name}, {traits.refuses[option]}."

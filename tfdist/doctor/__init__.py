@@ -1,1 +1,1 @@
-"""What this machine and environment give a training: checks, each with its findings. No TensorFlow in this process."""
+"""Checks of this machine and environment: a file for each subject, whose `check(environ)` yields findings. No TensorFlow in this process."""

@@ -1,6 +1,6 @@
-"""The cluster that a run started here would find, by which resolver, and this task's address. No TensorFlow here.
+"""The cluster that a run started here would find, by which resolver, and whether this host and port are the task's own.
 
-Names of hosts become addresses (`resolve_host`), to compare with those of this machine (`own_addresses`).
+No TensorFlow here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from tfdist.cluster import greeting
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
-from tfdist.cluster.spec import ClusterSpec, TaskSpec
+from tfdist.cluster.spec import ClusterSpec, TaskSpec, split_address
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable, shorten
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.runtime import progress
@@ -22,7 +22,7 @@ _TIMEOUT = 5.0  # seconds for resolvers that wait for the others
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields which cluster is found, or what is wrong with it, and findings about this task's host and port."""
-    yield from _left_over(environ)
+    yield from _stale_tf_config(environ)
     try:
         found = discovery.resolve(environ, timeout=_TIMEOUT)
     except ConfigError as e:
@@ -51,11 +51,11 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     else:
         yield Finding(OK, "cluster", value)
     if found.task in found.cluster.tasks():
-        yield from _place(found)
+        yield from _own_address(found)
 
 
-def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields a finding where TF_CONFIG hides what a scheduler says. A task that tfdist's launcher has started has both."""
+def _stale_tf_config(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yields a finding where TF_CONFIG hides a scheduler's cluster. A task that tfdist's launcher has started may have both."""
     others = [
         name for name, (sign, _) in discovery.RESOLVERS.items() if name != "tf_config" and environ.get(sign, "").strip()
     ]
@@ -69,10 +69,11 @@ def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _place(found: ResolvedCluster) -> Iterator[Finding]:
-    host = host_of(found.cluster.address(found.task))
+def _own_address(found: ResolvedCluster) -> Iterator[Finding]:
+    """Yields whether the task's address is one of this machine's, and then whether its port is free."""
+    host, _ = split_address(found.cluster.address(found.task))
     try:
-        theirs = resolve_host(host)
+        theirs = _resolve_host(host)
     except OSError as e:
         yield Finding(
             WARNING,
@@ -81,7 +82,7 @@ def _place(found: ResolvedCluster) -> Iterator[Finding]:
             "correct the name, or add it to DNS or /etc/hosts",
         )
         return
-    if not theirs & own_addresses():
+    if not theirs & _addresses_of_this_machine():
         yield Finding(
             WARNING,
             "own address",
@@ -89,10 +90,10 @@ def _place(found: ResolvedCluster) -> Iterator[Finding]:
             "unset TF_CONFIG if another run has left it, or give this machine its own task; right only behind a translated address",
         )
         return
-    yield port(found.cluster, found.task)
+    yield _own_port(found.cluster, found.task)
 
 
-def port(cluster: ClusterSpec, task: TaskSpec) -> Finding:
+def _own_port(cluster: ClusterSpec, task: TaskSpec) -> Finding:
     """Returns whether this task can listen at its port."""
     address = cluster.address(task)
     try:
@@ -108,42 +109,37 @@ def host_name(environ: Mapping[str, str]) -> Iterator[Finding]:
     name = socket.gethostname()
     remedy = f"give {shorten(name)} its address in DNS or /etc/hosts"
     try:
-        found = resolve_host(name)
+        found = _resolve_host(name)
     except OSError as e:
         yield Finding(WARNING, "host name", f"{shorten(name)} is not known here: {e.strerror or e}", remedy)
         return
     value = f"{shorten(name)}: {', '.join(sorted(found))}"
-    if not found & own_addresses():
+    if not found & _addresses_of_this_machine():
         yield Finding(WARNING, "host name", f"{value}, which is no address of this machine", remedy)
-    elif all(map(is_loopback, found)):
+    elif all(map(_is_loopback, found)):
         yield Finding(NOTE, "host name", f"{value}, which each host takes for itself", f"for several hosts, {remedy}")
     else:
         yield Finding(OK, "host name", value)
 
 
-def host_of(address: str) -> str:
-    """Returns the host of `host:port`, an IPv6 address without its brackets."""
-    return address.rpartition(":")[0].strip("[]")
-
-
-def resolve_host(host: str) -> set[str]:
+def _resolve_host(host: str) -> set[str]:
     """Returns the addresses of a host's name. May take long: call it in a thread.
 
     Raises:
         OSError: The name is not known.
     """
     try:
-        return {_bare(str(entry[4][0])) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return {_without_zone(str(entry[4][0])) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except UnicodeError:  # a part of the name is too long, or empty
         raise OSError("no name of a host") from None
 
 
-def own_addresses() -> set[str]:
-    """Returns all addresses of this machine, and those that each machine has."""
+def _addresses_of_this_machine() -> set[str]:
+    """Returns all addresses of this machine, with the loopback addresses that every machine has."""
     import psutil
 
     found = {
-        _bare(entry.address)
+        _without_zone(entry.address)
         for entries in psutil.net_if_addrs().values()
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6)
@@ -151,10 +147,11 @@ def own_addresses() -> set[str]:
     return found | {f"127.0.{part}.1" for part in (0, 1)} | {"::1", "0.0.0.0"}
 
 
-def is_loopback(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     """Returns whether each machine means itself by an address."""
     return ipaddress.ip_address(address).is_loopback
 
 
-def _bare(address: str) -> str:
-    return address.partition("%")[0]  # without the zone of an IPv6 address
+def _without_zone(address: str) -> str:
+    """Returns an address without the zone of an IPv6 address."""
+    return address.partition("%")[0]

@@ -33,11 +33,11 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     code, output, errors = run([sys.executable, "-c", _LOOK], {"TF_CPP_MIN_LOG_LEVEL": "2", **environ}, _LIMIT)
     lines = [line for line in output.splitlines() if line.startswith(_MARK)]
     if not lines:
-        said = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "nothing is said")
+        last_line = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "nothing is said")
         why = (
             f"gave no answer within {_LIMIT:.0f} s"
             if code is None
-            else f"ended with {_ending(code)}: {truncate(printable(said))}"
+            else f"ended with {_ending(code)}: {truncate(printable(last_line))}"
         )
         remedy = (
             "run python -c 'import tensorflow'; look at the driver, or set CUDA_VISIBLE_DEVICES= to train without GPUs"

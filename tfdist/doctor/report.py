@@ -1,7 +1,6 @@
-"""What a check reports, how checks run, and how their findings are shown. No TensorFlow here.
+"""The findings of `tfdist doctor`: it runs checks beside each other, and shows what they find as a table, lines or JSON.
 
-The checks run beside each other, each for a limited time: a file system or a name server that hangs holds up none but its own. Their
-findings are a table in a terminal, lines elsewhere, and JSON.
+No TensorFlow here.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import NamedTuple
 from tfdist.errors import told, truncate
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
+_STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
 _PASSWORD = re.compile(r"[^\s'\"/=,]+:[^\s'\"/=,]*@")
 
 
@@ -37,80 +37,17 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def shorten(value: str) -> str:
-    """Returns a variable's value so that it can be printed: cut, and with control characters escaped."""
-    return printable(truncate(value)) or "(empty)"
-
-
-def printable(text: str) -> str:
-    """Returns a text without `user:password@`, and with control characters escaped: a variable must not steer a terminal."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in _PASSWORD.sub("", text))
-
-
-def format_bytes(count: float) -> str:
-    """Returns a number of bytes for a reader, such as `1.5 GiB`."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-_STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """Returns the findings as one JSON object: `ok`, which is false after an error, and `findings`."""
-    return json.dumps({"ok": is_ok(findings), "findings": [each._asdict() for each in findings]}, indent=1)
-
-
-def as_lines(findings: Sequence[Finding]) -> str:
-    """Returns a line for each finding: `level  what: value. Do: remedy`."""
-    width = max(map(len, _STYLES))
-    lines = [
-        f"{each.level:{width}}  {each.what}: {each.value}" + f" -> {each.remedy}" * bool(each.remedy)
-        for each in findings
-    ]
-    return "\n".join([*lines, _verdict(findings)])
-
-
-def as_table(findings: Sequence[Finding]) -> str:
-    """Returns the findings as a table for the terminal at standard output."""
-    from rich import console, table, text
-
-    shown = table.Table("", "what", table.Column("found", overflow="fold"), table.Column("do", overflow="fold"))
-    for each in findings:
-        level = text.Text(each.level, style=_STYLES[each.level])
-        shown.add_row(level, *(text.Text(part) for part in each[1:]))
-    screen = _Screen()
-    console.Console(file=screen, markup=False, emoji=False, highlight=False).print(shown)
-    return screen.getvalue() + _verdict(findings)
-
-
-def is_ok(findings: Sequence[Finding]) -> bool:
-    """Returns whether nothing would stop a run."""
-    return all(each.level != ERROR for each in findings)
-
-
-class _Screen(io.StringIO):
-    """What is to be written to a terminal with its encoding, in whose width and colours it is."""
-
-    encoding = property(lambda self: sys.stdout.encoding)
-
-    def isatty(self) -> bool:
-        return True
-
-
-def _verdict(findings: Sequence[Finding]) -> str:
-    counts = {level: sum(each.level == level for each in findings) for level in (ERROR, WARNING, NOTE)}
-    counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
-    return f"{'OK' if is_ok(findings) else 'NOT OK'}: {counted}"
-
-
 Check = Callable[[Mapping[str, str]], Iterable[Finding]]
 
 
 def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str]) -> list[Finding]:
     """Returns the findings of all checks, in their order.
 
+    The checks run beside each other, each for a limited time: a file system or a name server that hangs holds up only its own
+    check.
+
     Args:
-        checks: By what each looks at: the check, and for how many seconds it may.
+        checks: By subject: the check, and the seconds that it may take.
         environ: The environment.
     """
     found: dict[str, list[Finding]] = {name: [] for name in checks}
@@ -141,3 +78,66 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
         elif name in broken:
             findings.append(Finding(WARNING, name, f"cannot be looked at: {broken[name]}", "see the other findings"))
     return findings
+
+
+def as_table(findings: Sequence[Finding]) -> str:
+    """Returns the findings as a table for the terminal at standard output."""
+    from rich import console, table, text
+
+    shown = table.Table("", "what", table.Column("found", overflow="fold"), table.Column("do", overflow="fold"))
+    for each in findings:
+        level = text.Text(each.level, style=_STYLES[each.level])
+        shown.add_row(level, *(text.Text(part) for part in each[1:]))
+    screen = _Screen()
+    console.Console(file=screen, markup=False, emoji=False, highlight=False).print(shown)
+    return screen.getvalue() + _verdict(findings)
+
+
+class _Screen(io.StringIO):
+    """A buffer for the terminal at standard output, with its encoding, width and colours."""
+
+    encoding = property(lambda self: sys.stdout.encoding)
+
+    def isatty(self) -> bool:
+        return True
+
+
+def as_lines(findings: Sequence[Finding]) -> str:
+    """Returns a line for each finding: `level  what: value. Do: remedy`."""
+    width = max(map(len, _STYLES))
+    lines = [
+        f"{each.level:{width}}  {each.what}: {each.value}" + f" -> {each.remedy}" * bool(each.remedy)
+        for each in findings
+    ]
+    return "\n".join([*lines, _verdict(findings)])
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Returns the findings as one JSON object: `ok`, which is false after an error, and `findings`."""
+    return json.dumps({"ok": is_ok(findings), "findings": [each._asdict() for each in findings]}, indent=1)
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    counts = {level: sum(each.level == level for each in findings) for level in (ERROR, WARNING, NOTE)}
+    counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
+    return f"{'OK' if is_ok(findings) else 'NOT OK'}: {counted}"
+
+
+def is_ok(findings: Sequence[Finding]) -> bool:
+    """Returns whether nothing would stop a run."""
+    return all(each.level != ERROR for each in findings)
+
+
+def shorten(value: str) -> str:
+    """Returns a variable's value so that it can be printed: cut, and with control characters escaped."""
+    return printable(truncate(value)) or "(empty)"
+
+
+def printable(text: str) -> str:
+    """Returns a text without `user:password@`, and with control characters escaped: a variable must not steer a terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in _PASSWORD.sub("", text))
+
+
+def format_bytes(count: float) -> str:
+    """Returns a number of bytes for a reader, such as `1.5 GiB`."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

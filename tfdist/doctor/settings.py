@@ -99,8 +99,8 @@ def _threads(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _proxies(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields proxies, without what stands before the host: a user's password."""
-    told = {name: value.rpartition("@")[2] for name, value in environ.items() if name.lower() in _PROXIES and value}
-    if not told:
+    proxies = {name: value.rpartition("@")[2] for name, value in environ.items() if name.lower() in _PROXIES and value}
+    if not proxies:
         yield Finding(OK, "proxies", "none")
         return
     known = environ.get("no_proxy", environ.get("NO_PROXY", ""))
@@ -108,6 +108,6 @@ def _proxies(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding(
         NOTE,
         "proxies",
-        ", ".join(f"{name}={shorten(value)}" for name, value in sorted(told.items())) + around,
+        ", ".join(f"{name}={shorten(value)}" for name, value in sorted(proxies.items())) + around,
         "nothing for tfdist, which reaches the hosts of the cluster without them; your own servers: name them in no_proxy",
     )

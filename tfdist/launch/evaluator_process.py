@@ -73,11 +73,11 @@ class EvaluatorProcess:
             is_stopped: Returns whether to wait no longer.
             between: Calls `look`.
         """
-        said, begun = False, time.time()
+        announced, begun = False, time.time()
         while not self.is_over and not is_stopped():
-            if not said and self._task:
+            if not announced and self._task:
                 self._output.say(f"the training has finished; waiting for {SPEC}, which evaluates what is left")
-                said = True
+                announced = True
             between()
             alive_at = max(begun, self._started, progress.touched(self._folder, SPEC.name))
             if self._task and time.time() - alive_at > _SILENT_SECONDS:

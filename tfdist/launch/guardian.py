@@ -1,4 +1,4 @@
-"""Ends what the launcher has started and removes its folder when it has died, in whatever way. No TensorFlow here."""
+"""`Guardian`: a process that kills the launcher's tasks and removes its folder if the launcher dies. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import TracebackType
 
 from tfdist.runtime import progress
 
-# Reads process groups to watch from a pipe. At its end, which comes when the launcher is gone, kills what is left of them,
-# and removes the folder, in which a process that is being killed may still write.
-# In a session of its own, to survive what is sent to the launcher's group. A launcher that is killed amid the start of a task has
-# told that it starts one, and not that it has: the task is then found by the mark in its environment, once it has begun its program.
+# Reads process groups to watch from a pipe. The pipe ends when the launcher is gone: then the guardian kills the remaining
+# groups and removes the folder, in which a process that is being killed may still write. It has its own session, to survive
+# signals to the launcher's group. If the launcher dies before it has reported a task's number, the guardian finds the task by
+# an environment variable, once the task has begun its program.
 _PROGRAM = """
 import os, shutil, signal, sys, time
 folder, mark = sys.argv[1], os.fsencode(sys.argv[2])
@@ -49,7 +49,7 @@ for _ in range(100):
 
 
 class Guardian:
-    """A process of its own that outlives this one long enough; a context manager.
+    """Helper process that kills the tasks if the launcher dies; a context manager.
 
     Args:
         folder: What it removes in the end, an absolute path.
@@ -76,26 +76,26 @@ class Guardian:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Expects the process group that is started inside, and watched: this process may be killed before it can tell its number."""
-        self._tell("?")
+        """Announces that a process group is started inside: this process may be killed before it can report its number."""
+        self._send("?")
         try:
             yield
         except BaseException:
-            self._tell("!")
+            self._send("!")
             raise
 
     def watch(self, group: int) -> None:
         """Kills this process group at the end."""
-        self._tell(f"+{group}")
+        self._send(f"+{group}")
 
     def unwatch(self, group: int) -> None:
         """Leaves this process group, which has ended, alone."""
-        self._tell(f"-{group}")
+        self._send(f"-{group}")
 
-    def _tell(self, what: str) -> None:
+    def _send(self, message: str) -> None:
         pipe = self._process.stdin
         try:
             if pipe is not None:
-                pipe.write(f"{what}\n".encode())
+                pipe.write(f"{message}\n".encode())
         except BrokenPipeError:  # somebody killed it; this process still ends its tasks itself
             pass

@@ -17,9 +17,9 @@ from tfdist.launch.output import LauncherOutput
 from tfdist.launch.process import (
     Failure,
     TaskProcess,
-    heeded,
+    handling_signals,
     last_error_line,
-    put_away_logs,
+    set_logs_aside,
     signal_name,
     task_environ,
 )
@@ -30,9 +30,8 @@ from tfdist.runtime.temporary import temporary_folder
 _ALONE = (
     "no task has made a tfdist.Trainer or strategy: unless the command connects the tasks itself, each has run alone"
 )
-_AFTER_INTERRUPT = (
-    2.0  # seconds that tasks have after Ctrl-C: there is nothing to save, and they may wait for each other
-)
+# Seconds that tasks have after Ctrl-C: there is nothing to save, and they may wait for each other.
+_AFTER_INTERRUPT = 2.0
 
 
 class Launcher:
@@ -104,8 +103,8 @@ class Launcher:
             when the chief does: servers never end by themselves.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._appends = not self._output.attempt(self._log_dir, put_away_logs, self._log_dir)
-        with heeded(self._signals.append):
+        self._appends = not self._output.attempt(self._log_dir, set_logs_aside, self._log_dir)
+        with handling_signals(self._signals.append):
             try:
                 with (
                     temporary_folder(otherwise=self._log_dir) as self._progress,
@@ -154,9 +153,9 @@ class Launcher:
 
     def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
         command = [*self._prefixes.get(spec, ()), *self._command]
-        told = task_environ(self._environ, self._cluster, spec, self._progress)
+        environ = task_environ(self._environ, self._cluster, spec, self._progress)
         with self._guardian.starting():
-            task = TaskProcess(spec, command, told, self._log_dir / f"{spec.name}.log", append or self._appends)
+            task = TaskProcess(spec, command, environ, self._log_dir / f"{spec.name}.log", append or self._appends)
             self._guardian.watch(task.process.pid)
         return task
 
@@ -234,8 +233,8 @@ class Launcher:
         code = task.process.returncode
         if self._kill_at < float("inf"):
             # The traceback of a task that fails because another one failed first stays in its log.
-            told = bool(self._signals) and not self.failure and not self._is_server(task.spec)
-            self._preempted |= told and code == exit_status.PREEMPTED
+            was_signalled = bool(self._signals) and not self.failure and not self._is_server(task.spec)
+            self._preempted |= was_signalled and code == exit_status.PREEMPTED
             return
         if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
             self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))
@@ -293,7 +292,7 @@ class Launcher:
         return mine and mine.done, max((steps.saved for steps in found), default=self._saved)
 
     def _is_server(self, task: TaskSpec) -> bool:
-        """Whether a task serves a chief, which saves for all."""
+        """Returns whether a task serves a chief, which saves for all."""
         return bool(self._cluster.jobs.get("ps")) and task != self._cluster.chief
 
     def _end(self, number: int, grace: float) -> None:

@@ -28,7 +28,7 @@ def is_possible() -> bool:
 
 
 class Pace:
-    """How fast one task trains, by looks at its step.
+    """The pace of one task, from repeated looks at its step.
 
     Attributes:
         rate: Steps per second in the last seconds, or None before there are two looks.
@@ -42,7 +42,7 @@ class Pace:
         self._start: tuple[float, int] | None = None  # once its step has moved: the first one takes a compilation
 
     def look(self, now: float, steps: progress.Steps) -> None:
-        """Takes the time, and how far the task is then."""
+        """Records the task's steps at a time."""
         before = self._looks[-1][1] if self._looks else steps.done
         if steps.done < before:  # another training
             self.__init__()  # type: ignore[misc]
@@ -62,7 +62,7 @@ class Pace:
 
 
 class _Screen(io.StringIO):
-    """What is to be written to standard output, a terminal, with its encoding."""
+    """A buffer for the terminal at standard output, with its encoding."""
 
     encoding = property(lambda self: sys.stdout.encoding)
 

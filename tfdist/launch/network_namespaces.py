@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
+from tfdist.cluster.spec import split_address
 from tfdist.errors import ConfigError, format_value
 
 VARIABLE = "TFDIST_NETNS"
@@ -56,7 +57,7 @@ def assign_namespaces(workers: int, ps: int, netns: str) -> tuple[ClusterSpec, M
     spaces = _find(names)
     local = local_cluster(workers, ps)
     turns = {task: spaces[number % len(spaces)] for number, task in enumerate(local.tasks())}
-    ports = {task: local.address(task).rpartition(":")[2] for task in turns}
+    ports = {task: split_address(local.address(task))[1] for task in turns}
     cluster = ClusterSpec(
         {
             job: [f"{turns[TaskSpec(job, i)].address}:{ports[TaskSpec(job, i)]}" for i in range(len(addresses))]

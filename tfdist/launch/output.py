@@ -1,7 +1,4 @@
-"""What tasks print, line by line behind their names, on the launcher's output. No TensorFlow here.
-
-A `BackgroundWriter` writes to a stream in a thread, so that a reader that stalls holds up nobody else.
-"""
+"""The launcher's output: the lines of its tasks behind their names, and its own messages. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -35,17 +32,16 @@ _PIECE = 4096  # bytes of one write: a blocking write of more returns only when 
 
 
 class LauncherOutput:
-    """The launcher's output: the lines of its tasks, and its own messages.
+    """Prints tasks' lines and the launcher's messages, and never waits for its reader.
 
-    It never waits for its reader. Lines that the reader is slow to take wait in memory; of too many, the tasks' oldest are
-    left out, and counted.
+    Lines that the reader is slow to take wait in memory; if they are too many, the tasks' oldest are dropped and counted.
 
     Args:
         stream: Where lines go. None means this process's standard output.
         log_dir: Where the logs are, for the message of how many lines were left out.
 
     Attributes:
-        is_interrupted: Whether Ctrl-C has been pressed, and been told of: that tasks end of it is not told once more.
+        is_interrupted: Whether Ctrl-C was pressed and reported: the tasks' own messages about it are not shown.
     """
 
     def __init__(self, stream: IO[bytes] | None, log_dir: str | os.PathLike[str]):
@@ -59,9 +55,8 @@ class LauncherOutput:
         self._left_out = 0
         self._has_table = stream is None and live_table.is_possible()
         self._table: live_table.LiveTable | None = None
-        self._warnings: dict[
-            bytes, tuple[bytes, int]
-        ] = {}  # by what they say: the line as shown, and how many followed
+        # By what warnings have in common: the line as shown, and how many followed.
+        self._warnings: dict[bytes, tuple[bytes, int]] = {}
         self._repeated: dict[TaskProcess, bytes] = {}  # tasks whose last line was a repeated warning
 
     def start_table(self, tasks: Sequence[TaskSpec], servers: Collection[TaskSpec], folder: str) -> None:
@@ -125,14 +120,14 @@ class LauncherOutput:
             task.log_fault = None
 
     def count_warnings(self) -> None:
-        """Says how often warnings were repeated that have been shown once."""
+        """Prints how often warnings were repeated that were shown once."""
         for line, more in self._warnings.values():
             if more:
                 self._write(f"tfdist: {more} more line{'s' if more > 1 else ''} like: ".encode() + line)
         self._warnings = {}
 
     def _is_repeated(self, task: TaskProcess, line: bytes) -> bool:
-        """Whether a line is a warning that any task has given before, or the code below such a one."""
+        """Returns whether a line is a warning that any task has given before, or the code below such a one."""
         warning = self._repeated.pop(task, None)
         if warning and process.is_source_of(warning, line):
             return True
@@ -188,7 +183,7 @@ class LauncherOutput:
         self._flush()
 
     def _flush(self) -> None:
-        """Has the lines that wait written, unless the table's next refresh does that or the reader is not ready."""
+        """Writes the lines that wait, unless the table's next refresh does that or the reader is not ready."""
         if self._table is None and self._writer.is_idle:
             self._writer.write(b"".join(line + b"\n" for line in self._take_lines()))
 
@@ -196,15 +191,19 @@ class LauncherOutput:
         """Returns the lines that wait, and waits with none."""
         lines = [*self._spared, *self._waiting]
         if self._left_out:
-            told = f"{self._left_out} lines of tasks were left out here, as nobody read them; {self._log_dir} has them"
-            lines.insert(0, _OWN + told.encode())
+            message = (
+                f"{self._left_out} lines of tasks were left out here, as nobody read them; {self._log_dir} has them"
+            )
+            lines.insert(0, _OWN + message.encode())
         self._spared, self._left_out, self._waiting_bytes = [], 0, 0
         self._waiting.clear()
         return lines
 
 
 class BackgroundWriter:
-    """Writes one chunk at a time. The stream's own mode is left alone: other programs share a terminal.
+    """Writes one chunk at a time to a stream, in a thread, so that a reader that stalls holds up nobody else.
+
+    The stream's own mode stays as it is: other programs share a terminal.
 
     Args:
         stream: Where to write. None means nowhere: standard output is closed.
@@ -229,7 +228,7 @@ class BackgroundWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was to be written has been."""
+        """True if everything has been written."""
         return self._thread is None or not self._thread.is_alive()
 
     def write(self, chunk: bytes) -> None:

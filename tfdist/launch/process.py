@@ -1,9 +1,4 @@
-"""A task's process: its output, its end, and what it said last. No TensorFlow here.
-
-`heeded` is for signals that a supervisor receives, `signal_name` for those that end its tasks.
-
-A line of a task is TensorFlow's C++ log (`is_chatter`), a warning (`warning_text`), or anything else, which is always shown.
-"""
+"""The process of one task: its environment, its lines of output, and why it failed. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -38,72 +33,33 @@ _BLAMES_ANOTHER = re.compile(rb"\w:\d+ at .* has ended while \w+:\d+ trained wit
 _COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
 # absl's form, `W0000 00:00:1795536441.651659    1998 port.cc:153] text`, and TensorFlow's, `2026-01-31 12:00:00.123456: W
 # tensorflow/core/x.cc:210] text`. absl's lines of Python code look like the former, but for the file's name.
-_CXX = re.compile(
+_CXX_LOG = re.compile(
     rb"(?:(?P<absl>[IWEF])\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: (?P<tsl>[IWEF]) )"
     rb"(?P<place>[\w./-]+\.(?:cc|cpp|cu|h|inc)):\d+\] ?(?P<text>.*)"
 )
-# Errors and warnings about what is not there or is done twice, on healthy machines too.
+# Errors and warnings that healthy machines log, too: something is missing or is done twice.
 _HARMLESS = re.compile(
     rb"cuInit|Unable to register cu\w+ factory|computation placer already registered|Cannot dlopen some GPU libraries"
     rb"|Could not find TensorRT|Local rendezvous is aborting with status: OUT_OF_RANGE|exceeds 10% of free system memory",
     re.IGNORECASE,
 )
-_OTHER_CHATTER = re.compile(
+_TENSORFLOW_NOTICE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
     rb"|To enable the following instructions: .*, rebuild TensorFlow with the appropriate compiler flags\.$"
 )
 _LISTED_TASK = re.compile(rb"/job:\w+/replica:\d+/task:\d+$")  # C++ messages list tasks, one in each line
 _PYTHON_WARNING = re.compile(rb"(?P<file>.+?):(?P<line>\d+): (?:\w+\.)*\w*Warning: ")
 _LOGGED_WARNING = re.compile(rb"WARNING:[\w.]+:|W\d{4} [\d:.]+ +\d+ \S+\.py:\d+\] (?P<text>.*)")
-# Colours, movements of the cursor, titles, and control characters but for the tabulator.
+# Colours, movements of the cursor, titles, and control characters except the tabulator.
 _ESCAPES = re.compile(
     rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x08\x0a-\x1f\x7f]"
 )
 # Keras' progress bar, which is a line of its own for each step where there is no terminal.
-_BAR = re.compile(rb"\x1b\[1m\s*(\d+)/(\d+|Unknown)\x1b\[0m ")
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The first task that failed.
-
-    Attributes:
-        task: Which.
-        exit_code: Its exit code, or minus the number of the signal that ended it.
-        reason: Its last words, where it has said why: the last line of its traceback, or another complaint.
-    """
-
-    task: TaskSpec
-    exit_code: int
-    reason: str
-
-    @property
-    def cause(self) -> str:
-        """How it ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
-        if self.exit_code < 0:
-            return f"killed by {signal_name(-self.exit_code)}"
-        return f"exit code {self.exit_code}" + (f": {self.reason}" if self.reason else "")
-
-    @property
-    def status(self) -> int:
-        """The exit code that a shell would show."""
-        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
-
-    def remedy(self, saved: int) -> str:
-        """How to go on after the death of a process that has not failed by itself, or nothing; `saved` is the last backup's step."""
-        if self.exit_code >= 0:
-            return ""
-        again = f"Run the command again to go on from step {saved}" if saved else "No backup was made"
-        return f". {again}; max_restarts starts the tasks again by itself, from the last backup"
-
-    def __str__(self) -> str:
-        if self.exit_code < 0:
-            return f"{self.task} was {self.cause}"
-        return f"{self.task} failed with {self.cause}"
+_PROGRESS_BAR = re.compile(rb"\x1b\[1m\s*(\d+)/(\d+|Unknown)\x1b\[0m ")
 
 
 class TaskProcess:
-    """A running task: its process, its pipe and what of its output is held back."""
+    """A running task: its process, its pipe, its log, and the lines that are held back."""
 
     def __init__(
         self, spec: TaskSpec, command: Sequence[str], environ: Mapping[str, str], log_path: pathlib.Path, append: bool
@@ -133,7 +89,7 @@ class TaskProcess:
         self.pipe = self.process.stdout
         os.set_blocking(self.pipe.fileno(), False)
         self.partial = b""
-        self._chatters = False  # the line before was TensorFlow's own
+        self._in_tensorflow_log = False  # the line before was TensorFlow's own
         self.held: list[bytes] = []
         self.held_since = 0.0
         self.tail: list[bytes] = []
@@ -141,13 +97,13 @@ class TaskProcess:
         self.over = False
 
     def read(self, last: bool = False) -> list[bytes]:
-        """Returns complete lines that have come since, not always all; notes the end of the output.
+        """Returns complete lines written since the last call, not always all; notes the end of the output.
 
         Args:
             last: Whether a line is complete that has no end yet, as the task has ended.
         """
         try:
-            # So much and no more: a task that never stops writing must leave time for signals.
+            # One chunk: a task that never stops writing must leave time for signals.
             chunk = os.read(self.pipe.fileno(), _CHUNK)
         except BlockingIOError:
             if not last:
@@ -157,20 +113,20 @@ class TaskProcess:
             chunk, self.open = b"", False
         else:
             self.open = chunk != b""
-        self._keep(chunk)
+        self._write_log(chunk)
         *lines, self.partial = (self.partial + chunk).split(b"\n")
         if last or not self.open or len(self.partial) > _LONGEST_LINE:
             lines, self.partial = [*lines, self.partial], b""
         shown = []
         for line in filter(bytes.strip, map(to_plain, lines)):
-            self._chatters = is_chatter(line, self._chatters)
-            if not self._chatters:
+            self._in_tensorflow_log = is_tensorflow_log(line, self._in_tensorflow_log)
+            if not self._in_tensorflow_log:
                 shown.append(line)
         self.tail = (self.tail + shown)[-_TAIL_LINES:]
         return shown
 
-    def _keep(self, chunk: bytes) -> None:
-        """Writes to the log, until that fails once: a disk that is full is no reason to end a training."""
+    def _write_log(self, chunk: bytes) -> None:
+        """Writes to the log, until that fails once: a full disk is no reason to end a training."""
         if self.log is None:
             return
         try:
@@ -214,53 +170,73 @@ def task_environ(environ: Mapping[str, str], cluster: ClusterSpec, task: TaskSpe
         environ: What it inherits.
         cluster: The cluster.
         task: The task.
-        folder: Where it tells its progress.
+        folder: Where it writes its progress.
     """
-    told = {"TF_CPP_MIN_LOG_LEVEL": "2", **environ}  # TensorFlow's C++ log: errors only
-    told |= {"TF_CONFIG": cluster.to_tf_config(task), "PYTHONUNBUFFERED": "1", progress.FOLDER: folder}
-    told[progress.LAUNCHED] = str(psutil.Process().create_time())
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **environ}  # TensorFlow's C++ log: errors only
+    variables |= {"TF_CONFIG": cluster.to_tf_config(task), "PYTHONUNBUFFERED": "1", progress.FOLDER: folder}
+    variables[progress.LAUNCHED] = str(psutil.Process().create_time())
     # An evaluator is beside the cluster, which takes all memory of the GPUs.
-    return told if task.type != "evaluator" else {**told, "CUDA_VISIBLE_DEVICES": ""}
+    return variables if task.type != "evaluator" else {**variables, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def put_away_logs(folder: pathlib.Path) -> None:
-    """Moves what an earlier run has left in a folder of logs."""
-    for log in folder.glob("*.log"):
-        (folder / "before").mkdir(exist_ok=True)
-        log.replace(folder / "before" / log.name)
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The first task that failed.
+
+    Attributes:
+        task: Which.
+        exit_code: Its exit code, or minus the number of the signal that ended it.
+        reason: The last line of its traceback or another complaint, where it has printed one.
+    """
+
+    task: TaskSpec
+    exit_code: int
+    reason: str
+
+    @property
+    def cause(self) -> str:
+        """The way it ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
+        if self.exit_code < 0:
+            return f"killed by {signal_name(-self.exit_code)}"
+        return f"exit code {self.exit_code}" + (f": {self.reason}" if self.reason else "")
+
+    @property
+    def status(self) -> int:
+        """The exit code that a shell would show."""
+        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
+
+    def remedy(self, saved: int) -> str:
+        """Returns how to continue after a process was killed, or an empty text; `saved` is the last backup's step."""
+        if self.exit_code >= 0:
+            return ""
+        again = f"Run the command again to go on from step {saved}" if saved else "No backup was made"
+        return f". {again}; max_restarts starts the tasks again by itself, from the last backup"
+
+    def __str__(self) -> str:
+        if self.exit_code < 0:
+            return f"{self.task} was {self.cause}"
+        return f"{self.task} failed with {self.cause}"
 
 
 def last_error_line(lines: Sequence[bytes]) -> str:
-    """Returns what the last exception says, in one line, or the last complaint, or nothing.
+    """Returns the message of the last exception in one line; without an exception, the last complaint, or an empty text.
 
-    Of a message of several lines that is the first one; or the next that says something, where the first only says that others follow.
+    A message of several lines is represented by its first line, or by the next one with content if the first is only a heading.
     """
     found = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
     if not found:
-        return _shortened(next((line for line in reversed(lines) if _COMPLAINT.match(line)), b""))
+        return _shorten(next((line for line in reversed(lines) if _COMPLAINT.match(line)), b""))
     first, *others = lines[found[-1] :]
     if not _HEADING.search(first.strip()):
-        return _shortened(first)
-    told = next((line for line in others if not _DETAIL.match(line)), b"")
+        return _shorten(first)
+    content = next((line for line in others if not _DETAIL.match(line)), b"")
     kind = first.partition(b": ")[0]
-    return _shortened(kind + b": " + told.strip() if told else first)
+    return _shorten(kind + b": " + content.strip() if content else first)
 
 
-def _shortened(line: bytes) -> str:
+def _shorten(line: bytes) -> str:
     text = line.decode(errors="replace").strip().rstrip(".:;, ")
     return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 3] + "..."
-
-
-@contextlib.contextmanager
-def heeded(on_signal: Callable[[int], object]) -> Iterator[None]:
-    """Calls a function with the number of each SIGINT, SIGTERM and SIGHUP. What is ignored stays so, as under nohup."""
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {n: signal.signal(n, lambda number, frame: on_signal(number)) for n in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def signal_name(number: int) -> str:
@@ -272,23 +248,23 @@ def signal_name(number: int) -> str:
 
 
 def to_plain(line: bytes) -> bytes:
-    """Returns what a terminal would show of a line in the end, without escape codes: nothing of a bar that goes on."""
+    """Returns a line as a terminal finally shows it, without escape codes; empty for a progress bar that is not complete."""
     line = next((part for part in reversed(line.split(b"\r")) if part.strip()), b"")
-    bar = _BAR.match(line)
+    bar = _PROGRESS_BAR.match(line)
     return b"" if bar and bar[1] != bar[2] else _ESCAPES.sub(b"", line)
 
 
-def is_chatter(line: bytes, after_chatter: bool = False) -> bool:
-    """Returns whether a line is surely TensorFlow's C++ log, and tells nothing of a fault.
+def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
+    """Returns whether a line is certainly of TensorFlow's C++ log, and reports no error. All other lines are shown.
 
     Args:
         line: The line, plain.
-        after_chatter: Whether the line before it was such a one.
+        after_log: Whether the line before it was one of that log.
     """
-    if found := _CXX.match(line):
+    if found := _CXX_LOG.match(line):
         level = found["absl"] or found["tsl"]
         return level == b"I" or (level != b"F" and bool(_HARMLESS.search(found["text"])))
-    return bool(_OTHER_CHATTER.match(line) or (after_chatter and _LISTED_TASK.match(line)))
+    return bool(_TENSORFLOW_NOTICE.match(line) or (after_log and _LISTED_TASK.match(line)))
 
 
 def warning_text(line: bytes) -> bytes | None:
@@ -296,7 +272,7 @@ def warning_text(line: bytes) -> bytes | None:
 
     Warnings are Python's, those that `logging` and absl print in their default forms, and those of TensorFlow's C++ log.
     """
-    if found := _CXX.match(line):
+    if found := _CXX_LOG.match(line):
         if (found["absl"] or found["tsl"]) != b"W":
             return None
         return found["place"] + re.sub(rb"\d+", b"0", found["text"])  # addresses, sizes
@@ -312,3 +288,22 @@ def is_source_of(warning: bytes, line: bytes) -> bool:
         return False
     code = linecache.getline(found["file"].decode(errors="replace"), int(found["line"])).strip()
     return bool(code) and code.encode() == line.strip()
+
+
+def set_logs_aside(folder: pathlib.Path) -> None:
+    """Moves the logs of an earlier run to the folder `before` in their folder."""
+    for log in folder.glob("*.log"):
+        (folder / "before").mkdir(exist_ok=True)
+        log.replace(folder / "before" / log.name)
+
+
+@contextlib.contextmanager
+def handling_signals(on_signal: Callable[[int], object]) -> Iterator[None]:
+    """Calls a function with the number of each SIGINT, SIGTERM and SIGHUP inside. Ignored signals stay ignored, as under nohup."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, lambda number, frame: on_signal(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

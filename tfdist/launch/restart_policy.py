@@ -1,4 +1,4 @@
-"""When a supervisor starts a failed run again, and when it gives up. No TensorFlow here."""
+"""`RestartPolicy`: it decides when a supervisor restarts a failed run, and when it gives up. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RestartPolicy:
         self._stuck = 0  # restarts without progress
 
     def failed(self, step: int | None) -> str:
-        """Judges a failure.
+        """Counts a failure, and decides whether the run starts again.
 
         Args:
             step: The training steps done by then, or None if none had been begun.

@@ -1,4 +1,4 @@
-"""What a run reports: speed, bytes, TensorBoard."""
+"""Callbacks and files that report a run: `TensorBoard`, `Throughput`, `Goodput`, `WireBytes`, and its summary."""
 
 from tfdist.monitoring.goodput import Goodput
 from tfdist.monitoring.network import WireBytes

@@ -1,4 +1,4 @@
-"""How much of a run's wall time went into training steps, and where the rest went."""
+"""The callback `Goodput`: the share of a run's wall time that went into training steps, and where the rest went."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Goodput(keras.callbacks.Callback):
         return {"steps": self._ledger.now()["steps"]}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Takes what the backup that is restored has kept."""
+        """Restores what `state_dict` returned."""
         self._saved_steps = state["steps"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -1,14 +1,4 @@
-"""What the parts of `TensorBoard` measure between two writes: a class for each, all of them a `Meter`.
-
-ExecutionMeter     how long steps wait for their batch and, with parameter servers, how far steps of workers overlap
-FaultMeter         how often a run was restarted, and how many steps it had to repeat
-GoodputMeter       where the wall time has gone so far
-SkipMeter          how many updates were left out, because a gradient was not finite
-SystemMeter        the memory and the processor time of this process
-WireMeter          the bytes that a rank sends for a step
-CompressionMeter   how much smaller compression makes gradients, and how much of them it has left for later steps
-GradientNorm       the length of the gradient that updates the weights
-"""
+"""The meters of `TensorBoard`: each measures a few tags of a training between two writes."""
 
 from __future__ import annotations
 
@@ -50,65 +40,15 @@ class Meter(abc.ABC):
         """Begins an epoch."""
 
     def on_step(self, step: int) -> None:  # noqa: B027
-        """Takes note of an execution's end, of which `step` is the last step since the training's begin. Reads no tensors."""
+        """Is called after each execution, with the number of the training's last step. Reads no tensors."""
 
     @abc.abstractmethod
     def read(self) -> dict[str, float | None]:
         """Returns a value for each tag, measured since the last call; None for one that cannot be measured."""
 
 
-class ExecutionMeter(Meter):
-    """Reads what the model's training function has measured; one of the user's own making measures nothing."""
-
-    def read(self) -> dict[str, float | None]:
-        measured = getattr(self.model.train_function, "measured", None)
-        return dict(measured.take()) if measured else {}
-
-
-class FaultMeter(Meter):
-    """Reads what the supervisor knows; without a supervisor nothing. The chief alone knows the lost steps."""
-
-    _is_settled = False
-    _lost: int | None = None
-
-    def on_step(self, step: int) -> None:
-        # Not earlier: of two trainings in one program the first one may have no step left, as it was at its end.
-        if self.is_chief and not self._is_settled:
-            self._is_settled, self._lost = True, progress.settle_lost_steps()
-
-    def read(self) -> dict[str, float | None]:
-        restarts = progress.restarts() if progress.is_supervised() else None
-        return {"faults/restarts": restarts, "faults/lost_steps": self._lost}
-
-
-class GoodputMeter(Meter):
-    """Reads what `Goodput` has counted on the chief; without that callback, nothing."""
-
-    def read(self) -> dict[str, float | None]:
-        ledger = goodput.current()
-        if ledger is None or not self.is_chief:
-            return {}
-        seconds = ledger.now()
-        parts: dict[str, float | None] = {f"goodput_seconds/{part}": value for part, value in seconds.items()}
-        return {"goodput/productive": seconds["steps"] / (sum(seconds.values()) or 1.0), **parts}
-
-
-class SkipMeter(Meter):
-    """Reads how many updates this process has left out for `nan_policy`. All replicas leave out the same."""
-
-    def begin(self, model: keras.Model, is_chief: bool) -> None:
-        super().begin(model, is_chief)
-        self._numbers: list[tf.Variable] | None = None  # found at the first write: to look for optimizers takes long
-
-    def read(self) -> dict[str, float | None]:
-        if self._numbers is None:
-            self._numbers = skipped_updates(self.model) if self.is_chief else []
-        skipped = sum(float(each.numpy()) for each in self._numbers) if self._numbers else None
-        return {"train/skipped_updates": skipped}
-
-
 class SystemMeter(Meter):
-    """Measures the resident memory, and the processor time since the last write: 100 is one core in full use."""
+    """Measures this process's resident memory, and its processor time since the last write: 100 is one core in full use."""
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
         super().begin(model, is_chief)
@@ -127,8 +67,39 @@ class SystemMeter(Meter):
         return time.process_time(), time.perf_counter()
 
 
+class FaultMeter(Meter):
+    """Reads how often the run was restarted and how many steps it repeated.
+
+    The supervisor counts both; without one there are no values. Only the chief knows the repeated steps.
+    """
+
+    _is_settled = False
+    _lost: int | None = None
+
+    def on_step(self, step: int) -> None:
+        # Not earlier: of two trainings in one program the first one may have no step left, as it was at its end.
+        if self.is_chief and not self._is_settled:
+            self._is_settled, self._lost = True, progress.settle_lost_steps()
+
+    def read(self) -> dict[str, float | None]:
+        restarts = progress.restarts() if progress.is_supervised() else None
+        return {"faults/restarts": restarts, "faults/lost_steps": self._lost}
+
+
+class GoodputMeter(Meter):
+    """Reads where the wall time has gone, as the callback `Goodput` counts it on the chief; without that callback, nothing."""
+
+    def read(self) -> dict[str, float | None]:
+        ledger = goodput.current()
+        if ledger is None or not self.is_chief:
+            return {}
+        seconds = ledger.now()
+        parts: dict[str, float | None] = {f"goodput_seconds/{part}": value for part, value in seconds.items()}
+        return {"goodput/productive": seconds["steps"] / (sum(seconds.values()) or 1.0), **parts}
+
+
 class WireMeter(Meter):
-    """Measures the bytes per step by the network interfaces, where ranks are in several processes; see `WireBytes`."""
+    """Measures the bytes that a rank sends for a step, where ranks are in several processes; see `WireBytes`."""
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
         super().begin(model, is_chief)
@@ -148,9 +119,10 @@ class WireMeter(Meter):
 
 
 class CompressionMeter(Meter):
-    """Reads the compressor of a model's optimizers; without one nothing.
+    """Reads the compression ratio of the gradients, and the norm of what compression has left for later steps.
 
-    The norm is that of the errors that this process feeds back, over all its replicas.
+    The norm is that of the residuals that this process feeds back, over all its replicas. Without a compressor there are no
+    values.
     """
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
@@ -189,6 +161,31 @@ class CompressionMeter(Meter):
             for component in local(state)  # to read the variable itself would be a collective
         ]
         return float(tf.linalg.global_norm(residuals)) if residuals else None
+
+
+class ExecutionMeter(Meter):
+    """Reads how long steps waited for their batch and, with parameter servers, how far workers' steps overlapped.
+
+    The model's training function measures both; a custom one measures nothing.
+    """
+
+    def read(self) -> dict[str, float | None]:
+        measured = getattr(self.model.train_function, "measured", None)
+        return dict(measured.take()) if measured else {}
+
+
+class SkipMeter(Meter):
+    """Reads how many updates `nan_policy` has skipped because a gradient was not finite. All replicas skip the same."""
+
+    def begin(self, model: keras.Model, is_chief: bool) -> None:
+        super().begin(model, is_chief)
+        self._numbers: list[tf.Variable] | None = None  # found at the first write: to look for optimizers takes long
+
+    def read(self) -> dict[str, float | None]:
+        if self._numbers is None:
+            self._numbers = skipped_updates(self.model) if self.is_chief else []
+        skipped = sum(float(each.numpy()) for each in self._numbers) if self._numbers else None
+        return {"train/skipped_updates": skipped}
 
 
 class GradientNorm(Meter):

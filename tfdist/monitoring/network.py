@@ -1,4 +1,4 @@
-"""What training steps send over the network, as the interfaces have counted it."""
+"""The callback `WireBytes`: the bytes that training steps send over the network, by the counters of its interfaces."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.cluster.spec import split_address
 
 _COUNTERS = "/proc/net/dev"
 _LOOPBACK = "lo"
@@ -42,8 +43,8 @@ class WireBytes(keras.callbacks.Callback):
     ):
         super().__init__()
         self._read = read or read_sent_bytes
-        hosts = [cluster.address(other).rsplit(":", 1)[0] for other in cluster.training_tasks()]
-        mine = cluster.address(task).rsplit(":", 1)[0]
+        hosts = [split_address(cluster.address(other))[0] for other in cluster.training_tasks()]
+        mine, _ = split_address(cluster.address(task))
         self._here = hosts.count(mine)
         self._local = self._here == len(hosts)
         # Some of the peers' bytes pass the loopback, and some do not: no telling whose they are.
@@ -86,7 +87,7 @@ class WireBytes(keras.callbacks.Callback):
 
     @property
     def per_step_before(self) -> int | None:
-        """Those of the steps before compression has begun."""
+        """Bytes sent by a rank for a step before compression has begun; None where that cannot be told."""
         return self._mean(0)
 
     def take(self) -> int | None:

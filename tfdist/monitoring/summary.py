@@ -13,7 +13,7 @@ import numpy as np
 from tfdist.cluster import ClusterSpec
 from tfdist.compression.base import Compressor
 from tfdist.config import TrainConfig
-from tfdist.monitoring import compression_report, texts
+from tfdist.monitoring import compression_report, side_summaries
 from tfdist.monitoring.network import WireBytes
 from tfdist.monitoring.throughput import Throughput
 from tfdist.runtime import progress
@@ -66,7 +66,7 @@ def summarize(
         **server_report,
         "wall_seconds": round(time.perf_counter() - started, 2),
         "goodput": goodput,
-        "versions": texts.versions(),
+        "versions": side_summaries.versions(),
     }
 
 

@@ -1,7 +1,4 @@
-"""TensorBoard's scalars of a training, which go on after a resume as if it had not been interrupted.
-
-`StepProfiler` is TensorFlow's profiler on a range of a training's steps.
-"""
+"""The callback `TensorBoard`: its curves continue after a resume as if the training had not been interrupted."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.config.monitoring import step_range
 from tfdist.errors import ConfigError, format_value
-from tfdist.monitoring import texts
+from tfdist.monitoring import side_summaries
 from tfdist.monitoring.event_files import BY_ITERATIONS, Run
 from tfdist.monitoring.meter import (
     CompressionMeter,
@@ -29,7 +26,6 @@ from tfdist.monitoring.meter import (
     SystemMeter,
     WireMeter,
 )
-from tfdist.monitoring.texts import weight_histograms
 from tfdist.monitoring.throughput import Throughput
 from tfdist.runtime.log import logger
 
@@ -131,7 +127,7 @@ class TensorBoard(keras.callbacks.Callback):
             meter.begin(model, self._is_chief)
 
     def _try(self, action: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Does something with files; after a first failure, nothing any more."""
+        """Calls what writes files; after the first failure it calls nothing."""
         if not self._works:
             return None
         try:
@@ -154,7 +150,7 @@ class TensorBoard(keras.callbacks.Callback):
         return {"throughput": self._throughput.state_dict(), "sizes": sizes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` returned; what was written since is removed before anything is written."""
+        """Restores what `state_dict` returned; everything written since is removed before the next write."""
         self._throughput.load_state_dict(state["throughput"])
         self._goes_on = True
         # Not yet: if this training was at its end, a later one of the program has written, and may go on from its own backup.
@@ -187,10 +183,13 @@ class TensorBoard(keras.callbacks.Callback):
 
     def _describe(self) -> None:
         """Writes what stands beside the curves, once: a backup holds the size of the files with it."""
-        for summary in (texts.summary(self._strategy), texts.charts_layout(by_step=self._every > 0)):
+        for summary in (
+            side_summaries.environment_texts(self._strategy),
+            side_summaries.charts_layout(by_step=self._every > 0),
+        ):
             self._try(self._runs["train"].write_summary, summary)
         if self._hparams is not None:
-            self._try(self._runs["hparams"].write_summary, texts.hparams_start(self._hparams))
+            self._try(self._runs["hparams"].write_summary, side_summaries.hparams_start(self._hparams))
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._profiler.is_off:
@@ -222,7 +221,7 @@ class TensorBoard(keras.callbacks.Callback):
             for run, values in (("train", training | self._learning_rate()), ("validation", validation)):
                 self._write(run, {f"epoch_{name}": value for name, value in values.items()}, epoch)
         if self._is_chief and self._histogram_freq and epoch % self._histogram_freq == 0:
-            self._try(self._runs["train"].write, weight_histograms(self.model), epoch)
+            self._try(self._runs["train"].write, side_summaries.weight_histograms(self.model), epoch)
         self._flush()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -236,7 +235,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._try(self._profiler.stop)
         if logs and self._is_chief and self._hparams is not None:
             self._write("hparams", {f"final/{name}": value for name, value in logs.items()}, self._throughput.steps)
-            self._try(self._runs["hparams"].write_summary, texts.hparams_end())
+            self._try(self._runs["hparams"].write_summary, side_summaries.hparams_end())
         for run in self._runs.values():
             self._try(run.close)
 
@@ -268,13 +267,8 @@ class TensorBoard(keras.callbacks.Callback):
         return None if iterations is None else int(keras.ops.convert_to_numpy(iterations))
 
 
-def is_number(value: Any) -> bool:
-    array = np.asarray(value)
-    return array.ndim == 0 and array.dtype.kind not in "OSU"  # objects, such as None, and texts
-
-
 class StepProfiler:
-    """Profiles the executions that hold one of the steps.
+    """Runs TensorFlow's profiler during the executions that have a step of a range.
 
     Args:
         steps: The first and the last step of the whole training, counted from 1; None means that nothing is profiled.
@@ -286,7 +280,7 @@ class StepProfiler:
 
     @property
     def is_off(self) -> bool:
-        """Whether there is nothing to profile."""
+        """True if no step is left to profile."""
         return self._last == 0
 
     def before_execution(self, folder: str, done: int, steps: int) -> None:
@@ -327,3 +321,9 @@ class StepProfiler:
             f"TensorBoard: there is no profile of steps {self._first} to {self._last}, as another profiler runs in this process."
         )
         self._last = 0
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value of the logs is one number, which a curve can show."""
+    array = np.asarray(value)
+    return array.ndim == 0 and array.dtype.kind not in "OSU"  # objects, such as None, and texts

@@ -1,4 +1,4 @@
-"""Throughput of a training."""
+"""The callback `Throughput`: the speed of a training and the times of its steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Throughput(keras.callbacks.Callback):
         return {"steps": self.steps, "epoch_steps": self._epoch_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Puts back what `state_dict` returned."""
+        """Restores what `state_dict` returned."""
         self.steps, self._epoch_steps = state["steps"], state["epoch_steps"]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

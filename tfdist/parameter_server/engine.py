@@ -1,17 +1,13 @@
-"""Keras' own `fit`, `evaluate` and `predict` on the chief of a parameter-server cluster, their steps on its workers.
+"""The engine of parameter-server training: Keras' own loops run on the chief, their steps on the workers.
 
 Keras' loops call a function for each step. Here it schedules the step on any worker, several at once for each worker,
-and returns the logs so far: of those steps whose results have arrived, which the last few scheduled are not. At the end
-of an epoch or an evaluation all have. Data that are given themselves are read by the chief, which sends each batch once;
-a function of an input context makes the data on the workers.
+and returns the logs of the steps that have completed so far; the most recent ones are still in flight. At the end of an
+epoch or an evaluation all have completed. A dataset is read by the chief, which sends each batch once; a function of an
+input context makes the data on the workers.
 
-Workers do not wait for each other: a gradient is of weights that other workers' steps may have changed since, about as
-often as there are other workers. Adam's moments and weights take each update in one atomic addition, but of a difference
-that was computed from values which may have changed since, too.
-
-For `predict` the workers compute batches some ahead of Keras' loop.
-
-`update_on_servers` updates variables on the parameter servers that hold them.
+Workers do not wait for each other: other workers' steps may have changed the weights since a gradient was computed,
+about as often as there are other workers. Adam's moments and weights take each update in one atomic addition, but the
+difference that is added comes from values which may have changed since, too.
 """
 
 from __future__ import annotations
@@ -39,9 +35,9 @@ from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator,
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
 from tfdist.step import model_building
 
-# Methods of a model that look at what steps have counted.
+# Methods of a model that read what steps have counted.
 _DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weights")
-_WORKER_DATA = "worker_data"  # an attribute of a dataset that stands for them
+_WORKER_DATA = "worker_data"  # an attribute of the placeholder dataset: what the workers read
 
 
 class ParameterServerEngine(Engine):
@@ -90,19 +86,19 @@ class ParameterServerEngine(Engine):
                         function.end()
 
     def drain(self, model: keras.Model) -> None:
-        """As of `Engine`."""
+        """Waits until all steps of `model` that are scheduled are counted."""
         drain_steps(model)
 
     def explaining_errors(self) -> contextlib.AbstractContextManager[None]:
-        """As of `Engine`."""
+        """Returns a context manager that turns TensorFlow's error into one that names the lost parameter server."""
         return self.scheduler.explain_errors()
 
     def peer_preempted(self) -> bool:
-        """Whether a parameter server has been told to go."""
+        """Returns whether a parameter server has received SIGTERM."""
         return self._preemption()
 
     def on_exit(self) -> None:
-        """Tells the other tasks with which exit code this process ends."""
+        """Sends the exit code of this process to the other tasks."""
         server.publish_exit_code(self._strategy.cluster)
 
     def report(self, model: keras.Model) -> dict[str, Any]:
@@ -126,7 +122,7 @@ class ParameterServerEngine(Engine):
 
     @contextlib.contextmanager
     def _distributing(self, model: keras.Model, distribute: Callable[[Any], Any]) -> Iterator[bool]:
-        """Takes the data of Keras' loops; yields whether it is in no other loop's callback."""
+        """Distributes the data of Keras' loops inside; yields whether this is the outermost loop, not one in a callback."""
         before, self._strategy.distributor = self._strategy.distributor, distribute
         if not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(model, self.scheduler)
@@ -151,15 +147,33 @@ class ParameterServerEngine(Engine):
         return Pipelines(data) if data else dataset
 
 
-class _Outputs:
-    """A batch's outputs, where Keras' `predict` expects a batch."""
+def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes the arithmetic of updates run on the server of each variable, so that only the gradient travels. In place.
 
-    def __init__(self, value: Any):
-        self.value = value
+    `assign_add` and `assign_sub` are atomic there; an `assign` of a value computed from the old one (SGD's momentum) is
+    not, and of two at once the later one holds.
+    """
+    if keras_internals.has_replaced_variable_update(optimizer):
+        return
+    deduplicate_rows_before_update(optimizer)
+    update_step, weight_decay = keras_internals.variable_update_methods(optimizer)
+
+    def on_server(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
+        with tf.device(variable.device):
+            update_step(gradient, variable, learning_rate)
+
+    def decay(variables: Any) -> None:
+        for variable in variables:
+            with tf.device(getattr(variable, "value", variable).device):
+                weight_decay([variable])
+
+    keras_internals.replace_variable_update(optimizer, on_server, decay)
 
 
 class Predictor:
-    """What `predict` calls for each execution; in a callback's own `model.predict`, too.
+    """The function that `predict` calls for each execution; also used by a callback's own `model.predict`.
+
+    The workers compute some batches ahead of Keras' loop.
 
     Args:
         model: The model.
@@ -187,8 +201,8 @@ class Predictor:
         ready: collections.deque[list[np.ndarray]] = collections.deque()
         flight = InFlight(self.scheduler, ready.append, ordered=True)
         for number, batch in enumerate(batches):
-            given = self.step.step_inputs(0, 0, number)
-            flight.add(functools.partial(self._run, traced, without_optionals(batch), given))
+            inputs = self.step.step_inputs(0, 0, number)
+            flight.add(functools.partial(self._run, traced, without_optionals(batch), inputs))
             while ready:
                 yield traced.packed(ready.popleft())
         flight.drain()
@@ -201,12 +215,12 @@ class Predictor:
         for arrays in pipelines.run_all(self.step, traced, self.scheduler, steps):
             yield traced.packed(arrays)
 
-    def _run(self, traced: TracedStep, batch: Any, given: tf.Tensor, worker: int) -> list[np.ndarray]:
-        return self.step.call(traced, batch, given)
+    def _run(self, traced: TracedStep, batch: Any, inputs: tf.Tensor, worker: int) -> list[np.ndarray]:
+        return self.step.call(traced, batch, inputs)
 
 
 class Predictions:
-    """What `predict` iterates over.
+    """The outputs that `predict` iterates over in place of batches.
 
     Args:
         predictor: Computes outputs.
@@ -227,24 +241,8 @@ class Predictions:
         return map(_Outputs, outputs)
 
 
-def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes the arithmetic of updates run on the server of each variable, so that only the gradient travels. In place.
+class _Outputs:
+    """A batch's outputs, where Keras' `predict` expects a batch."""
 
-    `assign_add` and `assign_sub` are atomic there; an `assign` of a value computed from the old one (SGD's momentum) is
-    not, and of two at once the later one holds.
-    """
-    if keras_internals.has_replaced_variable_update(optimizer):
-        return
-    deduplicate_rows_before_update(optimizer)
-    update_step, weight_decay = keras_internals.variable_update_methods(optimizer)
-
-    def on_server(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
-        with tf.device(variable.device):
-            update_step(gradient, variable, learning_rate)
-
-    def decay(variables: Any) -> None:
-        for variable in variables:
-            with tf.device(getattr(variable, "value", variable).device):
-                weight_decay([variable])
-
-    keras_internals.replace_variable_update(optimizer, on_server, decay)
+    def __init__(self, value: Any):
+        self.value = value

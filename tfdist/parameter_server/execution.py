@@ -1,6 +1,6 @@
-"""What Keras calls for each execution of steps on the chief: schedules them on the workers, several at once for each.
+"""The function that Keras calls for each execution on the chief: it schedules the steps, and counts their results later.
 
-`drain_steps` waits for the scheduled steps before something looks at what they have counted.
+Whatever reads metrics or weights first waits for the steps that are still scheduled (`DrainFirst`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFl
 from tfdist.parameter_server.worker_dataset import PipelinesIterator
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
 
-# Steps of which a batch hook's logs do not know although they have ended, as they are read together: for each worker, and
-# at least.
+# Steps that have ended and are not in a batch hook's logs yet, as results are read together: for each worker, and at least.
 _UNREAD, _UNREAD_LEAST = 4, 10
 ROWS = MAX_IN_FLIGHT + MAX_REORDERED + _UNREAD_LEAST
 
 
 class Execution:
-    """What Keras calls for each execution of one or several steps: schedules them, and returns the logs so far.
+    """Schedules the steps of an execution, and returns the logs so far.
 
     Args:
         model: The model.
@@ -40,7 +39,7 @@ class Execution:
         step: Its `train_step` or `test_step`.
 
     Attributes:
-        left: How many steps there are left in the epoch or evaluation, where that is known.
+        remaining_steps: The number of steps left in the epoch or evaluation, where that is known.
         measured: For TensorBoard, by its tags: how many steps were on their way as one was scheduled; how many others ended
             while one ran, which is how old its weights were; and how long the chief waited for a batch that it reads itself.
     """
@@ -64,7 +63,8 @@ class Execution:
     def _reset(self) -> None:
         # An evaluation gives the same sums whichever worker is the fastest.
         self._flight = InFlight(self._scheduler, self._end_step, ordered=not self._trains)
-        self._scheduled: dict[int, tuple[TracedStep, int, Callable[[int], int]]] = {}  # by ticket, with its row
+        # The step, its row and its function, by attempt id.
+        self._scheduled: dict[int, tuple[TracedStep, int, Callable[[int], int]]] = {}
         self._free = collections.deque(range(ROWS * self._scheduler.workers))
         self._unread: list[int] = []
         self._begun: int | None = None  # steps since all was drained
@@ -136,11 +136,11 @@ class Execution:
             step.begin()
             self._begun = 0
         attempt_id, row = step.new_attempt_id(), self._free.popleft()
-        given = step.step_inputs(attempt_id, row, self._begun)
+        inputs = step.step_inputs(attempt_id, row, self._begun)
 
         def function(worker: int) -> int:
             before = self._ended
-            run(lambda batch: step.call(traced, batch, given), worker)
+            run(lambda batch: step.call(traced, batch, inputs), worker)
             self._count_overlap(before)
             return attempt_id
 
@@ -174,7 +174,7 @@ class Execution:
         unread, self._unread = self._unread, []
         for traced, group in itertools.groupby(unread, key=lambda attempt_id: self._scheduled[attempt_id][0]):
             attempt_ids = list(group)
-            found = traced.ledger.read(attempt_ids, [self._scheduled[attempt_id][1] for attempt_id in attempt_ids])  # type: ignore[union-attr]
+            found = traced.results.read(attempt_ids, [self._scheduled[attempt_id][1] for attempt_id in attempt_ids])  # type: ignore[union-attr]
             self._count(self._worker_step, traced, [numbers for numbers in found if numbers is not None])
             for attempt_id, numbers in zip(attempt_ids, found, strict=True):
                 if numbers is None:
@@ -196,13 +196,6 @@ def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
     return run(data)
 
 
-def drain_steps(model: keras.Model) -> None:
-    """Waits until all steps of `model` that are scheduled are counted."""
-    for function in (model.train_function, model.test_function):
-        if drain := getattr(function, "drain", None):
-            drain()
-
-
 class DrainFirst:
     """A method of a model that first waits until all scheduled steps are counted.
 
@@ -221,3 +214,10 @@ class DrainFirst:
         if not tf.inside_function():  # where a step is traced
             drain_steps(self._model)
         return getattr(type(self._model), self._method)(self._model, *args, **kwargs)
+
+
+def drain_steps(model: keras.Model) -> None:
+    """Waits until all steps of `model` that are scheduled are counted."""
+    for function in (model.train_function, model.test_function):
+        if drain := getattr(function, "drain", None):
+            drain()

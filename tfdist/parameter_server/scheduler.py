@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def has_lost_servers(self) -> bool:
-        """Whether a server is given up that has not answered for long."""
+        """True if a server that has not answered for long is given up."""
         return bool(self._watch.lost_servers)
 
     def start(self, function: Callable[[int], Any], results: queue.SimpleQueue[Any], key: Any) -> None:
@@ -114,7 +114,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Turns TensorFlow's error about a lost parameter server into a sentence that names it."""
+        """Turns TensorFlow's error about a lost parameter server into a `ClusterError` that names it."""
         try:
             yield
         except tf.errors.OpError as e:
@@ -126,9 +126,9 @@ class Scheduler:
             ends = time.monotonic() + reachability.SETTLED
             while not (absent := reachability.unreachable_tasks(self._spec, servers)) and time.monotonic() < ends:
                 time.sleep(0.2)
-            told = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
-            if not absent and told and tf_cluster.is_server_failure(e):  # it is there again, without its variables
-                absent = {TaskSpec("ps", int(told[1])): "started again"}
+            named = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
+            if not absent and named and tf_cluster.is_server_failure(e):  # it is there again, without its variables
+                absent = {TaskSpec("ps", int(named[1])): "started again"}
             if not absent:
                 raise
             raise self._server_lost(absent) from e
@@ -185,7 +185,7 @@ class Scheduler:
 
 
 def _is_cluster_error(error: Exception) -> bool:
-    """Whether TensorFlow's coordinator handles an error: a task is lost, or was for a moment."""
+    """Returns whether TensorFlow's coordinator handles an error: a task is lost, or was for a moment."""
     return (
         tf_cluster.is_worker_failure(error)
         or tf_cluster.is_server_failure(error)
@@ -194,16 +194,16 @@ def _is_cluster_error(error: Exception) -> bool:
 
 
 def _deduplicate_message(error: Exception) -> Exception:
-    """Returns an error of a step without what each task on its way has added: the same message again."""
+    """Removes from an error of a step the duplicate messages that each task on its way has added."""
     if not isinstance(error, tf.errors.OpError):
         return error
     lines: list[str] = []
     for line in error.message.splitlines():
-        said = re.sub(r"^\(\d+\)\s*|\s+", " ", line.strip())
-        echo = said.startswith(("Additional GRPC error information", ":UNKNOWN:Error received from peer"))
-        repeated = said and not said.startswith("File") and any(said.strip() == earlier.strip() for earlier in lines)
+        text = re.sub(r"^\(\d+\)\s*|\s+", " ", line.strip())
+        echo = text.startswith(("Additional GRPC error information", ":UNKNOWN:Error received from peer"))
+        repeated = text and not text.startswith("File") and any(text.strip() == earlier.strip() for earlier in lines)
         if not echo and not repeated:
-            lines.append(said if said.startswith(" ") else line)
+            lines.append(text if text.startswith(" ") else line)
     return type(error)(error.node_def, error.op, "\n".join(lines)).with_traceback(error.__traceback__)
 
 
@@ -230,7 +230,7 @@ class InFlight:
 
     @property
     def count(self) -> int:
-        """How many have no result yet."""
+        """The number of functions that have no result yet."""
         return self._scheduled - self._arrived
 
     def add(self, function: Callable[[int], Any]) -> None:
@@ -248,7 +248,7 @@ class InFlight:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing has been committed since all was drained."""
+        """True if nothing was committed since the last drain."""
         return self._committed == self._drained
 
     def wait_for_first(self) -> None:

@@ -92,7 +92,7 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
 
 
 def lives_on_chief(name: Any, synchronization: Any, aggregation: Any) -> bool:
-    """Whether a variable stays on the chief: a metric's, a scalar of an optimizer, or a seed generator's state."""
+    """Returns whether a variable stays on the chief: a metric's, a scalar of an optimizer, or a seed generator's state."""
     scalar = name in keras_internals.OPTIMIZER_SCALARS and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     return scalar or name == keras_internals.SEED_STATE or synchronization == tf.VariableSynchronization.ON_READ
 

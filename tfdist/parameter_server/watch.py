@@ -1,11 +1,9 @@
-"""Watches, on the chief, whether workers and servers answer: the main thread may be in a call that waits for one that does not.
+"""The chief's watch over workers and servers that no longer answer, while its main thread may wait for one of them.
 
-TensorFlow notices a process that ends, but waits for ever for one that is stopped, or whose host has vanished. Here such a
-worker is given up after a while: the chief shuts its own connections to it down, and so TensorFlow takes it for lost until it
-answers again. A server that is given up ends the job.
-
-A call to a process that is stopped, or whose host has vanished, waits for ever: the connection stays as it was. Once this side has shut it
-down (`shut_down_connections`), the call fails as if the process had been killed.
+TensorFlow notices a process that ends. If a process is stopped or its host vanishes, the connection stays as it was, and
+a call to it waits without limit. Here such a worker is given up after a while: the chief shuts down its own connections to
+it, the call fails as if the process had been killed, and TensorFlow counts the worker as lost until it answers again. A
+server that is given up ends the job.
 """
 
 from __future__ import annotations
@@ -23,19 +21,20 @@ import time
 from collections.abc import Iterator
 
 from tfdist.cluster import ClusterSpec, TaskSpec, greeting, reachability
+from tfdist.cluster.spec import split_address
 from tfdist.compat import tf_cluster
 from tfdist.parameter_server import server
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
 
-_EVERY = 1.0  # seconds
+_ASK_EVERY = 1.0  # seconds
 # Seconds without an answer after which a worker is given up: several questions have gone without one by then.
 WORKER_TIMEOUT = 25.0
 _LAST_ROUND = 5.0  # seconds that the last question to a server may take
 # TensorFlow connects again and again; a call that has found a new connection waits for so many seconds.
 _SHUT_DOWN_EVERY = 0.1
-_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-_REMOTE, _INODE = 2, 9  # columns
+_TCP_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+_REMOTE_COLUMN, _INODE_COLUMN = 2, 9
 Endpoint = tuple[str, int]  # address and port
 
 
@@ -68,7 +67,7 @@ class Watch:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(_EVERY)
+            time.sleep(_ASK_EVERY)
             absent = reachability.unreachable_tasks(self._cluster, self._tasks, serving=True)
             self._silent.note({task for task, reason in absent.items() if reason not in reachability.ENDED})
             now = {
@@ -97,7 +96,7 @@ class Watch:
                 shut_down_connections(endpoints[task])
 
     def _leave(self) -> None:
-        """Ends the process at once if a task does not answer: TensorFlow's own end would wait for it without end."""
+        """Ends the process at once if a task does not answer: TensorFlow's shutdown would wait for it without limit."""
         if self.given_up or any(map(self._is_silent, self._tasks)):
             server.publish_exit_code(self._cluster)
             logging.shutdown()
@@ -113,10 +112,10 @@ class Watch:
 
 def resolve_endpoints(address: str) -> set[Endpoint]:
     """Returns the addresses and ports that `host:port` stands for; none where the name is not known now."""
-    host, port = address.rsplit(":", 1)
+    host, port = split_address(address)
     with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        return {(_plain(ipaddress.ip_address(str(each[4][0]).partition("%")[0])), int(port)) for each in found}
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return {(_format_ip(ipaddress.ip_address(str(each[4][0]).partition("%")[0])), port) for each in found}
     return set()
 
 
@@ -126,7 +125,7 @@ def shut_down_connections(endpoints: set[Endpoint]) -> int:
     Returns:
         How many there were. 0 on systems without `/proc/self/net`, which are not Linux.
     """
-    inodes = {inode for remote, inode in _connections() if remote in endpoints}
+    inodes = {inode for remote, inode in _list_connections() if remote in endpoints}
     count = 0
     for path in pathlib.Path("/proc/self/fd").glob("*") if inodes else ():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -139,22 +138,22 @@ def shut_down_connections(endpoints: set[Endpoint]) -> int:
     return count
 
 
-def _connections() -> Iterator[tuple[Endpoint, str]]:
-    for table in _TABLES:
+def _list_connections() -> Iterator[tuple[Endpoint, str]]:
+    for table in _TCP_TABLES:
         with contextlib.suppress(OSError), open(table, encoding="ascii") as lines:
             next(lines, "")
             for line in lines:
                 columns = line.split()
-                host, port = columns[_REMOTE].split(":")
-                yield (_decode(host), int(port, 16)), columns[_INODE]
+                host, port = columns[_REMOTE_COLUMN].split(":")
+                yield (_decode_ip(host), int(port, 16)), columns[_INODE_COLUMN]
 
 
-def _decode(digits: str) -> str:
+def _decode_ip(digits: str) -> str:
     """Returns the address that the system writes as words of 32 bits, in the processor's order of bytes."""
     words = (int(digits[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(digits), 8))
-    return _plain(ipaddress.ip_address(b"".join(words)))
+    return _format_ip(ipaddress.ip_address(b"".join(words)))
 
 
-def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+def _format_ip(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
     """Returns the text of an address; of an IPv4 address on a socket of IPv6, the IPv4 address."""
     return str(getattr(address, "ipv4_mapped", None) or address)

@@ -85,7 +85,7 @@ class WorkerDataset:
         return None if None in each else sum(filter(None, each))
 
     def is_endless(self) -> bool:
-        """Whether the pipelines never end."""
+        """Returns whether the pipelines never end."""
         return bool(self.dataset(0).cardinality() == tf.data.INFINITE_CARDINALITY)
 
     def _trace(self, pipeline: int) -> Callable[[], tf.data.Dataset]:
@@ -172,7 +172,7 @@ class PipelinesIterator:
         return self._data.example_batch()  # for shapes that are not known; steps take theirs on the workers
 
     def check(self, steps: int | None) -> None:
-        """Judges whether there are data for an epoch.
+        """Checks that the data suffice for an epoch.
 
         Raises:
             ConfigError: `steps` is None, or more than a pipeline has batches.
@@ -215,7 +215,7 @@ class PipelinesIterator:
             raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")
         pipelines = self._data.pipelines
         step.begin()
-        given = step.step_inputs(0, 0, 0).numpy()
+        inputs = step.step_inputs(0, 0, 0).numpy()
 
         def run(pipeline: int, worker: int) -> list[list[np.ndarray]]:
             results = []
@@ -224,7 +224,7 @@ class PipelinesIterator:
                 if steps is not None and number >= steps:
                     break
                 try:
-                    mine = tf.constant([0, 0, given[2] + number, *given[3:]], tf.float64)
+                    mine = tf.constant([0, 0, inputs[2] + number, *inputs[3:]], tf.float64)
                     results.append(step.call(traced, iterator, mine))
                 except tf.errors.OutOfRangeError:
                     break

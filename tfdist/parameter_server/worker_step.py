@@ -1,23 +1,16 @@
 """A model's step as a function that any worker can run, and run again, without counting twice.
 
-The step runs in `keras.StatelessScope`: what it assigns to Keras' variables is kept, not done. Then
+The step runs in `keras.StatelessScope`, which records what it assigns to Keras' variables without assigning it. Then
 
-- what it adds to metrics and to `iterations` goes into a ledger, for the chief to add once; logs that it computes from its metrics'
-  results the chief computes from the sums;
-- seed generators start from a seed of the step's own, so that each step has masks of its own, the same if it is repeated;
+- what it adds to metrics and to `iterations` goes into a row of the results table, for the chief to add once; the chief
+  computes logs that depend on metrics' results from the sums;
+- seed generators start from the step's own seed, so that each step has its own masks, and the same ones if it is repeated;
   so does the global generator, from which `keras.random.*` draws without a seed;
 - with several workers `tf.random.*` ignores TensorFlow's seed, from which all of them would draw the same numbers;
-- all else that it assigned (BatchNorm's moving statistics) is assigned on the servers: of two workers at once, the later
-  one holds.
+- everything else that it assigned (BatchNorm's moving statistics) is assigned on the servers: if two workers assign at
+  once, the later value holds.
 
 Gradients are applied within the step, by the optimizer's own arithmetic, on the server that has the variable.
-
-A `TracedStep` is a model's step, traced for data of one form.
-
-The `ResultsTable` is what each step has counted, written by the step to a parameter server and read by the chief. A step's result could be
-returned to the chief; but a worker that dies before it is fetched takes it along, and fetching it costs two round trips for each step. A
-row on a server costs the step next to nothing, many are read at once, and a step that runs again writes its row again: what it counts,
-counts once.
 """
 
 from __future__ import annotations
@@ -34,45 +27,16 @@ import tensorflow as tf
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.replicas import batch_splitting, random_seeds
-from tfdist.replicas.random_seeds import run_in_clean_thread
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import graph_copies, losses
 
 # Added to a seed once per step; odd, so that steps do not meet for 2**64 of them.
 _SEED_STRIDE = 0x5851F42D4C957F2D
-_SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
-
-
-class TracedStep:
-    """A step traced for data of one form.
-
-    Attributes:
-        function: The concrete function of (data, given).
-        ledger: Where it writes what it counts; None where it returns that.
-        own: The logs that are no metrics: their structure.
-        names: All logs.
-        held: What each of the metrics' variables holds at the step's end, in its graph, by its id.
-        computed: The logs that are computed from `held`.
-        count: Adds what steps have counted; returns what metrics and `computed` are then.
-    """
-
-    def __init__(self, ledger: ResultsTable | None = None, own: Any = None, names: Sequence[str] = ()):
-        self.names = names
-        self.function: Any = None
-        self.ledger = ledger
-        self.custom_logs = own
-        self.held: dict[int, tf.Tensor] = {}
-        self.computed: dict[str, Any] = {}
-        self.count: Any = None
-
-    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
-        """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
-        structure = self.function.structured_outputs
-        return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
+_RESULTS_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
 
 
 class WorkerStep:
-    """A step as a function of the data and of what the chief gives with it.
+    """A step as a function of the data and of the chief's inputs (`step_inputs`).
 
     Args:
         model: The model, with all its variables.
@@ -106,19 +70,19 @@ class WorkerStep:
         self._per_step = [1] * len(self._iterations)  # how often each optimizer updates in a step, as far as is known
 
     def begin(self) -> None:
-        """Takes the seeds, and what the optimizers have counted, as they are now, when no step is on its way."""
+        """Reads the seeds and the optimizers' counts of updates; call it when no step is on its way."""
         self._seed_values = [int(number) for seed in self._seeds for number in seed.numpy()]
         self._started = [int(iterations.numpy()) for iterations in self._iterations]
 
     def new_attempt_id(self) -> int:
-        """Returns a new ticket."""
+        """Returns a number that no attempt at a step has had."""
         return next(self._attempt_ids)
 
     def step_inputs(self, attempt_id: int, row: int, number: int) -> tf.Tensor:
-        """Returns what a step gets from the chief besides data, in one vector.
+        """Returns a step's inputs from the chief besides data, in one vector.
 
         Args:
-            ticket: Its own in the ledger.
+            attempt_id: Its number in the results table (`new_attempt_id`).
             row: Its row there.
             number: Its number since `begin`, from 0. The optimizers' schedules, and the seeds, go by it.
         """
@@ -134,7 +98,7 @@ class WorkerStep:
         Args:
             data: The form of the data. Keras weighs some logs by a batch size that it knows, so it must not know here
                 what it does not elsewhere.
-            returns: Whether the function returns what it counts instead of writing it to a ledger.
+            returns: Whether the function returns what it counts instead of writing it to the results table.
 
         Raises:
             ConfigError: The step uses a variable that is on no server, or assigns one that is not the model's.
@@ -142,10 +106,10 @@ class WorkerStep:
         if data is self._last[0] and returns == self._last[1]:
             return self._last[2]
         length = 3 + len(self._iterations) + len(self._scalars) + 2 * len(self._seeds)
-        given = tf.TensorSpec([length], tf.float64)
+        inputs = tf.TensorSpec([length], tf.float64)
         form = without_optionals(data)
         try:
-            function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, given))
+            function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, inputs))
         except StopIteration as e:
             raise stop_iteration_error(f"The model's {self._step.__name__}", e) from e
         except Exception as e:
@@ -163,9 +127,9 @@ class WorkerStep:
         self._last = data, returns, self._traced[id(function)]
         return self._last[2]
 
-    def call(self, traced: TracedStep, data: Any, given: tf.Tensor) -> list[np.ndarray]:
+    def call(self, traced: TracedStep, data: Any, inputs: tf.Tensor) -> list[np.ndarray]:
         """Runs a step on the device in force; returns what it returned, flat, on the chief."""
-        outputs = traced.function(data, given)
+        outputs = traced.function(data, inputs)
         return [tensor.numpy() for tensor in tf.nest.flatten(outputs, expand_composites=True)]
 
     def commit(self, traced: TracedStep, rows: np.ndarray) -> dict[str, float]:
@@ -191,12 +155,12 @@ class WorkerStep:
             end = start
         return tf.nest.pack_sequence_as(traced.custom_logs, flat[::-1])
 
-    def _run(self, returns: bool, data: Any, given: tf.Tensor) -> Any:
+    def _run(self, returns: bool, data: Any, inputs: tf.Tensor) -> Any:
         if isinstance(data, tf.data.Iterator):
             data = data.get_next()
-        number = given[2]
+        number = inputs[2]
         sizes = [len(self._iterations), len(self._scalars), 2 * len(self._seeds)]
-        counts, scalars, seeds = tf.split(given[3:], sizes)
+        counts, scalars, seeds = tf.split(inputs[3:], sizes)
         counted = [(v, tf.zeros(v.shape, v.dtype)) for v in self._metrics]
         counted += [(v, tf.cast(counts[place], v.dtype)) for place, v in enumerate(self._iterations)]
         mapped = [(v, tf.cast(scalars[place], v.dtype)) for place, v in enumerate(self._scalars)]
@@ -239,7 +203,7 @@ class WorkerStep:
         self._tracing.held, self._tracing.computed = held, computed
         if returns:
             return packed
-        self._tracing.ledger.write(given[0], given[1], packed)  # type: ignore[union-attr]
+        self._tracing.results.write(inputs[0], inputs[1], packed)  # type: ignore[union-attr]
         return ()
 
     def _numbers(self, own: Any) -> list[tf.Tensor]:
@@ -253,7 +217,7 @@ class WorkerStep:
         return values
 
     def _assign(self, scope: keras.StatelessScope) -> None:
-        """Does what the step assigned to the servers' variables."""
+        """Assigns to the servers' variables the values that the step has recorded."""
         for variable in self._servers:
             if id(variable) in scope.state_mapping:
                 variable.value.assign(scope.state_mapping[id(variable)])
@@ -298,6 +262,80 @@ class _Scope(keras.StatelessScope):
         return keras_internals.raw_value(variable) if value is None else value
 
 
+class TracedStep:
+    """A step traced for data of one form.
+
+    Attributes:
+        function: The concrete function of (data, inputs).
+        results: The table to which it writes what it counts; None if it returns that.
+        custom_logs: The structure of the logs that no metric computes.
+        names: The names of all logs.
+        held: What each of the metrics' variables holds at the step's end, in its graph, by its id.
+        computed: The logs that are computed from `held`.
+        count: Adds what steps have counted; returns what metrics and `computed` are then.
+    """
+
+    def __init__(self, results: ResultsTable | None = None, custom_logs: Any = None, names: Sequence[str] = ()):
+        self.names = names
+        self.function: Any = None
+        self.results = results
+        self.custom_logs = custom_logs
+        self.held: dict[int, tf.Tensor] = {}
+        self.computed: dict[str, Any] = {}
+        self.count: Any = None
+
+    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
+        """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
+        structure = self.function.structured_outputs
+        return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
+
+
+class ResultsTable:
+    """Rows on the first server, one for each step on its way: what it has counted, written by the step, read by the chief.
+
+    If steps returned their results, a worker that dies before its result is fetched would lose it, and fetching would cost two
+    round trips for each step. A row on a server costs the step next to nothing, many are read at once, and a retried step
+    overwrites its own row, so it is counted once.
+
+    Args:
+        rows: How many steps may be on their way or unread.
+        width: Numbers of a step.
+    """
+
+    def __init__(self, rows: int, width: int):
+        def make() -> tf.Variable:
+            with tf.device(_RESULTS_DEVICE):
+                return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="results")
+
+        # A step may be in tracing, which would take the variable for its own.
+        self._rows = random_seeds.run_in_clean_thread(make)
+        self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
+
+    def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
+        """Writes a step's row. In the graph of the step.
+
+        Args:
+            attempt_id: The number of this attempt, `[]` float64.
+            row: The number of the row, `[]` float64.
+            numbers: `[width]` float64.
+        """
+        place = tf.cast(tf.reshape(row, [1]), tf.int64)
+        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], place))
+
+    def read(self, attempt_ids: Sequence[int], rows: Sequence[int]) -> list[np.ndarray | None]:
+        """Returns the numbers of steps that have ended, `[width]` float64 each.
+
+        None for a step whose row another one has overwritten: one that had been given up, and came late.
+        """
+        # A function: a single operation would hold Python's lock while it waits, and the watch must go on (`watch.py`).
+        found = self._gather(tf.constant(rows, tf.int32)).numpy()
+        return [row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(found, attempt_ids, strict=True)]
+
+    def _read_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        with tf.device(_RESULTS_DEVICE):
+            return tf.gather(self._rows, rows)
+
+
 def _unique(variables: Any) -> list[Any]:
     return list({id(v): v for v in variables}.values())
 
@@ -319,44 +357,3 @@ def to_python(value: Any) -> Any:
         return {name: to_python(each) for name, each in value.items()}
     value = value.numpy() if isinstance(value, tf.Tensor) else value
     return float(value) if np.ndim(value) == 0 else value
-
-
-class ResultsTable:
-    """Rows on the first server, of which each step on its way has one.
-
-    Args:
-        rows: How many steps may be on their way or unread.
-        width: Numbers of a step.
-    """
-
-    def __init__(self, rows: int, width: int):
-        def make() -> tf.Variable:
-            with tf.device(_SERVER):
-                return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="ledger")
-
-        self._rows = run_in_clean_thread(make)  # a step may be in tracing, which would take the variable for its own
-        self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
-
-    def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
-        """Writes a step's row. In the graph of the step.
-
-        Args:
-            ticket: The step's own number, `[]` float64.
-            row: Which row, `[]` float64.
-            numbers: `[width]` float64.
-        """
-        place = tf.cast(tf.reshape(row, [1]), tf.int64)
-        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], place))
-
-    def read(self, attempt_ids: Sequence[int], rows: Sequence[int]) -> list[np.ndarray | None]:
-        """Returns the numbers of steps that have ended, `[width]` float64 each.
-
-        None for a step whose row another one has overwritten: one that had been given up, and came late.
-        """
-        # A function: a single operation would hold Python's lock while it waits, and the watch must go on (`watch.py`).
-        found = self._gather(tf.constant(rows, tf.int32)).numpy()
-        return [row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(found, attempt_ids, strict=True)]
-
-    def _read_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        with tf.device(_SERVER):
-            return tf.gather(self._rows, rows)

@@ -1,4 +1,4 @@
-"""What a scheduler is told besides the command, and what all jobs have in common. No TensorFlow here.
+"""`Job`: the resources and names that a scheduler needs besides the command, and their checks. No TensorFlow here.
 
 Schedulers start again what ends with exit code 75: a training that was told to end (SIGTERM) and has saved.
 """
@@ -16,7 +16,7 @@ from tfdist.errors import ConfigError, format_value
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the systems are told besides the command.
+    """The settings of a job besides its command.
 
     Attributes:
         name: The job's name.

@@ -1,6 +1,6 @@
-"""The environment to a cluster and this process's task in it, for each system that starts processes. No TensorFlow here.
+"""Finds the cluster that the environment describes, and this process's task in it. No TensorFlow here.
 
-Who is asked, in this order, and the variable that tells it is there:
+A resolver reads the variables of one system that starts processes. They are asked in this order; a variable signals each:
 
     (hosts)      before all others, what was given: see `cluster/resolvers/hosts.py`
     tf_config    TF_CONFIG: `tfdist launch`, Kubeflow's TFJob, by hand
@@ -9,10 +9,8 @@ Who is asked, in this order, and the variable that tells it is there:
     sagemaker    SM_HOSTS
     kubernetes   TFDIST_PODS, which the manifests of `tfdist cluster emit` set
 
-A new one is a function of the variables, and a line in `RESOLVERS`. Those of installed distributions (`tfdist/config/registry.py`) come after
-these, sorted by name.
-
-`assign_gpus` gives each task its share of the GPUs of its host.
+A new one is a function of the variables, and a line in `RESOLVERS`. Those of installed distributions
+(`tfdist/config/registry.py`) come after these, sorted by name.
 """
 
 from __future__ import annotations
@@ -27,12 +25,23 @@ from tfdist.cluster.preflight import START_TIMEOUT
 from tfdist.cluster.resolvers import environment, kubernetes, open_mpi, sagemaker, slurm, tf_config
 from tfdist.cluster.resolvers import hosts as hosts_lib
 from tfdist.cluster.resolvers.environment import Environment, RankAddresses, ResolvedCluster
-from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec
+from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec, split_address
 from tfdist.config import registry
 from tfdist.config.registry import Plugin
 from tfdist.errors import ClusterError, ConfigError, collect_errors, format_value, told, unknown_name_message
 
-SHARED = "TFDIST_GPUS_SHARED"  # set where CUDA_VISIBLE_DEVICES is a share already
+_Resolver: TypeAlias = Callable[[Environment], RankAddresses | ClusterTask | None]
+
+# By name, the variable that signals its cluster, and the resolver, in the order in which they are asked.
+RESOLVERS: dict[str, tuple[str, _Resolver]] = {
+    "tf_config": ("TF_CONFIG", tf_config.resolve),
+    "open_mpi": ("OMPI_COMM_WORLD_SIZE", open_mpi.resolve),
+    "slurm": ("SLURM_STEP_ID", slurm.resolve),
+    "sagemaker": ("SM_HOSTS", sagemaker.resolve),
+    "kubernetes": ("TFDIST_PODS", kubernetes.resolve),
+}
+_RESERVED = ("auto", "none", *RESOLVERS)
+_GPUS_SHARED = "TFDIST_GPUS_SHARED"  # set where CUDA_VISIBLE_DEVICES is a share already
 
 
 def resolve(
@@ -54,7 +63,7 @@ def resolve(
 
     Raises:
         ConfigError: With every fault of what the environment describes, or it tells nothing of `source`.
-        ClusterError: The others have not told their addresses in time.
+        ClusterError: The other tasks have not given their addresses in time.
     """
     environ = os.environ if environ is None else environ
     if any(given.values()):
@@ -73,17 +82,6 @@ def resolve(
     return None
 
 
-def misconfiguration_hint(environ: Mapping[str, str] | None = None) -> str:
-    """Returns what seems to be meant where there is no cluster, or an empty text."""
-    environ = os.environ if environ is None else environ
-    tasks = environ.get("SLURM_NTASKS", "1")
-    if tasks != "1" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-        return (
-            f"this Slurm job has {tasks} tasks, of which a script's own shell starts one: put srun before the command"
-        )
-    return ""
-
-
 def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | None:
     """Returns the cluster that this process's environment describes and its task, or None where it describes none.
 
@@ -98,19 +96,10 @@ def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | N
     return found.apply() if found else None
 
 
-def signals() -> list[str]:
-    """Returns the variables of which one must be set for the environment to tell of a cluster."""
-    installed = registry.find_plugins("cluster source", _RESERVED)
-    return [
-        *(sign for sign, _ in RESOLVERS.values()),
-        *(plugin.variable for plugin in installed.values() if plugin.variable),
-    ]
-
-
 def _asked(source: str) -> Iterator[tuple[str, str, _Resolver]]:
     """Yields the name, variable and function of each resolver that `source` names.
 
-    Installed ones are looked for last, so that nobody waits for it who has a cluster already.
+    Installed ones come last, as finding them takes time.
     """
     yield from ((name, *RESOLVERS[name]) for name in RESOLVERS if source in ("auto", name))
     if source in ("none", *RESOLVERS):
@@ -121,6 +110,22 @@ def _asked(source: str) -> Iterator[tuple[str, str, _Resolver]]:
     for name, plugin in installed.items():
         if source == name or (source == "auto" and plugin.variable):
             yield name, plugin.variable, functools.partial(_ask_plugin, name, plugin)
+
+
+def _ask(name: str, sign: str, resolver: _Resolver, variables: Environment, ps: int) -> ResolvedCluster | None:
+    if sign and not variables.get(sign):
+        return None
+    faults: list[str] = []
+    with collect_errors(faults):
+        found = resolver(variables)
+        if found is None:
+            return None
+        if isinstance(found, RankAddresses):
+            if len(found.addresses) == 1:
+                return None  # one process alone, which may start others
+            found = environment.assign_roles(found.addresses, found.rank, ps)
+        return ResolvedCluster(*found, name, variables.read, assign_gpus(variables, *found))
+    raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
 
 
 def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddresses | ClusterTask | None:
@@ -143,66 +148,57 @@ def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddres
     )
 
 
-def _ask(name: str, sign: str, resolver: _Resolver, variables: Environment, ps: int) -> ResolvedCluster | None:
-    if sign and not variables.get(sign):
-        return None
-    faults: list[str] = []
-    with collect_errors(faults):
-        found = resolver(variables)
-        if found is None:
-            return None
-        if isinstance(found, RankAddresses):
-            if len(found.addresses) == 1:
-                return None  # one process alone, which may start others
-            found = environment.assign_roles(found.addresses, found.rank, ps)
-        return ResolvedCluster(*found, name, variables.read, assign_gpus(variables, *found))
-    raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
-
-
-_Resolver: TypeAlias = Callable[[Environment], RankAddresses | ClusterTask | None]
-
-# By name, the variable that tells of it, and the resolver, in the order in which they are asked.
-RESOLVERS: dict[str, tuple[str, _Resolver]] = {
-    "tf_config": ("TF_CONFIG", tf_config.resolve),
-    "open_mpi": ("OMPI_COMM_WORLD_SIZE", open_mpi.resolve),
-    "slurm": ("SLURM_STEP_ID", slurm.resolve),
-    "sagemaker": ("SM_HOSTS", sagemaker.resolve),
-    "kubernetes": ("TFDIST_PODS", kubernetes.resolve),
-}
-_RESERVED = ("auto", "none", *RESOLVERS)
-
-
-def _gpus() -> int:
-    """Returns the number of NVIDIA GPUs of this host, of which every process sees all, unless it is told otherwise."""
-    return sum(path.name[6:].isdecimal() for path in pathlib.Path("/dev").glob("nvidia*"))
-
-
 def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) -> dict[str, str]:
-    """Returns CUDA_VISIBLE_DEVICES where tasks of one host see the same GPUs, each worker its part; else nothing.
+    """Returns CUDA_VISIBLE_DEVICES with this task's share of its host's GPUs; empty where tasks do not share GPUs.
 
-    A chief of parameter servers, and a server, get none: TensorFlow would take all of their memory.
+    Workers get equal shares. A chief of parameter servers, and a server, get none: TensorFlow would take all of their memory.
 
     Args:
         variables: The environment.
         cluster: The addresses of all tasks.
         task: This process's.
     """
-    bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", SHARED)
+    bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", _GPUS_SHARED)
     if bound or variables.get("SLURM_GPU_BIND") not in ("", "none") or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
         return {}
     if task.type == "evaluator":
         return {}
-    host = cluster.address(task).rpartition(":")[0]
-    here = [other for other in cluster.tasks() if cluster.address(other).rpartition(":")[0] == host]
+    host, _ = split_address(cluster.address(task))
+    here = [other for other in cluster.tasks() if split_address(cluster.address(other))[0] == host]
     workers = [other for other in here if other.type == "worker"]
     if len(here) < 2:
         return {}
-    named = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_gpus())))
+    named = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_count_gpus())))
     visible = [each.strip() for each in named.split(",") if each.strip()]
     if task not in workers:
-        return {"CUDA_VISIBLE_DEVICES": "", SHARED: "1"} if visible else {}
+        return {"CUDA_VISIBLE_DEVICES": "", _GPUS_SHARED: "1"} if visible else {}
     each = len(visible) // len(workers)
     if len(workers) == 1 or not each:
         return {}
     first = workers.index(task) * each
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + each]), SHARED: "1"}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + each]), _GPUS_SHARED: "1"}
+
+
+def _count_gpus() -> int:
+    """Returns the number of NVIDIA GPUs of this host; by default every process sees all of them."""
+    return sum(path.name[6:].isdecimal() for path in pathlib.Path("/dev").glob("nvidia*"))
+
+
+def signals() -> list[str]:
+    """Returns the variables that signal a cluster: one of them must be set in its tasks."""
+    installed = registry.find_plugins("cluster source", _RESERVED)
+    return [
+        *(sign for sign, _ in RESOLVERS.values()),
+        *(plugin.variable for plugin in installed.values() if plugin.variable),
+    ]
+
+
+def misconfiguration_hint(environ: Mapping[str, str] | None = None) -> str:
+    """Returns a hint if the environment looks like a misconfigured Slurm job, or an empty text."""
+    environ = os.environ if environ is None else environ
+    tasks = environ.get("SLURM_NTASKS", "1")
+    if tasks != "1" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return (
+            f"this Slurm job has {tasks} tasks, of which a script's own shell starts one: put srun before the command"
+        )
+    return ""

@@ -1,4 +1,4 @@
-"""What a resolver reads, and what it returns. No TensorFlow here."""
+"""The input and the output of a resolver: `Environment`, and `RankAddresses` or `ResolvedCluster`. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -14,55 +14,6 @@ from tfdist.cluster.validation import MOST_TASKS
 from tfdist.errors import ConfigError, format_value
 
 PORT = 2222  # where no other is said
-
-
-def assign_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> ClusterTask:
-    """Returns the cluster of ranks, and the task of one of them.
-
-    Args:
-        addresses: `host:port` of each rank.
-        rank: This process's.
-        ps: How many ranks are parameter servers: rank 0 is then the chief, the last `ps` ranks are servers, and those between
-            are workers. 0 makes all of them workers.
-
-    Raises:
-        ConfigError: The rank is none of them, or there are too few for so many servers.
-    """
-    size = len(addresses)
-    if rank >= size:
-        raise ConfigError(f"rank {rank} is out of range; there are {size} ranks, 0 to {size - 1}.")
-    if not ps:
-        return ClusterTask(ClusterSpec({"worker": addresses}), TaskSpec("worker", rank))
-    if size < ps + 2:
-        raise ConfigError(
-            f"{ps} parameter servers need a chief and a worker besides: start {ps + 2} tasks or more. Received: {size}."
-        )
-    spec = ClusterSpec({"chief": addresses[:1], "worker": addresses[1 : size - ps], "ps": addresses[size - ps :]})
-    return ClusterTask(spec, spec.tasks()[rank])
-
-
-@dataclasses.dataclass(frozen=True)
-class ResolvedCluster:
-    """A cluster, this process's task in it, and where it says so.
-
-    Attributes:
-        cluster: The addresses of all tasks.
-        task: This process's task.
-        source: The resolver's name.
-        variables: What it read, by name.
-        environ: What this process's environment lacks: its share of the GPUs.
-    """
-
-    cluster: ClusterSpec
-    task: TaskSpec
-    source: str
-    variables: Mapping[str, str]
-    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def apply(self) -> ClusterTask:
-        """Returns cluster and task, once this process's environment has what it lacked."""
-        os.environ.update(self.environ)
-        return ClusterTask(self.cluster, self.task)
 
 
 class Environment:
@@ -112,6 +63,55 @@ class RankAddresses(NamedTuple):
 
     addresses: Sequence[str]
     rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedCluster:
+    """A cluster, this process's task in it, and the resolver and variables that describe it.
+
+    Attributes:
+        cluster: The addresses of all tasks.
+        task: This process's task.
+        source: The resolver's name.
+        variables: What it read, by name.
+        environ: What this process's environment lacks: its share of the GPUs.
+    """
+
+    cluster: ClusterSpec
+    task: TaskSpec
+    source: str
+    variables: Mapping[str, str]
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def apply(self) -> ClusterTask:
+        """Returns cluster and task, once this process's environment has what it lacked."""
+        os.environ.update(self.environ)
+        return ClusterTask(self.cluster, self.task)
+
+
+def assign_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> ClusterTask:
+    """Returns the cluster of ranks, and the task of one of them.
+
+    Args:
+        addresses: `host:port` of each rank.
+        rank: This process's.
+        ps: How many ranks are parameter servers: rank 0 is then the chief, the last `ps` ranks are servers, and those between
+            are workers. 0 makes all of them workers.
+
+    Raises:
+        ConfigError: The rank is none of them, or there are too few for so many servers.
+    """
+    size = len(addresses)
+    if rank >= size:
+        raise ConfigError(f"rank {rank} is out of range; there are {size} ranks, 0 to {size - 1}.")
+    if not ps:
+        return ClusterTask(ClusterSpec({"worker": addresses}), TaskSpec("worker", rank))
+    if size < ps + 2:
+        raise ConfigError(
+            f"{ps} parameter servers need a chief and a worker besides: start {ps + 2} tasks or more. Received: {size}."
+        )
+    spec = ClusterSpec({"chief": addresses[:1], "worker": addresses[1 : size - ps], "ps": addresses[size - ps :]})
+    return ClusterTask(spec, spec.tasks()[rank])
 
 
 def select_port(variables: Environment, job: str = "") -> int:

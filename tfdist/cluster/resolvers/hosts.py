@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 
 from tfdist.cluster.resolvers.environment import PORT, assign_roles
-from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec
+from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec, split_address
 from tfdist.cluster.validation import MOST_TASKS
 from tfdist.errors import ConfigError, format_value
 from tfdist.runtime.files import read_file
@@ -104,8 +104,8 @@ def _own(spec: ClusterSpec) -> TaskSpec:
 
 
 def _is_here(address: str) -> bool:
-    """Whether an address's host is this one: only a host's own addresses can be bound."""
-    host = address.rpartition(":")[0].strip("[]")
+    """Returns whether an address's host is this one: only a host's own addresses can be bound."""
+    host, _ = split_address(address)
     try:
         known = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -1,4 +1,4 @@
-"""Ranks that tell each other their addresses through a folder that all of them see. No TensorFlow here.
+"""Lets ranks exchange their addresses through a folder that all of them see. No TensorFlow here.
 
 An earlier start may have left its files under the same name. So each process draws a token, and no address counts before it is agreed:
 
@@ -29,12 +29,8 @@ _LAST_WAIT = 5.0  # seconds for which rank 0 waits for the others to have read t
 _LIST = "list"
 _OLD = 7 * 86400.0  # seconds after which what a start has left is removed by another
 _PREFIX = "tfdist-"
-_PASSING = (
-    errno.ESTALE,
-    errno.EIO,
-    errno.EACCES,
-    errno.EAGAIN,
-)  # of a file that has just been renamed, on storage of a network
+# Errors of a file that has just been renamed, on storage of a network.
+_PASSING = (errno.ESTALE, errno.EIO, errno.EACCES, errno.EAGAIN)
 _found: dict[tuple[Any, ...], list[str]] = {}  # by what was asked: a rank may ask again, when the others do not
 
 
@@ -110,7 +106,7 @@ class _Meeting:
             self._folder.rmdir()
 
     def _has_readers(self) -> bool:
-        """Whether a rank has not read yet that all have agreed: then it removes its file, or, asking again, writes another token."""
+        """Returns whether some rank has not read yet that all agree: a rank that has removes its file, or, asking again, writes another token."""
         names = self._folder.names()
         there = {each: self._read(str(each), _is_entry, each) for each in range(1, self._size) if str(each) in names}
         return any(entry and entry["token"] == self._entries[each]["token"] for each, entry in there.items())

@@ -1,7 +1,4 @@
-"""Slurm: the tasks that srun starts. No TensorFlow here.
-
-Slurm's lists are such as `n[009-011,20],login1` of nodes, `2(x3),1` of tasks on each.
-"""
+"""Slurm: the tasks that srun starts. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -11,10 +8,11 @@ from collections.abc import Iterator
 from tfdist.cluster.resolvers.environment import Environment, RankAddresses, select_port
 from tfdist.errors import ConfigError, format_value
 
-_MOST = 100_000  # names; a range that is longer is a mistake
-_PART = re.compile(r"(?P<text>[^\[\],]*)(?:\[(?P<ranges>[^\[\]]*)\])?")
-_RANGE = re.compile(r"(?P<first>[0-9]{1,18})(?:-(?P<last>[0-9]{1,18}))?")
-_COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<times>[0-9]{1,9})\))?")
+_HET_SIZE = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
+_MOST_NAMES = 100_000  # of a list; a range that is longer is a mistake
+_NAME_PART = re.compile(r"(?P<text>[^\[\],]*)(?:\[(?P<ranges>[^\[\]]*)\])?")
+_NODE_RANGE = re.compile(r"(?P<first>[0-9]{1,18})(?:-(?P<last>[0-9]{1,18}))?")
+_TASK_COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<times>[0-9]{1,9})\))?")
 
 
 def resolve(variables: Environment) -> RankAddresses | None:
@@ -68,93 +66,11 @@ def resolve(variables: Environment) -> RankAddresses | None:
     return RankAddresses([f"{names[node]}:{ports[each]}" for node, each in places], rank)
 
 
-_HET_SIZE = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
-
-
 def _heterogeneous_nodes(variables: Environment) -> Iterator[str]:
     for group in range(variables.require_index(*_HET_SIZE)):
         yield from expand_hosts(
             variables.require(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")
         )
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Returns the names in a node list, as `scontrol show hostnames` does.
-
-    Args:
-        text: Such as `n[009-011,20],login1`; a name may have several brackets, as `rack[1-2]n[1-4]`, of which the last
-            varies fastest. Numbers keep their zeros.
-
-    Raises:
-        ConfigError: The text is no node list.
-    """
-    found: list[str] = []
-    for name in _split(text):
-        found += _expand(name, text)
-    if not found:
-        raise ConfigError("a node list must have at least one name, such as 'n[1-3]'. Received: ''.")
-    return found
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """Returns the numbers in a list such as `2(x3),1`: 2, 2, 2, 1.
-
-    Raises:
-        ConfigError: The text is no such list.
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        match = _COUNT.fullmatch(part.strip())
-        times = int(match["times"] or 1) if match else 0
-        if match is None or len(found) + times > _MOST:
-            raise ConfigError(f"tasks per node must be a list such as '2(x3),1'. Received: {format_value(text)}.")
-        found += [int(match["count"])] * times
-    return found
-
-
-def _split(text: str) -> Iterator[str]:
-    """Yields the parts between commas that are not in brackets."""
-    depth = begin = 0
-    for place, sign in enumerate(text):
-        depth += {"[": 1, "]": -1}.get(sign, 0)
-        if sign == "," and depth == 0:
-            yield text[begin:place]
-            begin = place + 1
-    yield text[begin:]
-
-
-def _expand(name: str, whole: str) -> list[str]:
-    found = [""]
-    place = 0
-    name = name.strip()
-    while place < len(name):
-        match = _PART.match(name, place)
-        if match is None or match.end() == place:
-            raise _fault(whole)
-        ends = [match["text"]]
-        if match["ranges"] is not None:
-            ends = [match["text"] + number for each in match["ranges"].split(",") for number in _numbers(each, whole)]
-        if len(found) * len(ends) > _MOST:
-            raise _fault(whole)
-        found = [begin + end for begin in found for end in ends]
-        place = match.end()
-    if found == [""]:
-        raise _fault(whole)
-    return found
-
-
-def _numbers(text: str, whole: str) -> list[str]:
-    match = _RANGE.fullmatch(text.strip())
-    if match is None:
-        raise _fault(whole)
-    first, last = match["first"], match["last"] or match["first"]
-    if not 0 <= int(last) - int(first) < _MOST:
-        raise _fault(whole)
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-
-
-def _fault(text: str) -> ConfigError:
-    return ConfigError(f"a node list must be such as 'n[009-011,20],login1'. Received: {format_value(text)}.")
 
 
 def task_placement(counts: list[int], distribution: str = "", plane_size: str = "") -> list[tuple[int, int]]:
@@ -177,3 +93,84 @@ def task_placement(counts: list[int], distribution: str = "", plane_size: str = 
                 found.append((node, done[node]))
                 done[node] += 1
     return found
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Returns the numbers in a list such as `2(x3),1`: 2, 2, 2, 1.
+
+    Raises:
+        ConfigError: The text is no such list.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = _TASK_COUNT.fullmatch(part.strip())
+        times = int(match["times"] or 1) if match else 0
+        if match is None or len(found) + times > _MOST_NAMES:
+            raise ConfigError(f"tasks per node must be a list such as '2(x3),1'. Received: {format_value(text)}.")
+        found += [int(match["count"])] * times
+    return found
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Returns the names in a node list, as `scontrol show hostnames` does.
+
+    Args:
+        text: Such as `n[009-011,20],login1`; a name may have several brackets, as `rack[1-2]n[1-4]`, of which the last
+            varies fastest. Numbers keep their zeros.
+
+    Raises:
+        ConfigError: The text is no node list.
+    """
+    found: list[str] = []
+    for name in _split_names(text):
+        found += _expand_name(name, text)
+    if not found:
+        raise ConfigError("a node list must have at least one name, such as 'n[1-3]'. Received: ''.")
+    return found
+
+
+def _split_names(text: str) -> Iterator[str]:
+    """Yields the parts between commas that are not in brackets."""
+    depth = begin = 0
+    for place, sign in enumerate(text):
+        depth += {"[": 1, "]": -1}.get(sign, 0)
+        if sign == "," and depth == 0:
+            yield text[begin:place]
+            begin = place + 1
+    yield text[begin:]
+
+
+def _expand_name(name: str, whole: str) -> list[str]:
+    found = [""]
+    place = 0
+    name = name.strip()
+    while place < len(name):
+        match = _NAME_PART.match(name, place)
+        if match is None or match.end() == place:
+            raise _node_list_error(whole)
+        ends = [match["text"]]
+        if match["ranges"] is not None:
+            ends = [
+                match["text"] + number for each in match["ranges"].split(",") for number in _expand_range(each, whole)
+            ]
+        if len(found) * len(ends) > _MOST_NAMES:
+            raise _node_list_error(whole)
+        found = [begin + end for begin in found for end in ends]
+        place = match.end()
+    if found == [""]:
+        raise _node_list_error(whole)
+    return found
+
+
+def _expand_range(text: str, whole: str) -> list[str]:
+    match = _NODE_RANGE.fullmatch(text.strip())
+    if match is None:
+        raise _node_list_error(whole)
+    first, last = match["first"], match["last"] or match["first"]
+    if not 0 <= int(last) - int(first) < _MOST_NAMES:
+        raise _node_list_error(whole)
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def _node_list_error(text: str) -> ConfigError:
+    return ConfigError(f"a node list must be such as 'n[009-011,20],login1'. Received: {format_value(text)}.")

@@ -1,6 +1,4 @@
-"""What is written for TensorBoard besides curves: texts of what a training runs on (the cluster, the strategy, the versions), the first page
-of the tab "Custom Scalars", hyperparameters for the HParams plugin, and histograms of a model's weights.
-"""
+"""The summaries that TensorBoard shows beside the curves: texts, a layout of charts, hyperparameters and histograms."""
 
 from __future__ import annotations
 
@@ -19,31 +17,20 @@ from tensorboard.plugins.hparams import summary as hparams_lib
 
 from tfdist.version import __version__
 
-_PAGE = "Training"
-# A chart's title and which tags it shows, of all runs.
-CHARTS = {
+_CHARTS_PAGE = "Training"
+# Titles of charts, and the tags that each shows, of all runs.
+_CHARTS = {
     "Is it learning?": r"^(batch_(\w+_)?loss|evaluation_(\w+_)?loss_vs_iterations)$",  # both by step, unlike `epoch_*`
     "How fast is it?": "^perf/examples_per_second$",
     "Who is slow?": "^perf/step_ms$",
     "What did the network cost?": "^comm/.*",
 }
 _LOSS_BY_EPOCH = r"^epoch_(\w+_)?loss$"
-_BUCKETS = 30  # as TensorBoard's own
+_HISTOGRAM_BUCKETS = 30  # as TensorBoard's own
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions that decide what is computed."""
-    return {
-        "tfdist": __version__,
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def summary(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
-    """Returns the texts `cluster`, `strategy` and `versions`, each a table in Markdown.
+def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
+    """Returns what a training runs on: the texts `cluster`, `strategy` and `versions`, each a table in Markdown.
 
     Args:
         strategy: The strategy of the training.
@@ -69,31 +56,37 @@ def _table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"| {left} | {right} |" for left, right in (columns, ("---", "---"), *rows))
 
 
+def versions() -> dict[str, str]:
+    """Returns the versions that decide what is computed."""
+    return {
+        "tfdist": __version__,
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def charts_layout(by_step: bool) -> tf.compat.v1.Summary:
-    """Returns the summary that holds the layout.
+    """Returns the layout of the first page of the tab "Custom Scalars".
 
     Args:
         by_step: Whether the training's loss is written by step, besides by epoch.
     """
-    charts = CHARTS if by_step else CHARTS | {"Is it learning?": _LOSS_BY_EPOCH}
-    page = layout_pb2.Category(title=_PAGE)
+    charts = _CHARTS if by_step else _CHARTS | {"Is it learning?": _LOSS_BY_EPOCH}
+    page = layout_pb2.Category(title=_CHARTS_PAGE)
     for title, tags in charts.items():
         page.chart.add(title=title, multiline=layout_pb2.MultilineChartContent(tag=[tags]))
     return custom_scalars.pb(layout_pb2.Layout(category=[page]))
 
 
 def hparams_start(hparams: Mapping[str, Any]) -> tf.compat.v1.Summary:
-    """Returns the summary with which a training begins.
+    """Returns the summary by which the tab "HParams" lists a training, with its hyperparameters.
 
     Args:
         hparams: Names to values. A group within them becomes `group.name`.
     """
     return hparams_lib.session_start_pb(dict(_flatten_hparams(hparams, "")))
-
-
-def hparams_end() -> tf.compat.v1.Summary:
-    """Returns the summary with which a training ends that has reached its end."""
-    return hparams_lib.session_end_pb(api_pb2.STATUS_SUCCESS)
 
 
 def _flatten_hparams(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -108,11 +101,16 @@ def _flatten_hparams(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str
             yield f"{path}{name}", str(value)
 
 
+def hparams_end() -> tf.compat.v1.Summary:
+    """Returns the summary that marks a training as finished in the tab "HParams"."""
+    return hparams_lib.session_end_pb(api_pb2.STATUS_SUCCESS)
+
+
 def weight_histograms(model: keras.Model) -> dict[str, np.ndarray]:
     """Returns a `[buckets, 3]` array, left and right edge and count, for each weight, by the tags of Keras' TensorBoard.
 
-    Of a weight that each replica has its own of, such as a moving statistic, this process's first one is taken. Numbers that are
-    not finite are left out.
+    A weight of which each replica has its own value, such as a moving statistic, counts by this process's first value. Numbers
+    that are not finite are left out.
     """
     local = model.distribute_strategy.experimental_local_results
     weights = {weight.path: local(weight.value)[0].numpy() for layer in model.layers for weight in layer.weights}
@@ -120,11 +118,11 @@ def weight_histograms(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def histogram(values: np.ndarray) -> np.ndarray:
-    """Returns `[buckets, 3]`: left and right edge and count."""
+    """Returns the histogram of some numbers: `[buckets, 3]`, left and right edge and count."""
     values = np.asarray(values, np.float64)
     values = values[np.isfinite(values)]
     if not values.size or values.min() == values.max():  # one bucket has all, as TensorBoard's own
         edge = values[0] if values.size else 0.0
-        return np.array([[edge, edge, 0]] * (_BUCKETS - 1) + [[edge, edge, values.size]])
-    counts, edges = np.histogram(values, _BUCKETS)
+        return np.array([[edge, edge, 0]] * (_HISTOGRAM_BUCKETS - 1) + [[edge, edge, values.size]])
+    counts, edges = np.histogram(values, _HISTOGRAM_BUCKETS)
     return np.stack([edges[:-1], edges[1:], counts], 1)

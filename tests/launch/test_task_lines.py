@@ -1,10 +1,10 @@
-"""What lines of tasks are taken for: lines as TensorFlow 2.15 to 2.21, Python and absl print them."""
+"""The kinds of lines that tasks print: lines as TensorFlow 2.15 to 2.21, Python and absl print them."""
 
 import pytest
 
 from tfdist.launch import process
 
-CHATTER = [
+TENSORFLOW_LOG = [
     b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
     b"I0000 00:00:1795536441.651659    1998 port.cc:153] oneDNN custom operations are on. To turn them off, set x=0.",
     b"I0000 00:00:1795536441.651984    1998 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be used.",
@@ -46,16 +46,16 @@ SHOWN = [
 ]
 
 
-@pytest.mark.parametrize("line", CHATTER)
+@pytest.mark.parametrize("line", TENSORFLOW_LOG)
 def test_tensorflows_log_is_known(line):
-    assert process.is_chatter(line)
+    assert process.is_tensorflow_log(line)
 
 
 @pytest.mark.parametrize("line", SHOWN)
 def test_what_is_not_surely_tensorflows_or_tells_of_a_fault_is_shown(line):
-    assert not process.is_chatter(line)
+    assert not process.is_tensorflow_log(line)
     # ... also behind a line of TensorFlow's, but for the tasks that such a line lists.
-    assert process.is_chatter(line, after_chatter=True) == line.startswith(b"/job:")
+    assert process.is_tensorflow_log(line, after_log=True) == line.startswith(b"/job:")
 
 
 def test_repetitions_of_a_warning_have_a_text_in_common():
