@@ -1,4 +1,4 @@
-"""Sums and moves NumPy arrays among the processes of a strategy, in place of TensorFlow's collectives. No TensorFlow here."""
+"""Sums and moves NumPy arrays among processes, in place of TensorFlow's collectives. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class NoTransportError(RuntimeError):
 class ExchangedTransport(BufferTransport):
     """A transport whose library sends and receives bytes: every method is made of `_exchange`.
 
-    A sum cuts the array into a part for each rank. Each rank gets its part from all others, adds the parts up in the order of the
-    ranks, and sends the sum to all. So every byte crosses the network twice, whatever the number of ranks, and all ranks have
-    the same bits.
+    A sum cuts the array into a part for each rank. Each rank gets its part from all others, adds the parts up in the
+    order of the ranks, and sends the sum to all. So every byte crosses the network twice, whatever the number of ranks,
+    and all ranks have the same bits.
     """
 
     @abc.abstractmethod
@@ -102,8 +102,8 @@ class ExchangedTransport(BufferTransport):
 def reduce_in_order(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, largest: bool) -> None:
     """Computes the sum (or maximum) of some arrays in their order, the same to the bit wherever it is computed.
 
-    float16 and bfloat16 are added up in float32 and rounded once. TensorFlow's ring rounds after each addition: between two ranks
-    that gives the same number, between more a less exact one.
+    float16 and bfloat16 are added up in float32 and rounded once. TensorFlow's ring rounds after each addition: between
+    two ranks that gives the same number, between more a less exact one.
 
     Args:
         values: Arrays of one shape, `[numbers]`.

@@ -1,4 +1,4 @@
-"""Chooses the transport of gradients between workers: TensorFlow's collectives, or the one that `strategy.transport` names."""
+"""Chooses the transport of gradients between workers: TensorFlow's collectives, or one of `transports.py`."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def choose(
 def _automatic(strategy: Any, bootstrap: Bootstrap, own: str) -> Choice:
     """Chooses by the workers' hosts, and between two transports that give the same bits by their speed.
 
-    Transports of more than two workers are not measured: TensorFlow adds up in another order, so the weights would depend on
-    what else the machine did at the start.
+    Transports of more than two workers are not measured: TensorFlow adds up in another order, so the weights would
+    depend on what else the machine did at the start.
     """
     tensorflow = CrossProcessCommunicator(strategy)
     if unfit := bootstrap.first_reason("devices", _unfit_devices(strategy)):
@@ -124,7 +124,7 @@ def _automatic(strategy: Any, bootstrap: Bootstrap, own: str) -> Choice:
 
 
 def measure_sum(communicator: Communicator, ranks: Ranks) -> float:
-    """Returns the seconds that a sum of `_MEASURED_BYTES` takes: the fastest of a few, on the slowest rank. A collective.
+    """Returns the seconds that a sum of `_MEASURED_BYTES` takes, the least of some, on the slowest rank. A collective.
 
     Args:
         communicator: Computes the sum.

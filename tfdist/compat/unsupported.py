@@ -1,4 +1,4 @@
-"""Raises an error for what Keras 3 or TensorFlow cannot do with several replicas, before it crashes, hangs or miscounts."""
+"""Raises errors for what Keras 3 or TensorFlow cannot do with several replicas, before it crashes or miscounts."""
 
 from __future__ import annotations
 

@@ -293,13 +293,13 @@ def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compres
 
 
 def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
-    """Returns the compressed reduction of an optimizer's gradients; None before the optimizer is built, or without a compressor."""
+    """Returns the compressed reduction of an optimizer's gradients; None before `build`, or without a compressor."""
     update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
     return None if update is None else update.reduction
 
 
 def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Makes a distributed optimizer skip updates whose gradients are not finite; a `LossScaleOptimizer` does so itself."""
+    """Makes a distributed optimizer skip updates with non-finite gradients; a `LossScaleOptimizer` does so itself."""
     update = _update_of(optimizer)
     if update is not None and not update.scaled and update.finite is None:
         update.finite = FiniteUpdates(strategy)

@@ -1,4 +1,4 @@
-"""Updates variables with reduced gradients: accumulation, clipping, moving averages, and the same bits on all workers."""
+"""Updates variables with reduced gradients: accumulation, clipping, moving averages, equal bits on all workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _ELEMENTWISE_OPTIMIZERS = (
 class AccumulatingUpdate:
     """`_backend_apply_gradients` of an optimizer.
 
-    What Keras does under a condition happens outside of the replicas here, where variables of all of them can be assigned.
+    What Keras does under a condition happens outside of the replicas here, where variables of all of them can be
+    assigned.
 
     Args:
         optimizer: The optimizer that updates.
@@ -242,8 +243,9 @@ def _may_differ_between_workers(
 ) -> bool:
     """Whether an update may give different bits on different workers.
 
-    All workers apply one gradient. An optimizer that works on each number by itself gives the same result everywhere. One that
-    sums over a variable (a norm, a matrix product) may round differently on another processor, see `collectives.hardware`.
+    All workers apply one gradient. An optimizer that works on each number by itself gives the same result everywhere.
+    One that sums over a variable (a norm, a matrix product) may round differently on another processor, see
+    `collectives.hardware`.
 
     Args:
         optimizer: The optimizer; a custom one counts as one that sums.
@@ -257,7 +259,7 @@ def _may_differ_between_workers(
 
 
 def _broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer) -> None:
-    """Sends the chief's variables after its update to all workers, which would drift apart. In cross-replica context; a collective.
+    """Sends the chief's updated variables to all workers, which would drift apart. A cross-replica collective.
 
     Args:
         strategy: The strategy.
@@ -294,7 +296,7 @@ def _wire_dtype(dtype: tf.DType) -> tf.DType:
 
 
 def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer of one replica sum the rows of each id before it updates. In place; see `gradient_lists.deduplicate_rows`."""
+    """Makes an optimizer of one replica sum the rows of each id first (`gradient_lists.deduplicate_rows`). In place."""
     if "apply" not in vars(optimizer):
         apply = optimizer.apply
 

@@ -1,6 +1,7 @@
-"""Restores metrics and statistics of replicas without examples, which run a step on a padding example (`replicas.batch_splitting`).
+"""Restores metrics and statistics of replicas without examples, which run a step on a padding example.
 
-Such a replica's loss and gradient count nothing, as its share of the batch is 0 (see `step.losses` and `gradients.optimizer`).
+See `replicas.batch_splitting` for the example. Such a replica's loss and gradient count nothing, as its share of the
+batch is 0 (see `step.losses` and `gradients.optimizer`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a model's training, test and prediction steps on all replicas, in place of the functions that Keras makes for its loops."""
+"""Runs a model's training, test and prediction steps on all replicas, in place of Keras' own functions."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _NOTES = "float32"  # the type of the workers' notes, which are reduced with the
 class Execution:
     """The function that Keras' `fit` and `evaluate` call: each call runs `steps_per_execution` steps.
 
-    Keras would make it in `Model._make_function`. With several replicas Keras' own function cannot run several steps in one
-    execution, compiles the collectives along with the replica's computation, and reduces each number of the logs separately.
+    Keras would make it in `Model._make_function`. With several replicas Keras' own function cannot run several steps in
+    one execution, compiles the collectives along with the replica's computation, and reduces each number of the logs
+    separately.
 
     Args:
         model: The model.
@@ -42,9 +43,9 @@ class Execution:
         step: Its `train_step` or `test_step`.
 
     Attributes:
-        remaining_steps: The number of steps left to run, or None if unknown; the next call runs no more. Keras itself runs on
-            to the next multiple of `steps_per_execution`.
-        agreed_flags: The workers' notes (`strategy.notes`), averaged over the workers by the last call; None without notes.
+        remaining_steps: The number of steps left to run, or None if unknown; the next call runs no more. Keras itself
+            runs on to the next multiple of `steps_per_execution`.
+        agreed_flags: `strategy.notes`, averaged over the workers by the last call; None without notes.
         logs: The result of the last call.
         step_name: The name of `step`.
         measured: The mean time that a step waits for its batch.
@@ -196,8 +197,8 @@ class Execution:
 def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
     """Returns the result of `get`, and the seconds until all of its tensors were there, a float64 scalar.
 
-    A graph that draws its own data gives no other measure of how long a step waits for its batch. The seconds are NaN where
-    operations are deterministic: TensorFlow then has no clock.
+    A graph that draws its own data gives no other measure of how long a step waits for its batch. The seconds are NaN
+    where operations are deterministic: TensorFlow then has no clock.
 
     Args:
         get: Draws a batch, eagerly or while a step is traced.
@@ -214,7 +215,7 @@ def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
 
 @contextlib.contextmanager
 def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
-    """Restores variables to their values from before the enclosed step, if the step skipped an update. Outside of replicas.
+    """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
 
     The batch of such a step has made moving statistics and metrics NaN, too.
 
@@ -302,7 +303,7 @@ class Prediction:
 
 
 class StepLimit(keras.callbacks.Callback):
-    """Sets `Execution.remaining_steps`, and raises an error for data that hold no batch, for which Keras returns nothing.
+    """Sets `Execution.remaining_steps`; raises an error for data without a batch, for which Keras returns nothing.
 
     Args:
         train_steps: The steps of an epoch, or None if unknown.
@@ -395,7 +396,7 @@ def _results_or_logs(model: keras.Model, logs: Any) -> Any:
 
 
 class SynchronousEngine(Engine):
-    """The engine of strategies whose replicas train in step: the sum of their gradients updates every copy of the weights.
+    """The engine of strategies whose replicas train in step: the sum of their gradients updates all weights.
 
     Args:
         strategy: The strategy.

@@ -16,8 +16,9 @@ from tfdist.step.empty_replicas import metric_variables
 class ComputedLogs:
     """The logs that a custom step computes from its metrics alone, as `{"loss": self.total_loss.result()}`.
 
-    Within a step a metric holds what its replica has counted, so such a log is the mean of the replicas' results. At the end
-    of an epoch or evaluation Keras computes a log with a metric's name from all replicas' counts; `now` does so for the others.
+    Within a step a metric holds what its replica has counted, so such a log is the mean of the replicas' results. At
+    the end of an epoch or evaluation Keras computes a log with a metric's name from all replicas' counts; `now` does so
+    for the others.
 
     Args:
         model: The model.
@@ -118,7 +119,7 @@ def _calls_functions(op: tf.Operation) -> bool:
 
 
 def depends_on(given: Any, value: tf.Tensor) -> bool:
-    """Whether a tensor is computed from one of `given`, a structure of tensors; outside of a graph, where that is not known, True."""
+    """Whether a tensor is computed from one of the tensors in `given`; True outside of a graph, where it is unknown."""
     if isinstance(value, EagerTensor):
         return True
     wanted = {id(each) for each in tf.nest.flatten(given, expand_composites=True)}
@@ -136,8 +137,8 @@ def depends_on(given: Any, value: tf.Tensor) -> bool:
 def trace_apart(fn: Callable[..., Any], specs: Sequence[Any]) -> Any:
     """Traces a function in a graph that is never run. Returns the function's result.
 
-    It runs in a new thread, outside of the replicas: a function within a replica's step could assign none of their variables.
-    There `keras.random` draws from a separate generator, so that the steps draw what they would have drawn.
+    It runs in a new thread, outside of the replicas: a function within a replica's step could assign none of their
+    variables. There `keras.random` draws from a separate generator, so that the steps draw what they would have drawn.
 
     Args:
         fn: The function.

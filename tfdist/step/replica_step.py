@@ -50,7 +50,7 @@ class ReplicaStep:
             totals: Of what was dealt, as of `batch_splitting.count_examples`.
 
         Returns:
-            The packed logs, and the moves of statistics that the function of `empty_replicas.snapshot_statistics` returns.
+            The packed logs, and the moves of statistics, as of `empty_replicas.snapshot_statistics`.
         """
         # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
         given = tf.nest.flatten((data, totals), expand_composites=True)

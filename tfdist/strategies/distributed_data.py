@@ -181,8 +181,9 @@ class DataDistribution(tf.distribute.Strategy):
 def copy_python_data(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset whose elements share no memory with the arrays of Python code that makes them.
 
-    TensorFlow uses an aligned NumPy array in place (tensorflow/python/lib/core/py_func.cc) and counts only its own references. The
-    operation that holds the last of these may write its result into the array, such as a slice that a `PyDataset` keeps.
+    TensorFlow uses an aligned NumPy array in place (tensorflow/python/lib/core/py_func.cc) and counts only its own
+    references. The operation that holds the last of these may write its result into the array, such as a slice that a
+    `PyDataset` keeps.
     """
     if not any(True for each in walk(dataset) for _ in python_functions(each)):
         return dataset

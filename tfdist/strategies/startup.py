@@ -1,4 +1,4 @@
-"""Conditions for creating a strategy: tested versions of TensorFlow and Keras, and a TensorFlow that has not started yet."""
+"""Checks before a strategy is created: tested versions, and a TensorFlow that has not started yet."""
 
 from __future__ import annotations
 
