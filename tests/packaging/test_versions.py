@@ -19,7 +19,7 @@ DECLARED = {each.name: each.specifier for each in map(requirements.Requirement, 
 
 @pytest.mark.parametrize("name", ["tensorflow", "keras"])
 def test_the_range_is_one(name):
-    first, end = startup.TESTED[name]
+    first, end = startup.TESTED_VERSIONS[name]
     assert str(DECLARED[name]) == f"<{end},>={first}"
     oldest, newest = (release(row, name) for row in ("oldest", "newest"))
     assert oldest == first

@@ -1,13 +1,4 @@
-"""What sums and moves NumPy arrays among the processes of a strategy, in place of TensorFlow's collectives. No TensorFlow here.
-
-`fold` is the sum of arrays in a given order, the same to the bit wherever it is computed. float16 and bfloat16 are added up in float32 and
-rounded once. TensorFlow's ring rounds after each addition: between two ranks that is the same number, between more it is the less exact
-one.
-
-In an `ExchangedTransport` sums and moves are made of one step: each rank sends an array to each other rank, and receives one from each. An
-array is cut into a part for each rank. Each rank gets the others' parts that are its own and adds them up in the order of the ranks;
-then it sends that sum to all. So every byte crosses the network twice, whatever the number of ranks, and all ranks have the same bits.
-"""
+"""Sums and moves NumPy arrays among processes, in place of TensorFlow's collectives. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -18,24 +9,8 @@ import numpy as np
 
 _ALIGNMENT = 64  # bytes
 _WIDE = 2**15  # numbers that are widened at once: they stay in a core's cache
-_SMALL = 2**15  # bytes up to which every rank adds up the whole array: one exchange instead of two
-
-
-def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
-    """Returns a new array of a dimension at an address from where TensorFlow takes it without a copy."""
-    memory = np.empty(size * dtype.itemsize + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size * dtype.itemsize].view(dtype)
-
-
-def check_rows(array: np.ndarray, size: int) -> None:
-    """Raises ValueError unless an array has a row for each of `size` ranks."""
-    if not array.ndim or array.shape[0] != size:
-        raise ValueError(f"array has the shape {array.shape}, expected a row for each of the {size} ranks.")
-
-
-class NoTransportError(RuntimeError):
-    """The ranks cannot be connected; the message says why."""
+# Up to this size every rank adds up the whole array: the ranks wait for each other once instead of twice.
+SMALL_BYTES = 2**15
 
 
 class BufferTransport(abc.ABC):
@@ -73,35 +48,17 @@ class BufferTransport(abc.ABC):
         """Ends the transport. All ranks call it, or end without."""
 
 
-def fold(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, largest: bool) -> None:
-    """Computes the sum (or maximum) of some arrays, in their order.
-
-    Args:
-        values: Arrays of one shape, `[numbers]`.
-        out: For the result; none of them.
-        largest: Whether to compute the maximum.
-    """
-    with np.errstate(all="ignore"):  # sums may be infinite or no number, as TensorFlow's; callers look for it
-        _fold(values, out, np.maximum if largest else np.add)
-
-
-def _fold(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, join: np.ufunc) -> None:
-    if len(values) == 1:
-        out[...] = values[0]
-    elif out.dtype.name not in ("float16", "bfloat16"):
-        total = values[0]
-        for value in values[1:]:
-            total = join(total, value, out=out)
-    else:
-        for start in range(0, out.size, _WIDE):
-            wide = values[0][start : start + _WIDE].astype(np.float32)
-            for value in values[1:]:
-                join(wide, value[start : start + _WIDE].astype(np.float32), out=wide)
-            out[start : start + _WIDE] = wide.astype(out.dtype)
+class NoTransportError(RuntimeError):
+    """The ranks cannot be connected; the message says why."""
 
 
 class ExchangedTransport(BufferTransport):
-    """A transport whose library sends and receives bytes."""
+    """A transport whose library sends and receives bytes: every method is made of `_exchange`.
+
+    A sum cuts the array into a part for each rank. Each rank gets its part from all others, adds the parts up in the
+    order of the ranks, and sends the sum to all. So every byte crosses the network twice, whatever the number of ranks,
+    and all ranks have the same bits.
+    """
 
     @abc.abstractmethod
     def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
@@ -115,14 +72,14 @@ class ExchangedTransport(BufferTransport):
     def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
         flat = np.ascontiguousarray(array).reshape(-1)
         total = aligned_empty(flat.size, flat.dtype)
-        if flat.nbytes <= _SMALL:
-            fold(self.all_gather(flat), total, largest)
+        if flat.nbytes <= SMALL_BYTES:
+            reduce_in_order(self.all_gather(flat), total, largest)
             return total.reshape(array.shape)
         parts = [slice(r * flat.size // self.size, (r + 1) * flat.size // self.size) for r in range(self.size)]
         mine = flat[parts[self.rank]]
         rows = [mine if r == self.rank else np.empty_like(mine) for r in range(self.size)]
         self._move([flat[part] for part in parts], rows)
-        fold(rows, total[parts[self.rank]], largest)
+        reduce_in_order(rows, total[parts[self.rank]], largest)
         self._move([total[parts[self.rank]]] * self.size, [total[part] for part in parts])
         return total.reshape(array.shape)
 
@@ -140,3 +97,46 @@ class ExchangedTransport(BufferTransport):
 
     def _move(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
         self._exchange(*([array.reshape(-1).view(np.uint8) for array in arrays] for arrays in (sent, received)))
+
+
+def reduce_in_order(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, largest: bool) -> None:
+    """Computes the sum (or maximum) of some arrays in their order, the same to the bit wherever it is computed.
+
+    float16 and bfloat16 are added up in float32 and rounded once. TensorFlow's ring rounds after each addition: between
+    two ranks that gives the same number, between more a less exact one.
+
+    Args:
+        values: Arrays of one shape, `[numbers]`.
+        out: For the result; none of them.
+        largest: Whether to compute the maximum.
+    """
+    with np.errstate(all="ignore"):  # sums may be infinite or no number, as TensorFlow's; callers look for it
+        _reduce(values, out, np.maximum if largest else np.add)
+
+
+def _reduce(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, join: np.ufunc) -> None:
+    if len(values) == 1:
+        out[...] = values[0]
+    elif out.dtype.name not in ("float16", "bfloat16"):
+        total = values[0]
+        for value in values[1:]:
+            total = join(total, value, out=out)
+    else:
+        for start in range(0, out.size, _WIDE):
+            wide = values[0][start : start + _WIDE].astype(np.float32)
+            for value in values[1:]:
+                join(wide, value[start : start + _WIDE].astype(np.float32), out=wide)
+            out[start : start + _WIDE] = wide.astype(out.dtype)
+
+
+def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
+    """Returns a new array of a dimension at an address from where TensorFlow takes it without a copy."""
+    memory = np.empty(size * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size * dtype.itemsize].view(dtype)
+
+
+def check_rows(array: np.ndarray, size: int) -> None:
+    """Raises ValueError unless an array has a row for each of `size` ranks."""
+    if not array.ndim or array.shape[0] != size:
+        raise ValueError(f"array has the shape {array.shape}, expected a row for each of the {size} ranks.")

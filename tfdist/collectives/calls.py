@@ -1,4 +1,4 @@
-"""Calls of a transport that end when a worker is lost, though the transport itself would wait for ever."""
+"""Calls of a transport that end when a worker is lost, though the transport itself would wait without limit."""
 
 from __future__ import annotations
 

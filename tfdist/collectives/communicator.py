@@ -1,9 +1,4 @@
-"""Carries out what exchanges ask for: within a process by ordinary operations, between processes by TensorFlow's collectives (its ring, or
-NCCL).
-
-`communicator_for` returns that of a strategy's replicas. A `ByteCounter` counts the bytes that exchanges would send: one rank that stands
-for any number.
-"""
+"""Executes the collectives that exchanges request (see `requests.py`), within a process and between processes."""
 
 from __future__ import annotations
 
@@ -26,11 +21,11 @@ _KEYS, _RESERVED_KEYS = 2**20, 1000  # more keys than a step has collectives; mo
 
 
 class Communicator(abc.ABC):
-    """The ranks that exchange something, of which some are this process's.
+    """A group of ranks, some of them in this process, whose exchanges it runs.
 
     Args:
-        ranks: The numbers of this process's.
-        size: The number of all.
+        ranks: The numbers of this process's ranks.
+        size: The number of all ranks.
     """
 
     def __init__(self, ranks: Sequence[int], size: int):
@@ -46,8 +41,8 @@ class Communicator(abc.ABC):
         """Runs the exchanges of this process's ranks to their ends, and returns their results.
 
         Args:
-            exchanges: Of each rank.
-            lane: Those of different lanes do not wait for each other, but for every sixteenth.
+            exchanges: One for each rank.
+            lane: Exchanges on different lanes (modulo 16) run concurrently.
         """
         before, self._lane = self._lane, lane
         answers: list[Any] = [None] * len(exchanges)
@@ -94,8 +89,37 @@ class Communicator(abc.ABC):
     def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]: ...
 
 
+def communicator_for(strategy: Any) -> Communicator:
+    """Returns the communicator of a strategy's replicas, always the same one.
+
+    Raises:
+        ConfigError: As `check_compresses`.
+    """
+    check_compresses(strategy)
+    if getattr(strategy, "communicator", None) is None:  # TensorFlow's own have no such attribute
+        with tf.init_scope():
+            strategy.communicator = (
+                CrossProcessCommunicator(strategy)
+                if traits_of(strategy).several_processes
+                else InProcessCommunicator(tf_internals.num_replicas(strategy))
+            )
+    return strategy.communicator
+
+
+def check_compresses(strategy: tf.distribute.Strategy) -> None:
+    """Checks that a communicator, and so a compressor, can sum a strategy's gradients.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not traits_of(strategy).compresses:
+        raise ConfigError(
+            f"compression is not possible under {type(strategy).__name__} (yet); use multi_worker_mirrored or mirrored."
+        )
+
+
 class InProcessCommunicator(Communicator):
-    """Ranks that are all in this process."""
+    """Ranks that are all in this process: their collectives are ordinary operations."""
 
     def __init__(self, size: int):
         super().__init__(range(size), size)
@@ -120,49 +144,11 @@ class InProcessCommunicator(Communicator):
         return [tf.IndexedSlices(rows, places, slices[0].dense_shape)] * self.size
 
 
-class ByteCounter(InProcessCommunicator):
-    """A rank of a group that is not there: counts the bytes that it would send.
-
-    Args:
-        size: The number of ranks.
-
-    Attributes:
-        sent: Bytes sent by a rank: all-reduce 2 (N-1)/N of its tensors' bytes (a ring), all-gather N-1 times them, all-to-all
-            (N-1)/N of them.
-    """
-
-    def __init__(self, size: int):
-        super().__init__(size)
-        self.ranks = [0]
-        self.sent = 0.0
-
-    def _answer(self, asked: list[Any]) -> list[Any]:
-        if isinstance(asked[0], Cond):  # what lasts
-            return self.run([asked[0].if_false()], self._lane)
-        return super()._answer(asked)
-
-    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
-        self.sent += 2 * (self.size - 1) / self.size * sum(map(_bytes, tensors[0]))
-        return [list(tensors[0])]
-
-    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        self.sent += (self.size - 1) * _bytes(tensors[0])
-        return [tf.broadcast_to(tensors[0], [self.size, *tensors[0].shape])]
-
-    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        self.sent += (self.size - 1) / self.size * _bytes(tensors[0])
-        return list(tensors)
-
-
-def _bytes(tensor: tf.Tensor) -> int:
-    return tensor.shape.num_elements() * tensor.dtype.size
-
-
 class CrossProcessCommunicator(Communicator):
-    """Ranks in several processes.
+    """Ranks in several processes, which use TensorFlow's collectives: its ring, or NCCL.
 
     Args:
-        strategy: Which runs them.
+        strategy: The strategy of the ranks.
     """
 
     def __init__(self, strategy: tf.distribute.MultiWorkerMirroredStrategy):
@@ -261,30 +247,39 @@ class CrossProcessCommunicator(Communicator):
         return self._tokens[key].handle
 
 
-def check_strategy(strategy: tf.distribute.Strategy) -> None:
-    """Refuses strategies whose gradients are not summed here.
+class ByteCounter(InProcessCommunicator):
+    """One rank that stands for a group of any size, and counts the bytes that it would send.
 
-    Raises:
-        ConfigError: The strategy is another one.
+    Args:
+        size: The number of ranks.
+
+    Attributes:
+        sent: Bytes sent by a rank: all-reduce 2 (N-1)/N of its tensors' bytes (a ring), all-gather N-1 times them, all-to-all
+            (N-1)/N of them.
     """
-    if not traits_of(strategy).compresses:
-        raise ConfigError(
-            f"compression is not possible under {type(strategy).__name__} (yet); use multi_worker_mirrored or mirrored."
-        )
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.ranks = [0]
+        self.sent = 0.0
+
+    def _answer(self, asked: list[Any]) -> list[Any]:
+        if isinstance(asked[0], Cond):  # what lasts
+            return self.run([asked[0].if_false()], self._lane)
+        return super()._answer(asked)
+
+    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
+        self.sent += 2 * (self.size - 1) / self.size * sum(map(_byte_count, tensors[0]))
+        return [list(tensors[0])]
+
+    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        self.sent += (self.size - 1) * _byte_count(tensors[0])
+        return [tf.broadcast_to(tensors[0], [self.size, *tensors[0].shape])]
+
+    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        self.sent += (self.size - 1) / self.size * _byte_count(tensors[0])
+        return list(tensors)
 
 
-def communicator_for(strategy: Any) -> Communicator:
-    """Returns the group of a strategy's replicas, always the same one.
-
-    Raises:
-        ConfigError: As `check_strategy`.
-    """
-    check_strategy(strategy)
-    if getattr(strategy, "communicator", None) is None:  # TensorFlow's own have no such attribute
-        with tf.init_scope():
-            strategy.communicator = (
-                CrossProcessCommunicator(strategy)
-                if traits_of(strategy).several_processes
-                else InProcessCommunicator(tf_internals.num_replicas(strategy))
-            )
-    return strategy.communicator
+def _byte_count(tensor: tf.Tensor) -> int:
+    return tensor.shape.num_elements() * tensor.dtype.size

@@ -1,4 +1,4 @@
-"""On what the rounding of a process's sums depends: its threads, and the kind of its processor or GPUs.
+"""The hardware that decides how a process's sums are rounded: its threads, and the kind of its processor or GPUs.
 
 TensorFlow sums a large tensor in as many parts as it has threads, and cuts the long axis of a matrix product likewise. So the norm
 of one gradient differs in its last bit between processes that have not the same.

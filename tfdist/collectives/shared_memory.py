@@ -16,13 +16,18 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tfdist.collectives import shared_memory_rendezvous
-from tfdist.collectives.buffer_transport import BufferTransport, aligned_empty, check_rows, fold
+from tfdist.collectives.buffer_transport import (
+    SMALL_BYTES,
+    BufferTransport,
+    aligned_empty,
+    check_rows,
+    reduce_in_order,
+)
 from tfdist.collectives.peer_links import PeerLinks
 
 SLOT_BYTES = 2**23  # at most. Smaller ones wait more often: that costs most where other processes want the processors
 _TURNS = 3
 _MOST_BYTES = 3 * 2**26  # of all slots, unless the caller says otherwise
-_SMALL = 2**15  # bytes up to which every rank adds up the whole array: one wait instead of two
 _LINE = 64  # bytes that processors hand over at once
 
 
@@ -89,7 +94,7 @@ class SharedMemoryTransport(BufferTransport):
         flat = np.ascontiguousarray(array).reshape(-1)
         total = aligned_empty(flat.size, flat.dtype)
         with self._call("all_reduce", array, largest) as signature:
-            reduce = self._reduce_small if flat.nbytes <= min(_SMALL, self._slots.shape[2]) else self._reduce
+            reduce = self._reduce_small if flat.nbytes <= min(SMALL_BYTES, self._slots.shape[2]) else self._reduce
             reduce(flat, total, largest, signature)
         return total.reshape(array.shape)
 
@@ -98,7 +103,7 @@ class SharedMemoryTransport(BufferTransport):
         slots[self.rank] = flat
         self._links.post(signature)
         self._links.wait()
-        fold(slots, total, largest)
+        reduce_in_order(slots, total, largest)
 
     def _reduce(self, flat: np.ndarray, result: np.ndarray, largest: bool, signature: int) -> None:
         step = self._slots.shape[2] // flat.itemsize
@@ -111,7 +116,9 @@ class SharedMemoryTransport(BufferTransport):
             parts = self._parts(piece)
             mine = parts[self.rank]
             total = slots[self.rank, mine]  # nobody needs what this rank would have written here
-            fold([piece[mine] if r == self.rank else slots[r, mine] for r in range(self.size)], total, largest)
+            reduce_in_order(
+                [piece[mine] if r == self.rank else slots[r, mine] for r in range(self.size)], total, largest
+            )
             self._links.post(signature)
             after = self._put(pieces[number + 1], signature) if number + 1 < len(pieces) else slots
             results[number][mine] = total

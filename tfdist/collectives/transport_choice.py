@@ -1,7 +1,4 @@
-"""By what gradients travel between workers: TensorFlow's collectives, or what `strategy.transport` names; the same on all of them.
-
-`measure_sum` tells how long a sum among workers takes.
-"""
+"""Chooses the transport of gradients between workers: TensorFlow's collectives, or one of `transports.py`."""
 
 from __future__ import annotations
 
@@ -21,28 +18,28 @@ from tfdist.collectives.buffered import BufferedCommunicator
 from tfdist.collectives.communicator import Communicator, CrossProcessCommunicator
 from tfdist.collectives.ranks import Ranks
 from tfdist.collectives.requests import AllReduce
-from tfdist.collectives.transports import Meeting
+from tfdist.collectives.transports import Bootstrap
 from tfdist.config.strategy import TENSORFLOW_TRANSPORTS, TRANSPORTS
 from tfdist.errors import ClusterError, ConfigError, told
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
 
-_END_SECONDS = 10.0  # for which the end of a transport is waited for
+_END_SECONDS = 10.0  # limit for closing a transport
 _NAMED = "the configuration names it"
 _DEVICES = "it moves arrays of one CPU, and each worker must have one replica, on its CPU"
-MEASURED_BYTES = 4_000_000  # of a bucket, unless the user has said otherwise
-_TIMES = 4  # the first one connects
+_MEASURED_BYTES = 4_000_000  # the default size of a bucket
+_MEASUREMENTS = 4  # the first one connects
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """By what gradients travel.
+    """The transport of gradients.
 
     Attributes:
-        name: The transport's.
-        way: The same, with what else it takes.
-        reason: Why it is this one.
-        communicator: What moves them.
+        name: Its name.
+        way: Its name, with the levels that it has.
+        reason: Why it was chosen.
+        communicator: The communicator that uses it.
     """
 
     name: str
@@ -54,18 +51,18 @@ class Choice:
 def choose(
     strategy: Any, workers: Sequence[str], addresses: Sequence[str], rank: int, wanted: str, timeout_seconds: float
 ) -> Choice:
-    """Returns by what the gradients of a strategy's workers travel, the same for all of them. A collective.
+    """Returns the transport of the gradients of a strategy's workers, the same on all of them. A collective.
 
     Args:
-        strategy: Of the workers of a cluster.
-        workers: Their names.
-        addresses: `host:port` of each.
-        rank: This one's number.
+        strategy: The strategy, with several processes.
+        workers: The names of the workers.
+        addresses: `host:port` of each worker.
+        rank: This worker's number.
         wanted: `strategy.transport`.
-        timeout_seconds: How long an exchange may take; 0 means for ever.
+        timeout_seconds: Limit of one exchange; 0 means no limit.
 
     Raises:
-        ConfigError: What is wanted cannot be used, by any of the workers, or they want different ones. It is raised on all.
+        ConfigError: A worker cannot use the wanted transport, or the workers want different ones. All workers raise it.
     """
     ranks = Ranks(strategy, rank, len(workers))
     numbers = ranks.gather(TRANSPORTS.index(wanted), random.SystemRandom().randrange(2**31)).astype(int)
@@ -74,16 +71,16 @@ def choose(
         raise ConfigError(
             f"strategy.transport must be the same for all workers. Received: {', '.join(sorted(wishes))}."
         )
-    meeting = Meeting(f"tfdist/transport/{numbers[0, 1]}", ranks, workers, addresses, timeout_seconds)
+    bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, workers, addresses, timeout_seconds)
     own = "nccl" if "GPU" in strategy.extended.worker_devices[0] else "grpc"
     if ranks.size == 1:
         found = Choice(own, own, "there is one worker", CrossProcessCommunicator(strategy))
     elif wanted == "auto":
-        found = _automatic(strategy, meeting, own)
+        found = _automatic(strategy, bootstrap, own)
     elif wanted in TENSORFLOW_TRANSPORTS:
         found = Choice(wanted, wanted, _NAMED, CrossProcessCommunicator(strategy))
     else:
-        connected = transports.connect(wanted, meeting, _DEVICES if _unfit_devices(strategy) else "")
+        connected = transports.connect(wanted, bootstrap, _DEVICES if _unfit_devices(strategy) else "")
         if connected.transport is None:
             reason = connected.reason
             raise ConfigError(f"strategy.transport={wanted} is not possible: {reason}. Use strategy.transport=grpc.")
@@ -96,34 +93,57 @@ def choose(
     return found
 
 
-def _automatic(strategy: Any, meeting: Meeting, own: str) -> Choice:
-    """Chooses by where the workers are, and between what trains the same bits by what is faster.
+def _automatic(strategy: Any, bootstrap: Bootstrap, own: str) -> Choice:
+    """Chooses by the workers' hosts, and between two transports that give the same bits by their speed.
 
-    More than two workers are not measured: TensorFlow adds them up in another order, so that the weights would depend on what
-    else the machine did at the start.
+    Transports of more than two workers are not measured: TensorFlow adds up in another order, so the weights would
+    depend on what else the machine did at the start.
     """
     tensorflow = CrossProcessCommunicator(strategy)
-    if unfit := meeting.first_reason("devices", _unfit_devices(strategy)):
+    if unfit := bootstrap.first_reason("devices", _unfit_devices(strategy)):
         return Choice(own, own, unfit, tensorflow)
-    hosts = len(set(meeting.texts("host", shared_memory_rendezvous.host_key())))
+    hosts = len(set(bootstrap.gather_texts("host", shared_memory_rendezvous.host_key())))
     name, where = (
         ("shared_memory", "all workers share a host") if hosts == 1 else ("mpi", f"the workers are on {hosts} hosts")
     )
-    connected = transports.connect(name, meeting, "")
+    connected = transports.connect(name, bootstrap, "")
     if connected.transport is None:
         known = f", and {name} is not possible: {connected.reason}"  # without mpirun nobody expects MPI
         return Choice(own, own, where + (known if hosts == 1 or mpi.is_started_by_mpi() else ""), tensorflow)
-    communicator = BufferedCommunicator(strategy, connected.transport, meeting.timeout_seconds)
-    if meeting.ranks.size > 2:
+    communicator = BufferedCommunicator(strategy, connected.transport, bootstrap.timeout_seconds)
+    if bootstrap.ranks.size > 2:
         where += ", and MPI has started them" if name == "mpi" else ""
         return Choice(name, connected.way, where, communicator)
     contenders = {name: communicator, own: tensorflow}
-    milliseconds = {each: 1000 * measure_sum(one, meeting.ranks) for each, one in contenders.items()}
+    milliseconds = {each: 1000 * measure_sum(one, bootstrap.ranks) for each, one in contenders.items()}
     faster, slower = sorted(milliseconds, key=lambda each: milliseconds[each])
     reason = f"the sum of 4 MB takes {milliseconds[faster]:.1f} ms, by {slower} {milliseconds[slower]:.1f} ms"
     if faster == own:
         communicator.calls(communicator.transport.close, _END_SECONDS)
     return Choice(faster, faster, reason, contenders[faster])
+
+
+def measure_sum(communicator: Communicator, ranks: Ranks) -> float:
+    """Returns the seconds that a sum of `_MEASURED_BYTES` takes, the least of some, on the slowest rank. A collective.
+
+    Args:
+        communicator: Computes the sum.
+        ranks: The workers, one replica each.
+    """
+    numbers = tf.zeros([_MEASURED_BYTES // 4])
+
+    def exchange() -> Generator[Any, Any, tf.Tensor]:
+        (total,) = yield AllReduce([numbers])
+        return total[0]
+
+    total = tf.function(lambda: communicator.run([exchange()])[0], autograph=False).get_concrete_function()
+    seconds = []
+    for _ in range(_MEASUREMENTS):
+        ranks.barrier()
+        began = time.perf_counter()
+        total().numpy()
+        seconds.append(time.perf_counter() - began)
+    return float(ranks.gather(min(seconds[1:])).max())
 
 
 def _unfit_devices(strategy: Any) -> str:
@@ -148,26 +168,3 @@ def _end(communicator: BufferedCommunicator) -> None:
     except Exception as e:  # when all is done
         logger.warning(f"the exchange of gradients did not end in order: {told(e)}")
     communicator.calls.abort("the exchange of gradients has ended.")
-
-
-def measure_sum(communicator: Communicator, ranks: Ranks) -> float:
-    """Returns the seconds that the sum of `MEASURED_BYTES` takes, the least of some, on the rank that waits longest. A collective.
-
-    Args:
-        communicator: What computes the sum.
-        ranks: The workers, one replica each.
-    """
-    numbers = tf.zeros([MEASURED_BYTES // 4])
-
-    def exchange() -> Generator[Any, Any, tf.Tensor]:
-        (total,) = yield AllReduce([numbers])
-        return total[0]
-
-    total = tf.function(lambda: communicator.run([exchange()])[0], autograph=False).get_concrete_function()
-    seconds = []
-    for _ in range(_TIMES):
-        ranks.barrier()
-        began = time.perf_counter()
-        total().numpy()
-        seconds.append(time.perf_counter() - began)
-    return float(ranks.gather(min(seconds[1:])).max())

@@ -1,7 +1,4 @@
-"""The transports that TensorFlow does not have, and how the workers connect by them.
-
-A `Meeting` is what the workers of a cluster tell each other before they have a transport of their own.
-"""
+"""Connects the workers by one of the transports that TensorFlow does not have (`CANDIDATES`)."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from tfdist.compat import tf_cluster
 from tfdist.errors import truncate
 from tfdist.runtime.log import logger
 
-_SECONDS = 60.0  # for which a worker's text is waited for, which it has published before
+_PUBLISHED_SECONDS = 60.0  # limit for a text that has been published
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,27 +26,27 @@ class Candidate:
         across_hosts: Whether it connects one worker of each host where several of them can share memory.
     """
 
-    why_not: Callable[[Meeting], str]
-    connect: Callable[[Meeting, Sequence[int]], BufferTransport | None]
+    why_not: Callable[[Bootstrap], str]
+    connect: Callable[[Bootstrap, Sequence[int]], BufferTransport | None]
     across_hosts: bool = False
 
 
-def _share_memory(meeting: Meeting, members: Sequence[int]) -> BufferTransport:
-    ranks, name = meeting.ranks, f"{meeting.name}/memory"
-    return shared_memory.connect(ranks.rank, ranks.size, put_text, get_text, name, meeting.timeout_seconds)
+def _share_memory(bootstrap: Bootstrap, members: Sequence[int]) -> BufferTransport:
+    ranks, name = bootstrap.ranks, f"{bootstrap.name}/memory"
+    return shared_memory.connect(ranks.rank, ranks.size, publish_text, await_text, name, bootstrap.timeout_seconds)
 
 
 CANDIDATES: Mapping[str, Candidate] = {
     "gloo": Candidate(
-        lambda meeting: gloo.why_not(meeting.ranks.rank, meeting.addresses),
-        lambda meeting, members: gloo.connect(
-            meeting.ranks.rank, meeting.addresses, members, put_text, get_text, f"{meeting.name}/gloo"
+        lambda bootstrap: gloo.why_not(bootstrap.ranks.rank, bootstrap.addresses),
+        lambda bootstrap, members: gloo.connect(
+            bootstrap.ranks.rank, bootstrap.addresses, members, publish_text, await_text, f"{bootstrap.name}/gloo"
         ),
         across_hosts=True,
     ),
     "mpi": Candidate(
-        lambda meeting: mpi.why_not(meeting.ranks.size),
-        lambda meeting, members: mpi.connect(meeting.ranks.rank, meeting.ranks.size, members),
+        lambda bootstrap: mpi.why_not(bootstrap.ranks.size),
+        lambda bootstrap, members: mpi.connect(bootstrap.ranks.rank, bootstrap.ranks.size, members),
         across_hosts=True,
     ),
     "shared_memory": Candidate(lambda _: "", _share_memory),
@@ -71,52 +68,52 @@ class Connected:
     reason: str
 
 
-def connect(name: str, meeting: Meeting, unfit: str) -> Connected:
+def connect(name: str, bootstrap: Bootstrap, unfit: str) -> Connected:
     """Connects the workers by a transport, in two levels where that saves bytes. A collective.
 
     Args:
         name: One of `CANDIDATES`.
-        meeting: The workers.
+        bootstrap: The workers.
         unfit: Why this worker cannot use any of them, or an empty text.
     """
     transport, way = None, name
-    reason = meeting.first_reason(f"{name}/fit", unfit or CANDIDATES[name].why_not(meeting))
+    reason = bootstrap.first_reason(f"{name}/fit", unfit or CANDIDATES[name].why_not(bootstrap))
     if not reason:
         mine = ""
         try:
-            transport, way = _connect(name, meeting)
+            transport, way = _connect(name, bootstrap)
         except NoTransportError as e:
             mine = str(e)
-        reason = meeting.first_reason(f"{name}/connected", mine)
+        reason = bootstrap.first_reason(f"{name}/connected", mine)
     return Connected(None if reason else transport, way, reason)
 
 
-def _connect(name: str, meeting: Meeting) -> tuple[BufferTransport | None, str]:
-    candidate, ranks = CANDIDATES[name], meeting.ranks
-    keys = meeting.texts(f"{name}/host", shared_memory_rendezvous.host_key()) if candidate.across_hosts else []
+def _connect(name: str, bootstrap: Bootstrap) -> tuple[BufferTransport | None, str]:
+    candidate, ranks = CANDIDATES[name], bootstrap.ranks
+    keys = bootstrap.gather_texts(f"{name}/host", shared_memory_rendezvous.host_key()) if candidate.across_hosts else []
     if two_level.saves(hosts := two_level.group(keys)):
         transport, reason = two_level.connect(
-            *(ranks.rank, hosts, put_text, get_text, f"{meeting.name}/local", meeting.timeout_seconds),
-            agree=lambda mine: meeting.first_reason(f"{name}/local", mine),
-            connect_leaders=lambda leaders: candidate.connect(meeting, leaders),
+            *(ranks.rank, hosts, publish_text, await_text, f"{bootstrap.name}/local", bootstrap.timeout_seconds),
+            agree=lambda mine: bootstrap.first_reason(f"{name}/local", mine),
+            connect_leaders=lambda leaders: candidate.connect(bootstrap, leaders),
         )
         if transport:
             return transport, f"{name} between {len(hosts)} hosts, and by shared memory within"
         if ranks.is_chief:
             logger.info(f"workers of one host cannot share memory, and exchange gradients by {name}, too: {reason}.")
-    return candidate.connect(meeting, range(ranks.size)), name
+    return candidate.connect(bootstrap, range(ranks.size)), name
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
-    """What connects the workers of a new transport.
+class Bootstrap:
+    """Exchanges texts among the workers, before they have a transport.
 
     Attributes:
-        name: Another one for each meeting, the same on all workers.
+        name: Begins the keys of its texts: unique to each bootstrap, the same on all workers.
         ranks: Exchanges numbers among the workers.
-        workers: The names of all.
-        addresses: `host:port` of each.
-        timeout_seconds: How long an exchange may take; 0 means for ever.
+        workers: The names of all workers.
+        addresses: `host:port` of each worker.
+        timeout_seconds: Limit of one exchange of the transport; 0 means no limit.
     """
 
     name: str
@@ -125,36 +122,36 @@ class Meeting:
     addresses: Sequence[str]
     timeout_seconds: float
 
-    def texts(self, what: str, mine: str) -> list[str]:
+    def gather_texts(self, what: str, mine: str) -> list[str]:
         """Returns each worker's text. A collective.
 
         Args:
-            what: What it is about; another one at each call.
-            mine: This worker's.
+            what: Its subject; unique to each call.
+            mine: This worker's text.
         """
         key = f"{self.name}/{what}"
-        put_text(f"{key}/{self.ranks.rank}", f"{mine} ")  # TensorFlow takes no empty text
+        publish_text(f"{key}/{self.ranks.rank}", f"{mine} ")  # TensorFlow takes no empty text
         self.ranks.barrier()
-        return [get_text(f"{key}/{rank}", _SECONDS)[:-1] for rank in range(self.ranks.size)]
+        return [await_text(f"{key}/{rank}", _PUBLISHED_SECONDS)[:-1] for rank in range(self.ranks.size)]
 
     def first_reason(self, what: str, mine: str) -> str:
         """Returns the first worker's text that is not empty, and whose it is unless it is all workers'. A collective.
 
         Args:
-            what: As of `texts`.
-            mine: This worker's.
+            what: As of `gather_texts`.
+            mine: This worker's text.
         """
-        texts = self.texts(what, mine)
+        texts = self.gather_texts(what, mine)
         first = next(filter(None, texts), "")
         who = [worker for worker, text in zip(self.workers, texts, strict=True) if text == first]
         return first if len(who) == self.ranks.size else f"{first} ({truncate(', '.join(who))})"
 
 
-def put_text(key: str, text: str) -> None:
-    """Makes a text known to all workers, for ever."""
+def publish_text(key: str, text: str) -> None:
+    """Makes a text known to all workers, as long as the cluster lives."""
     tf_cluster.publish(key, text)
 
 
-def get_text(key: str, seconds: float) -> str:
-    """Returns the text of a key, or raises TensorFlow's error when there is none within some seconds."""
+def await_text(key: str, seconds: float) -> str:
+    """Waits for the text of a key and returns it; raises TensorFlow's error if there is none within some seconds."""
     return tf_cluster.published(key, max(1, int(1000 * seconds)))

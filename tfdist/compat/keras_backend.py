@@ -1,4 +1,4 @@
-"""On which framework Keras runs: found out before Keras is imported."""
+"""Checks the framework that Keras will run on, before Keras is imported."""
 
 from __future__ import annotations
 

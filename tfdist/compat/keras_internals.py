@@ -1,9 +1,7 @@
-"""What tfdist uses of Keras' models, layers, losses and optimizers beyond their public interfaces.
+"""What tfdist uses of Keras' models, layers, optimizers, variables and callbacks beyond their public interfaces.
 
 A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
 the constants that begin with `KERAS_`. For losses see `keras_losses.py`, for Keras' loop over data `keras_loops.py`.
-
-`CALLBACK_STATE` is what Keras' callbacks remember beyond their public interfaces.
 """
 
 from __future__ import annotations
@@ -27,15 +25,6 @@ Method = Callable[..., Any]
 KERAS_MAKE_FUNCTION = "_make_function"
 KERAS_COMPILED = ("_compile_metrics", "_compile_loss")
 KERAS_MOMENTS = "_moments"
-# Attributes in which a callback keeps what it has seen of a training.
-CALLBACK_STATE: Mapping[type, Sequence[str]] = {
-    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
-    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
-    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"),
-    keras.callbacks.History: ("epoch", "history"),
-}
 
 
 def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
@@ -219,6 +208,17 @@ def set_global_generator(generator: Any) -> None:
     global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, generator)
 
 
+# Callbacks
+
+# Attributes in which a callback keeps what it has seen of a training.
+CALLBACK_STATE: Mapping[type, Sequence[str]] = {
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"),
+    keras.callbacks.History: ("epoch", "history"),
+}
 # The hooks that Keras calls where it takes StopIteration for the end of the data.
 BATCH_HOOKS = (
     *(f"on_{loop}_batch_{when}" for loop in ("train", "test", "predict") for when in ("begin", "end")),

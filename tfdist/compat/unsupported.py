@@ -1,4 +1,4 @@
-"""What Keras 3 or TensorFlow cannot do with several replicas, said in a sentence before it crashes, hangs or miscounts."""
+"""Raises errors for what Keras 3 or TensorFlow cannot do with several replicas, before it crashes or miscounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer bytes for gradients on the wire: compressors, and what wraps them."""
+"""Compressors, which sum gradients with fewer bytes on the wire, and wrappers around them."""
 
 from tfdist.compression.base import Compressor, NoCompression
 from tfdist.compression.cast import BF16, FP16

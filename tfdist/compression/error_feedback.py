@@ -1,4 +1,4 @@
-"""What a step leaves out is added to the next one."""
+"""Adds to each gradient the residual that earlier steps have not transmitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A name or a `CompressionConfig` to a compressor."""
+"""Creates a compressor from a name or a `CompressionConfig`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdist.errors import ConfigError
 
 
 def create(compression: Any) -> Any:
-    """Returns the compressor that is asked for, wrapped as its arguments say.
+    """Returns the compressor for a configuration, with the wrappers that its arguments ask for.
 
     Args:
         compression: A name, as of `CompressionConfig`, a `CompressionConfig`, a compressor, or None.

@@ -3,8 +3,6 @@
 Stock Keras 3 reduces last, in `_all_reduce_sum_gradients`: whatever it decides before that (is the gradient finite? does
 it need clipping? is it time to update?) it decides on each replica's own gradient. With the reduction first, every
 replica decides the same, on the gradient that one process would have.
-
-The state of a compressor is made with the optimizer's, and kept beside it (`BuildCompressionState`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import compression as compression_lib
-from tfdist.collectives.communicator import check_strategy
+from tfdist.collectives.communicator import check_compresses
 from tfdist.compat import keras_internals, optimizer_search, tf_internals
 from tfdist.compat.unsupported import UNBUILT
 from tfdist.compression.base import Compressor
@@ -75,10 +73,10 @@ def distribute_optimizer(
     update = AccumulatingUpdate(leaf, scaled, clip_after_reduce)
     if compressor is not None:
         if tf.distribute.has_strategy():
-            check_strategy(tf.distribute.get_strategy())
-        warn_if_adaptive(leaf, compressor)
+            check_compresses(tf.distribute.get_strategy())
+        _warn_if_adaptive(leaf, compressor)
         update.compressor = compressor
-        leaf.build = BuildCompressionState(leaf, compressor, update)
+        leaf.build = _BuildCompressionState(leaf, compressor, update)
     keras_internals.replace_reduction(leaf, list)
     if scaled:
         leaf.apply = _ApplyReduced(leaf)
@@ -86,80 +84,6 @@ def distribute_optimizer(
     optimizer.apply = _ReduceThenApply(optimizer, update)
     optimizer.scale_loss = _WeightedLoss(optimizer)
     return optimizer
-
-
-def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
-    """Returns what sums an optimizer's gradients through a compressor, once it is built; None without one."""
-    update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
-    return None if update is None else update.reduction
-
-
-def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Makes a distributed optimizer leave out updates whose gradients are not finite; a `LossScaleOptimizer` does so itself."""
-    update = _update_of(optimizer)
-    if update is not None and not update.scaled and update.finite is None:
-        update.finite = FiniteUpdates(strategy)
-
-
-def skipped_updates(model: keras.Model) -> list[tf.Variable]:
-    """Returns the numbers of updates that this process has left out for `skip_non_finite`, of each optimizer that does."""
-    updates = map(_update_of, optimizer_search.optimizers(model))
-    return [update.finite.skipped for update in updates if update is not None and update.finite]
-
-
-def _update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | None:
-    """Returns what an optimizer updates by, if `distribute_optimizer` has given it that."""
-    update = keras_internals.update_method(optimizer)
-    return update if isinstance(update, AccumulatingUpdate) else None
-
-
-def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
-    return isinstance(optimizer.apply, _ReduceThenApply)
-
-
-def _replicas() -> int:
-    """Returns the number of replicas, which the strategy itself hides within a step (`as_one_replica`)."""
-    return tf_internals.num_replicas(tf.distribute.get_strategy())
-
-
-class _WeightedLoss:
-    """`scale_loss`, which Keras calls before it computes gradients."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
-        self._optimizer = optimizer
-        self._scale_loss = optimizer.scale_loss
-
-    def __call__(self, loss: Any) -> Any:
-        loss = self._scale_loss(loss)
-        step = step_context.current()
-        if step is None or not step.weighs_loss or step.optimizer is not self._optimizer:
-            return loss
-        if (weight := step.gradient_weight) is None:
-            return loss
-        if not loss.shape.rank:
-            return loss * gradient_lists.factor(weight, loss.dtype)
-        if not tf.is_tensor(weight):
-            return loss
-        # The gradient of a vector is that of its sum. A replica without examples must not send one through the moments of a
-        # synchronized BatchNormalization.
-        return tf.math.multiply_no_nan(loss, tf.cast(weight > 0, loss.dtype))
-
-
-class _ApplyReduced:
-    """`apply` of an optimizer that a `LossScaleOptimizer` wraps: the wrapper reduces, and alone may call it in a step."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
-        self._optimizer = optimizer
-        self._apply = optimizer.apply
-
-    def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        step = step_context.current()
-        if step is not None and not step.is_applying:
-            raise ConfigError(
-                f"The training step applies {type(self._optimizer).__name__}, which a LossScaleOptimizer wraps, so that "
-                "its gradients are neither reduced nor unscaled: apply the LossScaleOptimizer (model.optimizer)."
-            )
-        self._apply(grads, trainable_variables)
 
 
 class _ReduceThenApply:
@@ -291,13 +215,73 @@ class _ReduceThenApply:
             tf.cond(finite, each, lambda: None)
 
 
-def warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
-    """Warns of a compressor whose gradients an optimizer should not divide by.
+class _ApplyReduced:
+    """`apply` of an optimizer that a `LossScaleOptimizer` wraps: the wrapper reduces, and alone may call it in a step."""
 
-    Args:
-        optimizer: The optimizer.
-        compressor: What compresses its gradients.
-    """
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
+        self._optimizer = optimizer
+        self._apply = optimizer.apply
+
+    def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        step = step_context.current()
+        if step is not None and not step.is_applying:
+            raise ConfigError(
+                f"The training step applies {type(self._optimizer).__name__}, which a LossScaleOptimizer wraps, so that "
+                "its gradients are neither reduced nor unscaled: apply the LossScaleOptimizer (model.optimizer)."
+            )
+        self._apply(grads, trainable_variables)
+
+
+class _WeightedLoss:
+    """`scale_loss`, which Keras calls before it computes gradients."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
+        self._optimizer = optimizer
+        self._scale_loss = optimizer.scale_loss
+
+    def __call__(self, loss: Any) -> Any:
+        loss = self._scale_loss(loss)
+        step = step_context.current()
+        if step is None or not step.weighs_loss or step.optimizer is not self._optimizer:
+            return loss
+        if (weight := step.gradient_weight) is None:
+            return loss
+        if not loss.shape.rank:
+            return loss * gradient_lists.factor(weight, loss.dtype)
+        if not tf.is_tensor(weight):
+            return loss
+        # The gradient of a vector is that of its sum. A replica without examples must not send one through the moments of a
+        # synchronized BatchNormalization.
+        return tf.math.multiply_no_nan(loss, tf.cast(weight > 0, loss.dtype))
+
+
+class _BuildCompressionState:
+    """`build` of the optimizer: creates the compressor's state, too, which is kept beside the optimizer's."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, compression: Compressor, update: AccumulatingUpdate):
+        self._optimizer = optimizer
+        self._build = optimizer.build
+        self._compression = compression
+        self._update = update
+        if optimizer.built:
+            self._create_state(update.variables)
+
+    def __call__(self, variables: Sequence[Any]) -> None:
+        self._build(variables)
+        self._create_state(variables)
+
+    def _create_state(self, variables: Sequence[Any]) -> None:
+        strategy = variables and getattr(variables[0].value, "distribute_strategy", None)
+        if not strategy or strategy.num_replicas_in_sync == 1:
+            return  # it has nobody to send to
+        self._update.reduction = reduction = Reduction(self._compression, variables)
+        self._optimizer.compression_state = (
+            reduction  # TensorFlow tracks it, so that checkpoints and backups hold its variables
+        )
+
+
+def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
+    """Warns if an adaptive optimizer gets a compressor that does not support it."""
     kinds = [keras.optimizers.Adam, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta]
     kinds += [keras.optimizers.Adamax, keras.optimizers.Nadam, keras.optimizers.Lamb]
     if not compressor.supports_adaptive_optimizers and isinstance(optimizer, tuple(kinds)):
@@ -308,26 +292,35 @@ def warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compress
         )
 
 
-class BuildCompressionState:
-    """`build` of the optimizer: makes the compressor's state, too."""
+def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
+    """Returns the compressed reduction of an optimizer's gradients; None before `build`, or without a compressor."""
+    update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
+    return None if update is None else update.reduction
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, compression: Compressor, update: AccumulatingUpdate):
-        self._optimizer = optimizer
-        self._build = optimizer.build
-        self._compression = compression
-        self._update = update
-        if optimizer.built:
-            self._make(update.variables)
 
-    def __call__(self, variables: Sequence[Any]) -> None:
-        self._build(variables)
-        self._make(variables)
+def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Makes a distributed optimizer skip updates with non-finite gradients; a `LossScaleOptimizer` does so itself."""
+    update = _update_of(optimizer)
+    if update is not None and not update.scaled and update.finite is None:
+        update.finite = FiniteUpdates(strategy)
 
-    def _make(self, variables: Sequence[Any]) -> None:
-        strategy = variables and getattr(variables[0].value, "distribute_strategy", None)
-        if not strategy or strategy.num_replicas_in_sync == 1:
-            return  # it has nobody to send to
-        self._update.reduction = reduction = Reduction(self._compression, variables)
-        self._optimizer.compression_state = (
-            reduction  # TensorFlow tracks it, so that checkpoints and backups hold its variables
-        )
+
+def skipped_updates(model: keras.Model) -> list[tf.Variable]:
+    """Returns the counts of updates that this process has skipped, one for each optimizer with `skip_non_finite`."""
+    updates = map(_update_of, optimizer_search.optimizers(model))
+    return [update.finite.skipped for update in updates if update is not None and update.finite]
+
+
+def _update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | None:
+    """Returns the `AccumulatingUpdate` that `distribute_optimizer` has given to an optimizer, or None."""
+    update = keras_internals.update_method(optimizer)
+    return update if isinstance(update, AccumulatingUpdate) else None
+
+
+def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
+    return isinstance(optimizer.apply, _ReduceThenApply)
+
+
+def _replicas() -> int:
+    """Returns the number of replicas, which the strategy itself hides within a step (`as_one_replica`)."""
+    return tf_internals.num_replicas(tf.distribute.get_strategy())

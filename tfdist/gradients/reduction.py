@@ -1,7 +1,6 @@
-"""Sums an optimizer's gradients over all replicas, as they are or through a compressor, of which it keeps the state.
+"""Sums an optimizer's gradients over all replicas, as they are or through a compressor, whose state it keeps.
 
-A step in which any replica's gradient is not finite changes no state, and tells so: what is not a number in an error that is
-fed back would stay there.
+If any replica's gradient is not finite, no state changes: a NaN in an error-feedback residual would never go away.
 """
 
 from __future__ import annotations

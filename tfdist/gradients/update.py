@@ -1,13 +1,4 @@
-"""What an optimizer does with reduced gradients: the update itself, accumulation, and moving averages.
-
-What Keras does under a condition is done outside of the replicas here, where variables of all of them can be assigned.
-
-`FiniteUpdates` leave out updates whose gradients are not finite, for the policies `stop` and `skip`.
-
-A broadcast keeps variables equal to the bit on workers whose processors round differently. All workers apply one gradient. An optimizer
-that works on each number by itself then makes the same of it everywhere; one that sums over a variable (a norm, a matrix product) may
-not, see `collectives.hardware`, and the workers would drift apart.
-"""
+"""Updates variables with reduced gradients: accumulation, clipping, moving averages, equal bits on all workers."""
 
 from __future__ import annotations
 
@@ -28,7 +19,7 @@ from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, uses_bucketed_all_reduce
 
-_LANE = -3  # beside those of gradients
+_BROADCAST_LANE = -3  # beside the lanes of gradients
 # Optimizers that work on each number by itself.
 _ELEMENTWISE_OPTIMIZERS = (
     keras.optimizers.SGD,
@@ -43,24 +34,16 @@ _ELEMENTWISE_OPTIMIZERS = (
 )
 
 
-def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer of one replica sum the rows of each id before it updates. In place; see `gradient_lists.deduplicate_rows`."""
-    if "apply" not in vars(optimizer):
-        apply = optimizer.apply
-
-        def apply_sums(grads: Sequence[Any], *variables: Any, **named: Any) -> None:
-            apply(gradient_lists.with_divisible_rows(gradient_lists.deduplicate_rows(grads)), *variables, **named)
-
-        optimizer.apply = apply_sums
-
-
 class AccumulatingUpdate:
-    """`_backend_apply_gradients`: what Keras does under a condition is done outside of the replicas.
+    """`_backend_apply_gradients` of an optimizer.
+
+    What Keras does under a condition happens outside of the replicas here, where variables of all of them can be
+    assigned.
 
     Args:
         optimizer: The optimizer that updates.
         scaled: Whether a `LossScaleOptimizer` wraps it.
-        clips_last: Whether it clips the reduced gradient.
+        clips_after_reduce: Whether it clips the reduced gradient.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_after_reduce: bool):
@@ -133,8 +116,8 @@ class AccumulatingUpdate:
 
     def _broadcast(self, context: tf.distribute.ReplicaContext | None) -> None:
         """Makes the update the same on all workers."""
-        if context and may_differ_between_workers(self._optimizer, context.strategy, clips=self._clip is None):
-            context.merge_call(broadcast_update, args=(self._optimizer,))
+        if context and _may_differ_between_workers(self._optimizer, context.strategy, clips=self._clip is None):
+            context.merge_call(_broadcast_update, args=(self._optimizer,))
 
     def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         optimizer = self._optimizer
@@ -212,15 +195,15 @@ class AccumulatingUpdate:
 
 
 class FiniteUpdates:
-    """Makes those updates whose reduced gradients are finite, and counts the others.
+    """Skips updates whose reduced gradients are not finite, and counts them, for the NaN policies `stop` and `skip`.
 
-    All replicas decide alike, as they decide on the sum over all of them; so the update may hold collectives.
+    All replicas decide the same, on the sum over all of them, so the update may hold collectives.
 
     Args:
         strategy: The strategy of the model.
 
     Attributes:
-        skipped: How many updates this process has left out.
+        skipped: The number of updates that this process has skipped.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -255,15 +238,19 @@ class FiniteUpdates:
         tf.cond(finite, update, skip)
 
 
-def may_differ_between_workers(
+def _may_differ_between_workers(
     optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy, clips: bool
 ) -> bool:
-    """Whether an update may end in another bit on another worker.
+    """Whether an update may give different bits on different workers.
+
+    All workers apply one gradient. An optimizer that works on each number by itself gives the same result everywhere.
+    One that sums over a variable (a norm, a matrix product) may round differently on another processor, see
+    `collectives.hardware`.
 
     Args:
-        optimizer: The optimizer; what Keras does not know is taken for one that sums.
+        optimizer: The optimizer; a custom one counts as one that sums.
         strategy: Under which it updates.
-        clips: Whether it clips by a norm what all workers have reduced.
+        clips: Whether it clips the reduced gradient by its norm.
     """
     if not (hardware.describe_difference(strategy) and uses_bucketed_all_reduce(strategy)):
         return False
@@ -271,12 +258,12 @@ def may_differ_between_workers(
     return not by_number or (clips and bool(optimizer.clipnorm or optimizer.global_clipnorm))
 
 
-def broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer) -> None:
-    """Gives all workers the variables that the chief's update has made. In cross-replica context; a collective.
+def _broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer) -> None:
+    """Sends the chief's updated variables to all workers, which would drift apart. A cross-replica collective.
 
     Args:
         strategy: The strategy.
-        optimizer: Whose variables, and those that it trains.
+        optimizer: The optimizer, whose variables are sent with those that it trains.
     """
     warnings.warn(
         f"The workers differ in {hardware.describe_difference(strategy)}, by which {type(optimizer).__name__}'s sums are rounded: the "
@@ -289,11 +276,11 @@ def broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimize
     values = {id(variable.value): variable.value for variable in own if _is_replicated(variable.value)}.values()
 
     def chiefs(place: int, member: RankContext) -> Generator[Any, Any, Sequence[tf.Tensor]]:
-        mine = [tf.cast(local(value)[place], _carrier(value.dtype)) for value in values]
+        mine = [tf.cast(local(value)[place], _wire_dtype(value.dtype)) for value in values]
         return (yield AllReduce(mine if member.rank == 0 else [tf.zeros_like(value) for value in mine]))
 
     members = group.contexts(tf.constant(0, tf.int64))
-    for place, new_values in enumerate(group.run([chiefs(*each) for each in enumerate(members)], _LANE)):
+    for place, new_values in enumerate(group.run([chiefs(*each) for each in enumerate(members)], _BROADCAST_LANE)):
         for value, new in zip(values, new_values, strict=True):
             local(value)[place].assign(tf.cast(new, value.dtype))
 
@@ -303,5 +290,17 @@ def _is_replicated(value: tf.Variable) -> bool:
     return value.dtype.is_floating and value.synchronization != tf.VariableSynchronization.ON_READ
 
 
-def _carrier(dtype: tf.DType) -> tf.DType:
+def _wire_dtype(dtype: tf.DType) -> tf.DType:
+    """Returns the type in which numbers of a type are sent."""
     return tf.float32 if dtype.size < tf.float32.size else dtype
+
+
+def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer of one replica sum the rows of each id first (`gradient_lists.deduplicate_rows`). In place."""
+    if "apply" not in vars(optimizer):
+        apply = optimizer.apply
+
+        def apply_sums(grads: Sequence[Any], *variables: Any, **named: Any) -> None:
+            apply(gradient_lists.with_divisible_rows(gradient_lists.deduplicate_rows(grads)), *variables, **named)
+
+        optimizer.apply = apply_sums

@@ -242,7 +242,7 @@ class WorkerStep:
         tf.while_loop(lambda row: row < tf.shape(rows)[0], one, [0], parallel_iterations=1)
         results = type(self._model).get_metrics_result(self._model)
         now = dict(zip(traced.held, (variable.value.read_value() for variable in self._metrics), strict=True))
-        return {**results, **graph_copies.copied(lambda tensor: now.get(id(tensor)), traced.computed)}
+        return {**results, **graph_copies.copy_to_current_graph(lambda tensor: now.get(id(tensor)), traced.computed)}
 
     def _check(self, function: tf.types.experimental.ConcreteFunction) -> None:
         names = {id(v.handle): v.name for v in function.graph.variables}

@@ -1,6 +1,7 @@
-"""A replica without examples runs its step on one that does not count (see `replicas.batch_splitting`); here nothing of that is kept.
+"""Restores metrics and statistics of replicas without examples, which run a step on a padding example.
 
-Its loss and gradient count nothing, as its share of the batch is 0 (see `step.losses` and `optimizer`).
+See `replicas.batch_splitting` for the example. Such a replica's loss and gradient count nothing, as its share of the
+batch is 0 (see `step.losses` and `gradients.optimizer`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
     Args:
         model: The model.
         examples: How many examples this replica has.
-        totals: As of `batch_splitting.totals`.
+        totals: As of `batch_splitting.count_examples`.
 
     Returns:
         A function to call after the step. If this replica had no examples, it sets metrics and statistics back. It returns
@@ -91,7 +92,7 @@ def move_empty_replicas_statistics(
     Args:
         model: Whose step has just been run.
         dealt: What the replicas were dealt for it.
-        totals: As of `batch_splitting.totals`.
+        totals: As of `batch_splitting.count_examples`.
         moves: What the replicas' functions of `snapshot_statistics` returned.
     """
     strategy, variables = model.distribute_strategy, moving_statistic_variables(model)

@@ -1,13 +1,4 @@
-"""The functions that Keras' `fit`, `evaluate` and `predict` call for each execution of one or several steps, and the engine of strategies whose
-replicas train in step.
-
-Keras makes them in `Model._make_function`, which the Trainer overrides on its models. Stock Keras 3, with several replicas,
-cannot run several steps in one execution, compiles the collectives along with the replica's computation, and reduces
-each number of the logs by itself.
-
-`timed` measures how long a step waits for its batch: the only measure of it that a graph which draws its own data can give. A step whose
-update is left out is undone beside it, too: moving statistics and metrics that its batch has made NaN.
-"""
+"""Runs a model's training, test and prediction steps on all replicas, in place of Keras' own functions."""
 
 from __future__ import annotations
 
@@ -35,63 +26,30 @@ from tfdist.step.empty_replicas import metric_variables
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
 from tfdist.step.whole_batch import ROWS_ARE_NOT_EXAMPLES
 
-_NOTES = "float32"  # the type of numbers with which notes travel
-
-
-def attach(model: keras.Model, compression: Compressor | None = None, nan_policy: str = "ignore") -> None:
-    """Makes Keras build `model`'s training and test functions here, and its optimizer reduce first. In place."""
-    if not keras_internals.has_replaced_make_function(model):
-        model.train_function = model.test_function = None
-    keras_internals.replace_make_function(model, functools.partial(Execution, model, compression, nan_policy))
-    if not keras_loops.has_replaced_logs(model):
-        keras_loops.replace_logs(model, functools.partial(_results_or_logs, model))
-    if type(model).make_predict_function is keras.Model.make_predict_function:
-        model.make_predict_function = functools.partial(_make_predict_function, model)
-    synchronized_norm.synchronize_moments(model)
-    model_building.adopt(model)
-    for optimizer in optimizer_search.optimizers(model):
-        several = model.distribute_strategy.num_replicas_in_sync > 1
-        if several or nan_policy != "ignore":
-            optimizer_lib.distribute_optimizer(optimizer, compression if several else None, clip_after_reduce=True)
-            if nan_policy != "ignore":
-                optimizer_lib.skip_non_finite(optimizer, model.distribute_strategy)
-        else:
-            deduplicate_rows_before_update(optimizer)
-
-
-def _make_predict_function(model: keras.Model, force: bool = False) -> Any:
-    """As Keras' own, which `predict` calls, and which makes the function once for each `compile`."""
-    if model.predict_function is None or force:
-        model.predict_function = Prediction(model)
-    return model.predict_function
-
-
-def _results_or_logs(model: keras.Model, logs: Any) -> Any:
-    """As Keras' own, which returns the logs of the last step where they are others than the metrics' results."""
-    found: Any = keras_loops.metrics_or_logs(model, logs)
-    for function in (model.train_function, model.test_function):
-        if isinstance(function, Execution) and found is not None and found is function.logs:
-            return {**logs, **function.computed_logs()}
-    return found
+_NOTES = "float32"  # the type of the workers' notes, which are reduced with the logs of that type
 
 
 class Execution:
-    """Runs `steps_per_execution` steps for each call.
+    """The function that Keras' `fit` and `evaluate` call: each call runs `steps_per_execution` steps.
+
+    Keras would make it in `Model._make_function`. With several replicas Keras' own function cannot run several steps in
+    one execution, compiles the collectives along with the replica's computation, and reduces each number of the logs
+    separately.
 
     Args:
         model: The model.
-        compression: What sums its gradients, or None.
+        compression: The compressor that sums its gradients, or None.
         nan_policy: As of `Trainer`.
         step: Its `train_step` or `test_step`.
 
     Attributes:
-        left: How many steps there are left to run, where that is known; the next call runs no more. Keras itself runs on
-            to the next multiple of `steps_per_execution`.
-        heard: What the workers have noted.
-        logs: What the last call has returned.
+        remaining_steps: The number of steps left to run, or None if unknown; the next call runs no more. Keras itself
+            runs on to the next multiple of `steps_per_execution`.
+        agreed_flags: `strategy.notes`, averaged over the workers by the last call; None without notes.
+        logs: The result of the last call.
         step_name: The name of `step`.
-        measured: The time that a step has waited for its batch.
-        input_seconds: What all of them have waited.
+        measured: The mean time that a step waits for its batch.
+        input_seconds: The total time that steps have waited for their batches.
     """
 
     def __init__(self, model: keras.Model, compression: Compressor | None, nan_policy: str, step: Callable[[Any], Any]):
@@ -198,13 +156,13 @@ class Execution:
         return self._reduced(self._run_one(data))
 
     def _run_single(self, iterator: Any) -> tuple[Mapping[str, Any], tf.Tensor | None, Any]:
-        data, waited = timed(iterator.get_next)
+        data, waited = measure_input_wait(iterator.get_next)
         return *self._reduced(self._run_next(data)), (waited, 1)
 
     def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None, Any]:
         def body(done: tf.Tensor, _: Any, logs: Any, waited: tf.Tensor) -> Any:
             self._replica.number = done
-            data, seconds = timed(iterator.get_next_as_optional)
+            data, seconds = measure_input_wait(iterator.get_next_as_optional)
             more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
             return done + tf.cast(more, tf.int32), more, logs, waited + seconds
 
@@ -214,7 +172,7 @@ class Execution:
             totals = batch_splitting.count_examples(data, self._strategy)
             return totals[0] > 0, tf.cond(totals[0] > 0, lambda: self._run_one(data, totals), lambda: logs)
 
-        data, waited = timed(iterator.get_next)
+        data, waited = measure_input_wait(iterator.get_next)
         done, _, logs, waited = tf.while_loop(
             lambda done, more, *_: tf.logical_and(more, done < steps),
             body,
@@ -225,19 +183,127 @@ class Execution:
         return *self._reduced(logs), (waited, done)
 
     def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:
-        """Returns the logs, averaged over the workers, and what they have noted."""
-        heard = None
+        """Returns the logs and the workers' notes, both averaged over the workers."""
+        flags = None
         if self._strategy.traits.several_processes:
             if (notes := self._strategy.notes) is not None:
                 packed = {**packed, _NOTES: tf.concat([packed.get(_NOTES, []), notes], 0)}
             each = self._strategy.run(lambda: packed)
             packed = {dtype: self._strategy.reduce("MEAN", value, axis=None) for dtype, value in each.items()}
-            heard = None if notes is None else packed[_NOTES][-notes.shape[0] :]
-        return self._replica.unpack(packed), heard
+            flags = None if notes is None else packed[_NOTES][-notes.shape[0] :]
+        return self._replica.unpack(packed), flags
+
+
+def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
+    """Returns the result of `get`, and the seconds until all of its tensors were there, a float64 scalar.
+
+    A graph that draws its own data gives no other measure of how long a step waits for its batch. The seconds are NaN
+    where operations are deterministic: TensorFlow then has no clock.
+
+    Args:
+        get: Draws a batch, eagerly or while a step is traced.
+    """
+    if tf_internals.is_op_determinism_enabled():
+        return get(), tf.constant(float("nan"), tf.float64)
+    begun = tf.timestamp()
+    with tf.control_dependencies([begun]):
+        data = get()
+    parts = [part for part in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(part)]
+    with tf.control_dependencies(parts):
+        return data, tf.timestamp() - begun
+
+
+@contextlib.contextmanager
+def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
+    """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
+
+    The batch of such a step has made moving statistics and metrics NaN, too.
+
+    Args:
+        replica: The step.
+        keeps_metrics: Whether metrics keep the values that the step has given them.
+    """
+    model = replica.model
+    counts = skipped_updates(model) if replica.trains else []
+    if not counts:
+        yield
+        return
+    local = model.distribute_strategy.experimental_local_results
+    kept = [each.value for each in model.non_trainable_variables if each.value.dtype.is_floating]
+    kept += [] if keeps_metrics else metric_variables(model)
+    components = [component for variable in kept for component in local(variable)]
+
+    def skipped() -> tf.Tensor:
+        return tf.add_n([local(count)[0].read_value() for count in counts])
+
+    before, number = [component.read_value() for component in components], skipped()
+    yield
+
+    def undo() -> None:
+        for component, value in zip(components, before, strict=True):
+            component.assign(value)
+
+    tf.cond(skipped() > number, undo, lambda: None)
+
+
+class Prediction:
+    """The function that Keras' `predict` calls: predicts batches, each on all replicas.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._strategy = model.distribute_strategy
+        self._step = model.predict_step
+        self._run = self._run_one
+        if not model.run_eagerly:
+            if model.jit_compile:
+                self._step = tf.function(self._step, reduce_retracing=True, jit_compile=True)
+            self._run = tf.function(self._run_one, reduce_retracing=True, autograph=False)
+
+    def __call__(self, batches: Sequence[Any]) -> Any:
+        """Returns the outputs of a list of batches, as of one.
+
+        Raises:
+            StopIteration: No example is left.
+            RuntimeError: The user's step raises StopIteration.
+        """
+        is_whole = self._strategy.method == "predict_on_batch" and self._strategy.num_replicas_in_sync > 1
+        each = []
+        for batch in batches:
+            if isinstance(batch, SplitBatch) and not batch_splitting.count_examples(batch, self._strategy)[0]:
+                break
+            try:
+                each.append(self._run(batch, is_whole))
+            except StopIteration as e:
+                raise stop_iteration_error("The model's predict_step", e) from e
+        if not each:
+            raise StopIteration
+        return each[0] if len(each) == 1 else tf.nest.map_structure(keras_loops.concatenate, *each)
+
+    def _run_one(self, data: Any, is_whole: bool) -> Any:
+        """Predicts one batch.
+
+        Args:
+            data: A batch of a distributed dataset; or what all replicas are given, each of which takes its part.
+            is_whole: Whether it is the latter.
+        """
+        counts = equal_weights.guard(self._strategy, self._model.weights)
+
+        def replica(data: Any) -> Any:
+            data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+            if not isinstance(data, SplitBatch):
+                data = batch_splitting.part_of_batch(data, self._strategy) if is_whole else SplitBatch(data, None)
+            outputs = self._step(batch_splitting.relax_size(data.batch) if counts else data.batch)
+            return batch_splitting.counted_rows(outputs, data)
+
+        return keras_loops.concatenate_replicas(self._strategy.run(replica, args=(data,)), self._strategy)
 
 
 class StepLimit(keras.callbacks.Callback):
-    """Tells `Execution` how many steps are left, and refuses data that hold no batch, for which Keras returns nothing.
+    """Sets `Execution.remaining_steps`; raises an error for data without a batch, for which Keras returns nothing.
 
     Args:
         train_steps: The steps of an epoch, or None if unknown.
@@ -292,61 +358,49 @@ class StepLimit(keras.callbacks.Callback):
             function.remaining_steps = steps and steps - begun
 
 
-def timed(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
-    """Returns what `get` returns, and the seconds until all of its tensors were there, a float64 scalar.
+def attach(model: keras.Model, compression: Compressor | None = None, nan_policy: str = "ignore") -> None:
+    """Makes Keras use `Execution` and `Prediction` for `model`, and its optimizers reduce gradients first. In place."""
+    if not keras_internals.has_replaced_make_function(model):
+        model.train_function = model.test_function = None
+    keras_internals.replace_make_function(model, functools.partial(Execution, model, compression, nan_policy))
+    if not keras_loops.has_replaced_logs(model):
+        keras_loops.replace_logs(model, functools.partial(_results_or_logs, model))
+    if type(model).make_predict_function is keras.Model.make_predict_function:
+        model.make_predict_function = functools.partial(_make_predict_function, model)
+    synchronized_norm.synchronize_moments(model)
+    model_building.adopt(model)
+    for optimizer in optimizer_search.optimizers(model):
+        several = model.distribute_strategy.num_replicas_in_sync > 1
+        if several or nan_policy != "ignore":
+            optimizer_lib.distribute_optimizer(optimizer, compression if several else None, clip_after_reduce=True)
+            if nan_policy != "ignore":
+                optimizer_lib.skip_non_finite(optimizer, model.distribute_strategy)
+        else:
+            deduplicate_rows_before_update(optimizer)
 
-    NaN where operations are deterministic: TensorFlow then has no clock.
 
-    Args:
-        get: Draws a batch, eagerly or while a step is traced.
-    """
-    if tf_internals.is_op_determinism_enabled():
-        return get(), tf.constant(float("nan"), tf.float64)
-    begun = tf.timestamp()
-    with tf.control_dependencies([begun]):
-        data = get()
-    parts = [part for part in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(part)]
-    with tf.control_dependencies(parts):
-        return data, tf.timestamp() - begun
+def _make_predict_function(model: keras.Model, force: bool = False) -> Any:
+    """As Keras' own, which `predict` calls, and which makes the function once for each `compile`."""
+    if model.predict_function is None or force:
+        model.predict_function = Prediction(model)
+    return model.predict_function
 
 
-@contextlib.contextmanager
-def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
-    """Gives variables back the values from before the step inside, if an update was left out. Outside of replicas.
-
-    Args:
-        replica: The step.
-        keeps_metrics: Whether metrics stay as the step has made them.
-    """
-    model = replica.model
-    counts = skipped_updates(model) if replica.trains else []
-    if not counts:
-        yield
-        return
-    local = model.distribute_strategy.experimental_local_results
-    kept = [each.value for each in model.non_trainable_variables if each.value.dtype.is_floating]
-    kept += [] if keeps_metrics else metric_variables(model)
-    components = [component for variable in kept for component in local(variable)]
-
-    def skipped() -> tf.Tensor:
-        return tf.add_n([local(count)[0].read_value() for count in counts])
-
-    before, number = [component.read_value() for component in components], skipped()
-    yield
-
-    def undo() -> None:
-        for component, value in zip(components, before, strict=True):
-            component.assign(value)
-
-    tf.cond(skipped() > number, undo, lambda: None)
+def _results_or_logs(model: keras.Model, logs: Any) -> Any:
+    """As Keras' own, which returns the logs of the last step where they are others than the metrics' results."""
+    found: Any = keras_loops.metrics_or_logs(model, logs)
+    for function in (model.train_function, model.test_function):
+        if isinstance(function, Execution) and found is not None and found is function.logs:
+            return {**logs, **function.computed_logs()}
+    return found
 
 
 class SynchronousEngine(Engine):
-    """Each replica computes the gradients of its part of a batch; their sum updates every copy of the weights.
+    """The engine of strategies whose replicas train in step: the sum of their gradients updates all weights.
 
     Args:
         strategy: The strategy.
-        compressor: What sums gradients with fewer bytes, or None.
+        compressor: The compressor that sums the gradients, or None.
     """
 
     def __init__(self, strategy: Any, compressor: Compressor | None = None):
@@ -376,59 +430,3 @@ class SynchronousEngine(Engine):
                 "unless the data are a tf.data.Dataset."
             )
         return data
-
-
-class Prediction:
-    """Predicts batches, each on all replicas.
-
-    Args:
-        model: The model.
-    """
-
-    def __init__(self, model: keras.Model):
-        self._model = model
-        self._strategy = model.distribute_strategy
-        self._step = model.predict_step
-        self._run = self._run_one
-        if not model.run_eagerly:
-            if model.jit_compile:
-                self._step = tf.function(self._step, reduce_retracing=True, jit_compile=True)
-            self._run = tf.function(self._run_one, reduce_retracing=True, autograph=False)
-
-    def __call__(self, batches: Sequence[Any]) -> Any:
-        """Returns the outputs of a list of batches, as of one.
-
-        Raises:
-            StopIteration: No example is left.
-            RuntimeError: The user's step raises StopIteration.
-        """
-        is_whole = self._strategy.method == "predict_on_batch" and self._strategy.num_replicas_in_sync > 1
-        each = []
-        for batch in batches:
-            if isinstance(batch, SplitBatch) and not batch_splitting.count_examples(batch, self._strategy)[0]:
-                break
-            try:
-                each.append(self._run(batch, is_whole))
-            except StopIteration as e:
-                raise stop_iteration_error("The model's predict_step", e) from e
-        if not each:
-            raise StopIteration
-        return each[0] if len(each) == 1 else tf.nest.map_structure(keras_loops.concatenate, *each)
-
-    def _run_one(self, data: Any, is_whole: bool) -> Any:
-        """Predicts one batch.
-
-        Args:
-            data: A batch of a distributed dataset; or what all replicas are given, each of which takes its part.
-            is_whole: Whether it is the latter.
-        """
-        counts = equal_weights.guard(self._strategy, self._model.weights)
-
-        def replica(data: Any) -> Any:
-            data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
-            if not isinstance(data, SplitBatch):
-                data = batch_splitting.part_of_batch(data, self._strategy) if is_whole else SplitBatch(data, None)
-            outputs = self._step(batch_splitting.relax_size(data.batch) if counts else data.batch)
-            return batch_splitting.counted_rows(outputs, data)
-
-        return keras_loops.concatenate_replicas(self._strategy.run(replica, args=(data,)), self._strategy)

@@ -1,4 +1,4 @@
-"""What one replica does in a step, with its share of the batch."""
+"""Runs a model's step on one replica, weighted by the replica's share of the batch."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class ReplicaStep:
 
         Args:
             data: This replica's batch, or what it was dealt.
-            totals: Of what was dealt, as of `batch_splitting.totals`.
+            totals: Of what was dealt, as of `batch_splitting.count_examples`.
 
         Returns:
-            The packed logs; what `empty_replicas.snapshot_statistics` says of the step.
+            The packed logs, and the moves of statistics, as of `empty_replicas.snapshot_statistics`.
         """
         # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
         given = tf.nest.flatten((data, totals), expand_composites=True)

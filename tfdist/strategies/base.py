@@ -214,8 +214,8 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         return super().reduce(reduce_op, value, axis)
 
 
-class _OwnKeys:
-    """Gives each strategy of a process its own collectives; the workers make theirs in the same order."""
+class UniqueCollectiveKeys:
+    """Gives each strategy of a process its own collective keys; the workers make their strategies in the same order."""
 
     _number = itertools.count(1)
 

@@ -1,7 +1,4 @@
-"""`DataDistribution`: how a strategy here gives data to its replicas, and begins a pass over them.
-
-`copy_python_data` copies what Python code gives a dataset, so that no operation writes into the arrays of that code.
-"""
+"""`DataDistribution`: how a strategy gives data to its replicas, and begins a pass over them."""
 
 from __future__ import annotations
 
@@ -182,10 +179,11 @@ class DataDistribution(tf.distribute.Strategy):
 
 
 def copy_python_data(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset whose elements do not share memory with arrays of Python code, if such code makes the dataset.
+    """Returns a dataset whose elements share no memory with the arrays of Python code that makes them.
 
-    TensorFlow uses an aligned NumPy array (tensorflow/python/lib/core/py_func.cc) where it is, and counts no reference but its own: an
-    operation with the last one of these may write its result there, into a slice of the array that a `PyDataset` keeps.
+    TensorFlow uses an aligned NumPy array in place (tensorflow/python/lib/core/py_func.cc) and counts only its own
+    references. The operation that holds the last of these may write its result into the array, such as a slice that a
+    `PyDataset` keeps.
     """
     if not any(True for each in walk(dataset) for _ in python_functions(each)):
         return dataset
@@ -193,11 +191,11 @@ def copy_python_data(dataset: tf.data.Dataset) -> tf.data.Dataset:
     @tf.autograph.experimental.do_not_convert
     def copy(*element: Any) -> Any:
         batch = element if isinstance(dataset.element_spec, tuple) else element[0]
-        return tf.nest.map_structure(_copy, batch, expand_composites=True)
+        return tf.nest.map_structure(_deep_copy, batch, expand_composites=True)
 
     return dataset.map(copy)
 
 
-def _copy(tensor: tf.Tensor) -> tf.Tensor:
+def _deep_copy(tensor: tf.Tensor) -> tf.Tensor:
     in_place = tensor.dtype.is_integer or tensor.dtype.is_floating or tensor.dtype.is_complex or tensor.dtype.is_bool
     return tf.raw_ops.DeepCopy(x=tensor) if in_place else tensor

@@ -1,4 +1,4 @@
-"""`create_strategy`: a name and options to a `tf.distribute` strategy under which stock Keras 3 is right."""
+"""`create_strategy`: creates a `tf.distribute` strategy under which stock Keras 3 is right, from a name and options."""
 
 from __future__ import annotations
 

@@ -22,13 +22,17 @@ from tfdist.errors import ConfigError
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
 from tfdist.strategies import startup
-from tfdist.strategies.base import KerasStrategy, _OwnKeys
+from tfdist.strategies.base import KerasStrategy, UniqueCollectiveKeys
 
 # What TensorFlow's CollectiveBcastSend takes.
 _BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
+_FAREWELL_MS = 10_000
+# Shorter during training: the others may wait for this task in a step, and must soon learn that it has ended.
+_FAREWELL_AMID_TRAINING_MS = 3_000
+_HEARTBEAT_MS = 120_000
 
 
-class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
     """Trains on the devices of several workers, each with a copy of the variables.
 
     Attributes:
@@ -77,13 +81,6 @@ class MultiWorkerMirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MultiWo
         elif not isinstance(made, tf_internals.CheckpointInitialValueCallable):
             kwargs["initial_value"] = lambda: checked(made())
         return super()._create_variable(next_creator, **kwargs)
-
-
-_FAREWELL_MS = 10_000
-_FAREWELL_AMID_TRAINING_MS = (
-    3_000  # the others may wait for this one in a step: they shall soon be told that it has ended
-)
-_HEARTBEAT_MS = 120_000
 
 
 def multi_worker_mirrored(

@@ -35,6 +35,9 @@ Method = Callable[..., Any]
 _PARTIAL = ".partial"
 _KNOWN_MS = 60_000  # limit for a text that has been published
 _FILES = (".weights.h5", ".h5", ".keras")
+# Raised for a variable of a parameter server that is lost: not an error of the file.
+_OF_TASKS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+_saves: collections.Counter[tuple[str, int]] = collections.Counter()  # this task's, of a path between two steps
 
 
 def model_save(keras_own: Method) -> Method:
@@ -106,9 +109,6 @@ def checkpoints_by_one(strategy: KerasStrategy) -> None:
     tf_internals.replace_checkpoint_writer(save, device)
 
 
-_saves: collections.Counter[tuple[str, int]] = collections.Counter()  # this task's, of a path between two steps
-
-
 def by_one(strategy: KerasStrategy, path: str, write: Callable[[], None]) -> None:
     """Calls `write` on the first task that comes; the others wait for it. Where one does not find its files, it writes its own.
 
@@ -167,10 +167,6 @@ def _files_at(path: str) -> str:
             stat = tf.io.gfile.stat(name)
             described.append(f"{name}:{stat.length}:{stat.mtime_nsec}")
     return " ".join(described)
-
-
-# What a variable of a parameter server that is lost raises: no fault of the file.
-_OF_TASKS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 
 
 @contextlib.contextmanager

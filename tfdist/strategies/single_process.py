@@ -12,14 +12,14 @@ from tfdist.compat.tf_internals import SyncOnReadVariable
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
 from tfdist.strategies import startup
-from tfdist.strategies.base import KerasStrategy, _OwnKeys
+from tfdist.strategies.base import KerasStrategy, UniqueCollectiveKeys
 
 
 class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
     """Trains on one device."""
 
 
-class MirroredStrategy(_OwnKeys, KerasStrategy, tf.distribute.MirroredStrategy):
+class MirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distribute.MirroredStrategy):
     """Trains on several devices of one machine, each with a copy of the variables."""
 
 

@@ -1,7 +1,4 @@
-"""What must hold before a strategy is made: a TensorFlow that has not started yet.
-
-`check_versions` warns of versions of TensorFlow and Keras that are not tested.
-"""
+"""Checks before a strategy is created: tested versions, and a TensorFlow that has not started yet."""
 
 from __future__ import annotations
 
@@ -22,8 +19,31 @@ from tfdist.version import __version__
 
 # Calls into TensorFlow or Keras that do not start it.
 _HARMLESS = {"config", "get_logger", "set_random_seed", "set_seed", "experimental"}
-# From, and up to but without; as in pyproject.toml. tools/versions.py runs the tests with both ends.
-TESTED = {"tensorflow": ("2.18", "2.22"), "keras": ("3.13", "3.16")}
+# The first one, and the first one after them; as in pyproject.toml. tools/versions.py runs the tests with both ends.
+TESTED_VERSIONS = {"tensorflow": ("2.18", "2.22"), "keras": ("3.13", "3.16")}
+
+
+@functools.cache
+def check_versions() -> None:
+    """Warns, once, if TensorFlow or Keras is outside the tested versions: tfdist uses private names of both."""
+    found = {"tensorflow": tf.__version__, "keras": keras.__version__}
+    if untested := [name for name, version in found.items() if not _is_tested(name, version)]:
+        ranges = " and ".join(
+            f"{name} >={TESTED_VERSIONS[name][0]},<{TESTED_VERSIONS[name][1]}" for name in TESTED_VERSIONS
+        )
+        received = " and ".join(f"{name} {found[name]}" for name in untested)
+        warnings.warn(
+            f"tfdist {__version__} is tested with {ranges}. Found: {received}; what it cures may have moved.",
+            stacklevel=2,
+        )
+
+
+def _is_tested(name: str, version: str) -> bool:
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split(".")[:2])
+
+    first, end = TESTED_VERSIONS[name]
+    return numbers(first) <= numbers(version) < numbers(end)
 
 
 def already_started_error(what: str) -> ConfigError:
@@ -42,12 +62,12 @@ def already_started_error(what: str) -> ConfigError:
         return ConfigError(f"{message}.")
     here = callers[-1]
     message = f"{here.filename}:{here.lineno}: {message}: move this call up"
-    for line, code in _starts(here):
+    for line, code in _lines_that_start_tensorflow(here):
         return ConfigError(f"{message}, before line {line}: {code}")
     return ConfigError(f"{message}, to right after the imports. What has started it is none of this file's own calls.")
 
 
-def _starts(here: traceback.FrameSummary) -> Iterator[tuple[int, str]]:
+def _lines_that_start_tensorflow(here: traceback.FrameSummary) -> Iterator[tuple[int, str]]:
     """Yields the lines before `here`, in its file, that call TensorFlow or Keras."""
     try:
         source = pathlib.Path(here.filename).read_text(encoding="utf-8")
@@ -79,24 +99,3 @@ def _starts(here: traceback.FrameSummary) -> Iterator[tuple[int, str]]:
                     calls.append(node.lineno)
     for number in sorted(calls):
         yield number, lines[number - 1].strip()
-
-
-@functools.cache
-def check_versions() -> None:
-    """Warns, once, where TensorFlow or Keras is not of the tested range: tfdist leans on private names of both."""
-    found = {"tensorflow": tf.__version__, "keras": keras.__version__}
-    if untested := [name for name, version in found.items() if not _is_tested(name, version)]:
-        ranges = " and ".join(f"{name} >={TESTED[name][0]},<{TESTED[name][1]}" for name in TESTED)
-        received = " and ".join(f"{name} {found[name]}" for name in untested)
-        warnings.warn(
-            f"tfdist {__version__} is tested with {ranges}. Found: {received}; what it cures may have moved.",
-            stacklevel=2,
-        )
-
-
-def _is_tested(name: str, version: str) -> bool:
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in text.split(".")[:2])
-
-    first, end = TESTED[name]
-    return numbers(first) <= numbers(version) < numbers(end)

@@ -92,7 +92,7 @@ class Trainer:
         backup = BackupAndRestore(backup_dir) if backup_dir is not None else backup
         self.strategy, found = startup.start_strategy(strategy, cluster, backup, start_timeout, options)
         if compressor:
-            communicator.check_strategy(self.strategy)
+            communicator.check_compresses(self.strategy)
         checks.check_nan_policy(nan_policy, self.strategy)
         self._context = startup.create_context(self.strategy, found, backup, compressor, check_weights)
         self._context.engine.nan_policy = nan_policy
