@@ -174,7 +174,7 @@ def check_consistency(ranks: Ranks, data: Any, validation_data: Any, arguments: 
         if differs
     ]
     if not faults and any(unlike):
-        faults = [_describe_order_difference(ranks, orders[unlike.index(True) - len(own)])]
+        faults = [_order_difference_message(ranks, orders[unlike.index(True) - len(own)])]
     if faults:
         raise ConfigError(faults)
 
@@ -214,7 +214,7 @@ def _data_order(data: Any) -> list[str]:
     return [*texts[:last], *[""] * (last - len(texts)), " ".join(texts[last:])]
 
 
-def _describe_order_difference(ranks: Ranks, mine: str) -> str:
+def _order_difference_message(ranks: Ranks, mine: str) -> str:
     """Returns what differs first between the workers' datasets. A collective."""
     gathered = ranks.gather(*mine.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
     texts = (bytes(map(int, row)).decode(errors="replace").strip() or "no more transformations" for row in gathered)
