@@ -1,4 +1,4 @@
-"""What differs between two trainings that should be the same, by name."""
+"""Names the differences between this training run and the one that wrote a backup."""
 
 from __future__ import annotations
 

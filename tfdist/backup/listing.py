@@ -1,4 +1,4 @@
-"""Which backups a folder holds, and whether they are whole: for who looks at them without training."""
+"""Lists and checks the backups of a folder, without training."""
 
 from __future__ import annotations
 

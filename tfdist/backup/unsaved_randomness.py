@@ -1,4 +1,4 @@
-"""What a training draws at random that no backup can hold: found in the datasets' and the steps' graphs, and said before it matters."""
+"""Warns of random draws that no backup can hold, found in the graphs of datasets and steps."""
 
 from __future__ import annotations
 

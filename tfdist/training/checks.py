@@ -1,4 +1,4 @@
-"""Checks the arguments of a `Trainer` and its methods: strategy, cluster, models, callbacks, and data that all workers must share."""
+"""Checks the arguments of a `Trainer` and of its methods, among them those that must be equal on all workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of `fit`, `evaluate` and `predict`: the data in a form that Keras distributes over replicas, the others by name."""
+"""The arguments of `fit`, `evaluate` and `predict`: data in a form that Keras distributes, the others by name."""
 
 from __future__ import annotations
 

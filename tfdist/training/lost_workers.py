@@ -1,4 +1,4 @@
-"""Ends the collectives of a worker when another one is lost, and explains what happened: a task that has ended must not leave others waiting.
+"""Ends a worker's collectives when another worker is lost, so that it does not wait forever, and explains why.
 
 TensorFlow's own heartbeats notice a lost worker after two minutes where no connection of theirs was in use. The operating system of
 a process says at once that nothing listens at its port any more.

@@ -1,4 +1,4 @@
-"""`Trainer`: fits, evaluates, predicts, saves and runs custom steps, the same under every strategy."""
+"""`Trainer`: fit, evaluate, predict, save and custom steps, the same under every strategy."""
 
 from __future__ import annotations
 
