@@ -1,7 +1,4 @@
-"""`Engine`: what a Trainer asks of the way in which its strategy trains.
-
-`RunningMeans` are the means of what the executions of an engine measure in several threads.
-"""
+"""What a Trainer asks of an engine: the way in which its strategy trains."""
 
 from __future__ import annotations
 
@@ -103,7 +100,7 @@ class Engine(abc.ABC):
 
 
 class RunningMeans:
-    """The mean of each of some measures since it was last taken; safe in several threads."""
+    """The means of what an engine's executions measure, since they were last taken; safe in several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,8 +1,6 @@
-"""The errors that tfdist raises itself. No TensorFlow here.
+"""The errors that tfdist raises, and the wording of their messages. No TensorFlow here.
 
 Every message names the argument, what was received, what was expected and the remedy.
-
-`stop_iteration_error` is for an error of the user's code that Keras' loops would take for something else.
 """
 
 from __future__ import annotations
@@ -11,8 +9,11 @@ import contextlib
 import difflib
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+# New names of options, for messages: the new name, and a remark on it.
+_RENAMED = {"implementation": ("transport", ", of which 'ring' is 'grpc'"), "ring": ("grpc", "")}
 
 
 class ConfigError(ValueError):
@@ -26,8 +27,10 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, faults: str | Iterable[str]):
-        found = [faults] if isinstance(faults, str) else list(faults)
-        self.faults: tuple[str, ...] = tuple(map(_one_line, found or ["something is wrong, but no fault was named."]))
+        sentences = [faults] if isinstance(faults, str) else list(faults)
+        self.faults: tuple[str, ...] = tuple(
+            map(_one_line, sentences or ["something is wrong, but no fault was named."])
+        )
         super().__init__("\n".join(self.faults))
 
 
@@ -43,9 +46,13 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def truncate(text: str) -> str:
-    """Returns the text, cut to what a sentence can hold."""
-    return text if len(text) <= 120 else text[:117] + "..."
+def describe_error(error: BaseException) -> str:
+    """Returns type and message of an error."""
+    try:
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+    except Exception:  # the user's own __str__
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def format_value(value: Any) -> str:
@@ -56,7 +63,21 @@ def format_value(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-_RENAMED = {"implementation": ("transport", ", of which 'ring' is 'grpc'"), "ring": ("grpc", "")}
+def truncate(text: str) -> str:
+    """Returns the text, cut to what a sentence can hold."""
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def list_first(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Returns the first texts of a list, and how many more there are: `"a, b and 3 more"`."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{separator.join(texts[:most])}{more}"
+
+
+def unknown_name_message(what: str, received: str, known: Iterable[str]) -> str:
+    """Returns the sentence for a name that is not in a list of known names."""
+    known = sorted(known)
+    return f"unknown {what} {format_value(received)}{did_you_mean(received, known)} Known: {', '.join(known)}."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -76,21 +97,6 @@ def collect_errors(faults: list[str]) -> Iterator[None]:
         yield
     except ConfigError as e:
         faults += e.faults
-
-
-def unknown_name_message(what: str, received: str, known: Iterable[str]) -> str:
-    """Returns the sentence for a name that is not in a list of known names."""
-    known = sorted(known)
-    return f"unknown {what} {format_value(received)}{did_you_mean(received, known)} Known: {', '.join(known)}."
-
-
-def told(error: BaseException) -> str:
-    """Returns type and message of an error."""
-    try:
-        text = error.msg if isinstance(error, SyntaxError) else str(error)
-    except Exception:  # the user's own __str__
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def stop_iteration_error(where: str, error: StopIteration) -> RuntimeError:

@@ -23,7 +23,7 @@ SAYING = {*ERRORS, "FileExistsError", "TypeError", "ValueError", "RuntimeError",
 SAYING |= {"warn", "say", "info", "warning", "error", "log"}  # the last four: of a logger
 # Functions that yield or return sentences which others raise or log.
 _SENTENCES = re.compile(
-    "fault|doubts|differences|sentence|message|hint|explain|obstacle|unreachable|cause$|failed$|unknown|_other_order"
+    "fault|doubts|differences|sentence|message|hint|explain|obstacle|unreachable|cause$|failed$|unknown"
     "|_valid_arguments|_assign$|_field$|_unexpected_peer"
 )
 _WORDS = 9

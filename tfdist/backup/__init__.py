@@ -1,1 +1,1 @@
-"""A training that is interrupted goes on at the very step."""
+"""Backups: an interrupted training run resumes at the exact step."""

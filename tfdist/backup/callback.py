@@ -1,7 +1,7 @@
-"""`BackupAndRestore`: a training that is interrupted at any moment goes on as if it had not been.
+"""`BackupAndRestore`: an interrupted training run resumes as if it had not been interrupted.
 
-A backup is taken between two steps and written beside the next ones. A run that finds one builds everything as ever, and
-then puts all of it back: variables, each replica's own values, what callbacks remember, the place in the data.
+A backup is taken between two steps and written beside the next ones. A run that finds one builds the model as usual and then restores
+all state: variables, each replica's own values, what callbacks remember, the position in the data.
 """
 
 from __future__ import annotations

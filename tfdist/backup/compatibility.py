@@ -1,4 +1,4 @@
-"""What differs between two trainings that should be the same, by name."""
+"""Names the differences between this training run and the one that wrote a backup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import optimizer_search
-from tfdist.errors import ConfigError, format_value
+from tfdist.errors import ConfigError, format_value, list_first
 
 _ABSENT = object()
 _NAMED = 5  # differences that a message names
@@ -91,8 +91,7 @@ def check_same_training(now: Any, then: Any, path: str, folder: str) -> None:
         ConfigError: The descriptions differ.
     """
     if different := list(differences(now, then)):
-        more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
         raise ConfigError(
-            f"The backup {path} is of another training: {'; '.join(different[:_NAMED])}"
-            f"{more}. To train from the beginning, remove {folder!r} or choose another backup_dir."
+            f"The backup {path} is of another training: {list_first(different, _NAMED, '; ')}. "
+            f"To train from the beginning, remove {folder!r} or choose another backup_dir."
         )

@@ -1,7 +1,4 @@
-"""What a backup must hold: checked before any of it is used, as a file may be forged, or of another version.
-
-A `SavePoint` is when in a training it was taken.
-"""
+"""What a backup must hold: checked before any of it is used, as a file may be forged, or of another version."""
 
 from __future__ import annotations
 
@@ -62,11 +59,6 @@ class SavePoint(NamedTuple):
 BEFORE_ALL = SavePoint(-1, False)  # less than that of any backup
 
 
-def checksum(body: Mapping[str, Any]) -> int:
-    """Returns the checksum of a manifest without its checksum."""
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
-
-
 def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
     """Returns a manifest whose checksum is right and which names the backup's files.
 
@@ -79,10 +71,10 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
     """
     body = _json(content, path)
     try:
-        whole = body.pop("crc32", None) == checksum(body)
+        is_intact = body.pop("crc32", None) == checksum(body)
     except RecursionError:
-        whole = False
-    if not whole:
+        is_intact = False
+    if not is_intact:
         raise CorruptBackupError(f"{path} is not what was written")
     _check_fields(body, {"files": dict}, path)
     for name, each in body["files"].items():
@@ -136,15 +128,20 @@ def check_tensors(manifest: Mapping[str, Any], shared: Mapping[str, Any], own: M
         value = shared.get(name, own.get(f"{name}/0"))
         if value is None:
             raise CorruptBackupError(f"{path} does not hold variable {name!r}")
-        found = f"{tf.as_dtype(value.dtype).name}{list(value.shape)}"
-        if "None" not in str(form) and found != form:
-            raise CorruptBackupError(f"{path} holds {name!r} as {found}, and should as {form}")
+        stored_form = f"{tf.as_dtype(value.dtype).name}{list(value.shape)}"
+        if "None" not in str(form) and stored_form != form:
+            raise CorruptBackupError(f"{path} holds {name!r} as {stored_form}, and should as {form}")
     if REST not in own:
         raise CorruptBackupError(f"{path} does not hold what callbacks remember")
     rest = _json(np.asarray(own[REST]).item(), path)
     _check_fields({"logs": None, **rest}, _REST, path)
     for name, state in rest["callbacks"].items():
         _check_fields({name: state}, {name: dict}, path, "callbacks")
+
+
+def checksum(body: Mapping[str, Any]) -> int:
+    """Returns the checksum of a manifest without its checksum."""
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
 def _json(content: Any, path: str) -> dict[str, Any]:

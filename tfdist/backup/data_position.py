@@ -1,7 +1,7 @@
-"""Where Keras' training loop is in its data, and how to set it there again.
+"""The position of Keras' training loop in its data, and the return to it.
 
-Keras begins each epoch at its first step. Here the loop of an interrupted epoch is begun as ever, on data from which what
-was trained on is left out; the steps that were done are counted, but neither run nor shown to callbacks.
+Keras begins each epoch at its first step. To resume within an epoch, Keras' loop starts normally on a dataset without the examples
+already used. Completed steps are counted, but not run or shown to callbacks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which backups a folder holds, and whether they are whole: for who looks at them without training."""
+"""Lists and checks the backups of a folder, without training."""
 
 from __future__ import annotations
 
@@ -89,18 +89,18 @@ def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:
     return manifest
 
 
-def table(found: Sequence[Listed]) -> str:
+def table(backups: Sequence[Listed]) -> str:
     """Returns backups as a table, with a line for each that is not whole."""
     heads = ("backup", "step", "epoch", "written", "tasks", "replicas", "size", "task", "strategy", "state")
     rows: list[tuple[str, ...]] = [heads]
-    for each in found:
+    for each in backups:
         cells = each.described()
         written = each.written and f"{datetime.datetime.fromtimestamp(each.written):%Y-%m-%d %H:%M:%S}"
         cells |= {"written": written, "size": f"{each.bytes / 1e6:.1f} MB"}
         rows.append(tuple("-" if cells[head] is None else str(cells[head]) for head in heads))
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *(f"{each.point.folder}: {each.why}" for each in found if each.why)])
+    return "\n".join([*lines, *(f"{each.point.folder}: {each.why}" for each in backups if each.why)])
 
 
 def _read(storage: Storage, point: SavePoint) -> Listed:

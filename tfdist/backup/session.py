@@ -1,11 +1,4 @@
-"""One `fit` that is backed up: finds the backup to go on from, restores the state, saves, and exits when preempted.
-
-`BackupOptions` say how a training is backed up.
-
-By the `Agreement` all ranks save, or save and exit, at the same step.
-
-`ResumeWarnings` tell, on the chief, of state that a backup cannot hold, so that a resume would not be exact.
-"""
+"""Backs up one `fit`: resumes from the newest backup, saves between steps, and exits after a save when preempted."""
 
 from __future__ import annotations
 
@@ -28,7 +21,7 @@ from tfdist.backup import compatibility, state, unsaved_randomness
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.data_position import LoopPosition, LoopTracker
 from tfdist.backup.search import FORMAT, Snapshot, find_backup
-from tfdist.backup.snapshot_writer import Background, SnapshotWriter
+from tfdist.backup.snapshot_writer import SnapshotWriter, WriterThread
 from tfdist.backup.state import TrainingState, users_callbacks
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
@@ -43,6 +36,258 @@ from tfdist.runtime.log import logger
 from tfdist.runtime.preemption import Preemption
 
 _GENERATORS = "generators of the process"
+
+
+class BackupSession:
+    """One `fit` that is backed up.
+
+    Attributes:
+        training: What the chief calls this training: the same after a restart, and another one for each new training.
+    """
+
+    def __init__(
+        self,
+        options: BackupOptions,
+        storage: Storage,
+        model: keras.Model,
+        ranks: Ranks,
+        arguments: Mapping[str, Any],
+        engine: Engine,
+        task_progress: progress.Progress,
+    ):
+        self._callbacks: Sequence[keras.callbacks.Callback] = ()
+        self.loop_tracker = LoopTracker(model)
+        self.writer = WriterThread()
+        self.before_validation: Snapshot | None = None
+        self._options = options
+        self._storage = storage
+        self._snapshots = SnapshotWriter(storage, ranks, options.keep, task_progress)
+        self._model = model
+        self._ranks = ranks
+        self._engine = engine
+        self._strategy = model.distribute_strategy
+        self._agreement = SaveAgreement(
+            ranks, self._strategy, options.preemption, engine.peer_preempted, options.save_every_seconds
+        )
+        # Under parameter servers a resume is not exact anyway.
+        warns = ranks.is_chief and not self._strategy.traits.asynchronous
+        self._warnings = ResumeWarnings(warns)
+        self._resume_from: Snapshot | None = None
+        self._about: dict[str, Any] = {"fit": dict(arguments), **options.config}
+        self._progress = task_progress
+        self._last_logs: Any = None
+        # Of the last backup: the same on all ranks, though it may still be being written.
+        self._last_point: SavePoint | None = None
+        self.training = uuid.uuid4().hex
+
+    def check_free(self) -> None:
+        """Makes sure that the folder is no other run's; before `find_backup`. A collective."""
+        self._snapshots.check_free()
+
+    def find_backup(self) -> None:
+        """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
+        had_backup = progress.had_backup(self._storage.folder)
+        self._resume_from = find_backup(self._storage, self._ranks, self._strategy.num_replicas_in_sync, had_backup)
+        current_seed = tf_internals.global_seed()
+        seed = self._resume_from.manifest["seed"] if self._resume_from else current_seed
+        if seed is None:
+            seed = int(self._ranks.broadcast_scalar(int.from_bytes(os.urandom(4), "little") >> 1))
+        if current_seed != seed:
+            tf.random.set_seed(seed)
+            if self._resume_from:
+                logger.warning(
+                    "the random seed is not that of the backup, which now holds; a dataset that was made before, and "
+                    "shuffles, comes in another order. Set one first, or give the Trainer the backup_dir."
+                )
+        self._seed = seed
+        if self._resume_from:
+            self.training = self._resume_from.manifest.get("training", self.training)  # older backups do not hold it
+        self._agreement.prepare(self._model)
+
+    def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """Takes the training's callbacks; logs in files go on where the backup was."""
+        self._callbacks = callbacks
+        if self._resume_from:
+            for callback in state.csv_loggers(self._callbacks):
+                callback.append = True
+
+    def on_train_begin(self, epochs: int, steps: int | None) -> None:
+        """Restores the state, once Keras has built all variables.
+
+        Args:
+            epochs: The last epoch.
+            steps: The number of steps of an epoch, if known.
+        """
+        self._state = TrainingState(self._model, self._callbacks)
+        self._state.check()
+        # In this order: a difference in the arguments or the model causes the differences of the variables.
+        self._about |= {**compatibility.describe_model(self._model), "variables": self._state.signature()}
+        self._about = compatibility.to_jsonable(self._about)
+        self._trained = any(
+            keras.ops.convert_to_numpy(each.iterations) for each in optimizer_search.optimizers(self._model)
+        )
+        self._warnings.on_train_begin(self.loop_tracker, users_callbacks(self._callbacks))
+        snapshot = self._resume_from
+        if snapshot is None:
+            self.loop_tracker.position.epoch = self._about["fit"].get("initial_epoch", 0)
+            self._report_progress(0, epochs, steps)
+            self._snapshots.take_folder(BEFORE_ALL)
+            return
+        saved_about = compatibility.filled(
+            snapshot.manifest["about"], compatibility.to_jsonable(self._options.defaults)
+        )
+        for number, optimizer in self._about["optimizer"].items():
+            # A rate that this process may have changed before is state; the backup's holds.
+            if self._trained and number in saved_about["optimizer"]:
+                optimizer["learning_rate"] = saved_about["optimizer"][number].get("learning_rate")
+        compatibility.check_same_training(
+            self._about, saved_about, self._storage.path(snapshot.point), self._storage.folder
+        )
+        self._snapshots.take_folder(snapshot.point)
+        position = LoopPosition(**snapshot.manifest["position"])
+        stops = snapshot.manifest["stop_training"]
+        self._last_logs = self._restore(snapshot)
+        self._snapshots.saved = self._last_point = snapshot.point
+        for callback in state.csv_loggers(self._callbacks):
+            state.cut_log(callback, position.epoch)
+        first_epoch = epochs if stops and not position.epoch_step else position.epoch
+        self.loop_tracker.resume(position, first_epoch, self._last_logs, snapshot.own, self._restore_again)
+        self._report_progress(position.step, epochs, steps)
+        if ignored := self._state.ignored_attributes():
+            logger.warning(
+                f"{self._storage.path(snapshot.point)} names {', '.join(ignored)}, which no backup of these callbacks holds: not restored"
+            )
+        if forgotten := self._state.unsaved_callbacks():
+            logger.warning(
+                f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()"
+            )
+        if self._ranks.is_chief:
+            where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
+            logger.info(
+                f"going on from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
+                f"of {self._storage.path(snapshot.point)}"
+            )
+
+    def _report_progress(self, saved: int, epochs: int, steps: int | None) -> None:
+        position = self.loop_tracker.position
+        total = position.step - position.epoch_step + (epochs - position.epoch) * steps if steps else 0
+        epoch = min(position.epoch + 1, epochs)
+        self._progress.write(done=position.step, saved=saved, epoch=epoch, epochs=epochs, total=total)
+
+    def _restore(self, snapshot: Snapshot) -> Any:
+        """Restores the state, and from what callbacks and steps draw; returns the last step's logs."""
+        logs = self._state.restore(snapshot.shared, snapshot.own)
+        # If Python code makes the data, a thread that reads ahead draws from there: its state is the data's, at the pass's begin.
+        if _GENERATORS in snapshot.own and not self.loop_tracker.state.calls_python:
+            set_process_generator_states(json.loads(np.asarray(snapshot.own[_GENERATORS]).item()))
+        return logs
+
+    def _restore_again(self) -> None:
+        """Restores the state once more, after what Keras and callbacks do when an epoch begins."""
+        snapshot, self._resume_from = self._resume_from, None
+        if snapshot and snapshot.manifest["position"]["epoch_step"]:
+            self._restore(snapshot)
+            self._model.stop_training = snapshot.manifest["stop_training"]
+
+    def on_execution_end(self, batch: int, steps: int | None, logs: Any) -> None:
+        """Saves after an execution of steps, if it is time to."""
+        self.writer.check()
+        steps_before = self.loop_tracker.position.step
+        self.loop_tracker.on_execution_end(batch, steps)
+        steps_done = self.loop_tracker.position.step
+        self._progress.write(done=steps_done, epoch=self.loop_tracker.position.epoch + 1)
+        self._last_logs = logs
+        self._warnings.on_execution_end(self._model.train_function, self._known_variables)
+        freq = self._options.save_freq
+        should_stop, should_save = self._agreement.agree(self._model.train_function)
+        if should_stop:
+            self._save_and_exit(self._capture())
+        if should_save or (isinstance(freq, int) and steps_done // freq > steps_before // freq):
+            self._save()
+
+    def _known_variables(self) -> list[Any]:
+        gauges = getattr(self._strategy, "gauges", ())  # what steps only measure
+        return [*self._state.local_variables(), getattr(self._strategy, "notes", None), *gauges]
+
+    def on_epoch_end(self, epoch: int, last: bool) -> None:
+        """Saves at the end of an epoch, if asked to, and at the end of the last one."""
+        self.writer.check()
+        self.loop_tracker.next_epoch(epoch)
+        self._warnings.on_epoch_end()
+        if self._ranks.size == 1 and self._agreement.is_preempted:
+            self._save_and_exit(self._capture())
+        if self._options.save_freq == "epoch" or last or self._model.stop_training:
+            self._save()
+
+    def on_validation_begin(self) -> None:
+        """Captures the state before a validation, if the process may have to save it during that."""
+        position = self.loop_tracker.position
+        is_saved = self._last_point == SavePoint(position.step, position.epoch_step == 0)
+        if self._options.preemption and not is_saved and self._agreement.can_agree(self._model.test_function):
+            self.before_validation = self._capture(to_host=False)
+
+    def on_validation_batch_end(self, batch: int) -> None:
+        """Saves and exits during a validation, if preempted."""
+        should_stop, _ = self._agreement.agree(self._model.test_function)
+        if should_stop:
+            self._save_and_exit(self.before_validation)
+
+    def on_train_end(self) -> None:
+        """Waits for the last backup, and removes the oldest ones."""
+        with goodput.during("saving"):
+            self.writer.finish()
+            self._snapshots.finish()
+
+    def release(self) -> None:
+        """Gives the folder back, however the training has ended: this process may live on."""
+        with contextlib.suppress(tf.errors.OpError, OSError):
+            self._snapshots.release()
+
+    def _save(self) -> None:
+        with goodput.during("saving"):
+            self.writer.finish()
+            snapshot = self._capture()
+            self._last_point = snapshot.point
+            self._agreement.on_save()
+            self.writer.start(lambda: self._snapshots.write(snapshot))
+
+    def _save_and_exit(self, snapshot: Snapshot | None) -> None:
+        """Saves, and ends this process with the exit code that asks for another start.
+
+        Args:
+            snapshot: What to save, or None if the last backup holds it.
+        """
+        self.writer.finish()
+        if snapshot:
+            self._snapshots.write(snapshot)
+        with contextlib.suppress(tf.errors.OpError):  # of a rank that could not save
+            self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
+        if self._ranks.is_chief:
+            logger.info(f"told to end (SIGTERM): saved at step {self.loop_tracker.position.step}")
+        sys.exit(exit_status.PREEMPTED)
+
+    def _capture(self, to_host: bool = True) -> Snapshot:
+        self._engine.drain(self._model)
+        position = self.loop_tracker.position
+        shared, own = self._state.capture(self._logs(), to_host)
+        own |= self.loop_tracker.state.capture()
+        own[_GENERATORS] = tf.constant(json.dumps(process_generator_states()))
+        manifest = {
+            "format": FORMAT,
+            "training": self.training,
+            "tasks": self._ranks.size,
+            "replicas": self._strategy.num_replicas_in_sync,
+            "position": dataclasses.asdict(position),
+            "stop_training": bool(self._model.stop_training),
+            "seed": self._seed,
+            "about": self._about,
+        }
+        return Snapshot(position.step, position.epoch_step == 0, manifest, shared, own)
+
+    def _logs(self) -> Any:
+        """Returns the last step's logs, as the epoch has them if there are no further steps in it."""
+        computed: dict[str, Any] = getattr(self._model.train_function, "computed_logs", dict)()
+        return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,256 +337,8 @@ class BackupOptions:
             yield f"grace_seconds must be more than 0. Received: {self.grace_seconds!r}."
 
 
-class BackupSession:
-    """One `fit` that is backed up.
-
-    Attributes:
-        training: What the chief calls this training: the same after a restart, and another one for each new training.
-    """
-
-    def __init__(
-        self,
-        options: BackupOptions,
-        storage: Storage,
-        model: keras.Model,
-        ranks: Ranks,
-        arguments: Mapping[str, Any],
-        engine: Engine,
-        told: progress.Progress,
-    ):
-        self._callbacks: Sequence[keras.callbacks.Callback] = ()
-        self.loop_tracker = LoopTracker(model)
-        self.writer = Background()
-        self.before_validation: Snapshot | None = None
-        self._options = options
-        self._storage = storage
-        self._snapshots = SnapshotWriter(storage, ranks, options.keep, told)
-        self._model = model
-        self._ranks = ranks
-        self._engine = engine
-        self._strategy = model.distribute_strategy
-        self._agreement = Agreement(
-            ranks, self._strategy, options.preemption, engine.peer_preempted, options.save_every_seconds
-        )
-        # Under parameter servers a resume is not exact anyway.
-        warns = ranks.is_chief and not self._strategy.traits.asynchronous
-        self._warnings = ResumeWarnings(warns)
-        self._found: Snapshot | None = None
-        self._about: dict[str, Any] = {"fit": dict(arguments), **options.config}
-        self._progress = told
-        self._last_logs: Any = None
-        self._last_point: SavePoint | None = (
-            None  # of the last backup: the same on all ranks, though it may still be being written
-        )
-        self.training = uuid.uuid4().hex
-
-    def find_backup(self) -> None:
-        """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
-        had_backup = progress.had_backup(self._storage.folder)
-        self._found = find_backup(self._storage, self._ranks, self._strategy.num_replicas_in_sync, had_backup)
-        before = tf_internals.global_seed()
-        seed = self._found.manifest["seed"] if self._found else before
-        if seed is None:
-            seed = int(self._ranks.broadcast_scalar(int.from_bytes(os.urandom(4), "little") >> 1))
-        if before != seed:
-            tf.random.set_seed(seed)
-            if self._found:
-                logger.warning(
-                    "the random seed is not that of the backup, which now holds; a dataset that was made before, and "
-                    "shuffles, comes in another order. Set one first, or give the Trainer the backup_dir."
-                )
-        self._seed = seed
-        if self._found:
-            self.training = self._found.manifest.get("training", self.training)  # older backups do not hold it
-        self._agreement.prepare(self._model)
-
-    def check_free(self) -> None:
-        """Makes sure that the folder is no other run's; before `find_backup`. A collective."""
-        self._snapshots.check_free()
-
-    def release(self) -> None:
-        """Gives the folder back, however the training has ended: this process may live on."""
-        with contextlib.suppress(tf.errors.OpError, OSError):
-            self._snapshots.release()
-
-    def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """Takes the training's callbacks; logs in files go on where the backup was."""
-        self._callbacks = callbacks
-        if self._found:
-            for callback in state.csv_loggers(self._callbacks):
-                callback.append = True
-
-    def on_train_begin(self, epochs: int, steps: int | None) -> None:
-        """Restores the state, once Keras has built all variables.
-
-        Args:
-            epochs: The last epoch.
-            steps: The number of steps of an epoch, if known.
-        """
-        self._state = TrainingState(self._model, self._callbacks)
-        self._state.check()
-        # In this order: a difference in the arguments or the model causes the differences of the variables.
-        self._about |= {**compatibility.describe_model(self._model), "variables": self._state.signature()}
-        self._about = compatibility.to_jsonable(self._about)
-        self._trained = any(
-            keras.ops.convert_to_numpy(each.iterations) for each in optimizer_search.optimizers(self._model)
-        )
-        self._warnings.on_train_begin(self.loop_tracker, users_callbacks(self._callbacks))
-        found = self._found
-        if found is None:
-            self.loop_tracker.position.epoch = self._about["fit"].get("initial_epoch", 0)
-            self._tell_progress(0, epochs, steps)
-            self._snapshots.take_folder(BEFORE_ALL)
-            return
-        then = compatibility.filled(found.manifest["about"], compatibility.to_jsonable(self._options.defaults))
-        for number, optimizer in self._about["optimizer"].items():
-            # A rate that this process may have changed before is state; the backup's holds.
-            if self._trained and number in then["optimizer"]:
-                optimizer["learning_rate"] = then["optimizer"][number].get("learning_rate")
-        compatibility.check_same_training(self._about, then, self._storage.path(found.point), self._storage.folder)
-        self._snapshots.take_folder(found.point)
-        position = LoopPosition(**found.manifest["position"])
-        stops = found.manifest["stop_training"]
-        self._last_logs = self._restore(found)
-        self._snapshots.saved = self._last_point = found.point
-        for callback in state.csv_loggers(self._callbacks):
-            state.cut_log(callback, position.epoch)
-        first = epochs if stops and not position.epoch_step else position.epoch
-        self.loop_tracker.resume(position, first, self._last_logs, found.own, self._restore_again)
-        self._tell_progress(position.step, epochs, steps)
-        if ignored := self._state.ignored_attributes():
-            logger.warning(
-                f"{self._storage.path(found.point)} names {', '.join(ignored)}, which no backup of these callbacks holds: not restored"
-            )
-        if forgotten := self._state.unsaved_callbacks():
-            logger.warning(
-                f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()"
-            )
-        if self._ranks.is_chief:
-            where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
-            logger.info(
-                f"going on from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
-                f"of {self._storage.path(found.point)}"
-            )
-
-    def _tell_progress(self, saved: int, epochs: int, steps: int | None) -> None:
-        at = self.loop_tracker.position
-        total = at.step - at.epoch_step + (epochs - at.epoch) * steps if steps else 0
-        self._progress.write(done=at.step, saved=saved, epoch=min(at.epoch + 1, epochs), epochs=epochs, total=total)
-
-    def _restore_again(self) -> None:
-        """Restores the state once more, after what Keras and callbacks do when an epoch begins."""
-        found, self._found = self._found, None
-        if found and found.manifest["position"]["epoch_step"]:
-            self._restore(found)
-            self._model.stop_training = found.manifest["stop_training"]
-
-    def _restore(self, found: Snapshot) -> Any:
-        """Restores the state, and from what callbacks and steps draw; returns the last step's logs."""
-        logs = self._state.restore(found.shared, found.own)
-        # If Python code makes the data, a thread that reads ahead draws from there: its state is the data's, at the pass's begin.
-        if _GENERATORS in found.own and not self.loop_tracker.state.calls_python:
-            set_process_generator_states(json.loads(np.asarray(found.own[_GENERATORS]).item()))
-        return logs
-
-    def on_execution_end(self, batch: int, steps: int | None, logs: Any) -> None:
-        """Saves after an execution of steps, if it is time to."""
-        self.writer.check()
-        before = self.loop_tracker.position.step
-        self.loop_tracker.on_execution_end(batch, steps)
-        now = self.loop_tracker.position.step
-        self._progress.write(done=now, epoch=self.loop_tracker.position.epoch + 1)
-        self._last_logs = logs
-        self._warnings.on_execution_end(self._model.train_function, self._known_variables)
-        freq = self._options.save_freq
-        should_stop, should_save = self._agreement.agree(self._model.train_function)
-        if should_stop:
-            self._save_and_exit(self._capture())
-        if should_save or (isinstance(freq, int) and now // freq > before // freq):
-            self._save()
-
-    def _known_variables(self) -> list[Any]:
-        gauges = getattr(self._strategy, "gauges", ())  # what steps only measure
-        return [*self._state.local_variables(), getattr(self._strategy, "notes", None), *gauges]
-
-    def on_epoch_end(self, epoch: int, last: bool) -> None:
-        """Saves at the end of an epoch, if asked to, and at the end of the last one."""
-        self.writer.check()
-        self.loop_tracker.next_epoch(epoch)
-        self._warnings.on_epoch_end()
-        if self._ranks.size == 1 and self._agreement.is_preempted:
-            self._save_and_exit(self._capture())
-        if self._options.save_freq == "epoch" or last or self._model.stop_training:
-            self._save()
-
-    def on_validation_begin(self) -> None:
-        """Captures the state before a validation, if the process may have to save it during that."""
-        position = self.loop_tracker.position
-        is_saved = self._last_point == SavePoint(position.step, position.epoch_step == 0)
-        if self._options.preemption and not is_saved and self._agreement.can_agree(self._model.test_function):
-            self.before_validation = self._capture(to_host=False)
-
-    def on_validation_batch_end(self, batch: int) -> None:
-        """Saves and exits during a validation, if preempted."""
-        should_stop, _ = self._agreement.agree(self._model.test_function)
-        if should_stop:
-            self._save_and_exit(self.before_validation)
-
-    def on_train_end(self) -> None:
-        """Waits for the last backup, and removes the oldest ones."""
-        with goodput.during("saving"):
-            self.writer.finish()
-            self._snapshots.finish()
-
-    def _logs(self) -> Any:
-        """Returns the last step's logs, as the epoch has them if there are no further steps in it."""
-        computed: dict[str, Any] = getattr(self._model.train_function, "computed_logs", dict)()
-        return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
-
-    def _capture(self, to_host: bool = True) -> Snapshot:
-        self._engine.drain(self._model)
-        position = self.loop_tracker.position
-        shared, own = self._state.capture(self._logs(), to_host)
-        own |= self.loop_tracker.state.capture()
-        own[_GENERATORS] = tf.constant(json.dumps(process_generator_states()))
-        manifest = {
-            "format": FORMAT,
-            "training": self.training,
-            "tasks": self._ranks.size,
-            "replicas": self._strategy.num_replicas_in_sync,
-            "position": dataclasses.asdict(position),
-            "stop_training": bool(self._model.stop_training),
-            "seed": self._seed,
-            "about": self._about,
-        }
-        return Snapshot(position.step, position.epoch_step == 0, manifest, shared, own)
-
-    def _save(self) -> None:
-        with goodput.during("saving"):
-            self.writer.finish()
-            snapshot = self._capture()
-            self._last_point = snapshot.point
-            self._agreement.on_save()
-            self.writer.start(lambda: self._snapshots.write(snapshot))
-
-    def _save_and_exit(self, snapshot: Snapshot | None) -> None:
-        """Saves, and ends this process with the exit code that asks for another start.
-
-        Args:
-            snapshot: What to save, or None if the last backup holds it.
-        """
-        self.writer.finish()
-        if snapshot:
-            self._snapshots.write(snapshot)
-        with contextlib.suppress(tf.errors.OpError):  # of a rank that could not save
-            self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
-        if self._ranks.is_chief:
-            logger.info(f"told to end (SIGTERM): saved at step {self.loop_tracker.position.step}")
-        sys.exit(exit_status.PREEMPTED)
-
-
-class Agreement:
-    """Whether all ranks save or exit after an execution of steps.
+class SaveAgreement:
+    """All ranks' agreement to save, or to save and exit, after the same execution of steps.
 
     Each rank writes two flags into `strategy.notes`: it is preempted, it is time to save. The training step sums them over the
     ranks, so that all ranks read the same flags at the same step.

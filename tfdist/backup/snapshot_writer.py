@@ -1,12 +1,4 @@
-"""Writes the snapshots of one `fit`: each rank its part, the chief the shared part and the manifest.
-
-The `OwnershipMarker` keeps two runs from writing to one folder. While a run's chief lives on this host, another run here is refused.
-Whether one on another host lives cannot be told: there the run that began last has the folder, and the other ends at its next backup. So
-a run that somebody took for dead, and started again elsewhere, does no harm when it wakes up. A supervisor does not restart a run that
-was refused: it would take the folder back.
-
-`Background` does one piece of work at a time, beside the main thread.
-"""
+"""Writes the snapshots of one `fit`: each rank its part, the chief the shared part and the manifest."""
 
 from __future__ import annotations
 
@@ -22,18 +14,16 @@ import psutil
 import tensorflow as tf
 
 from tfdist.backup import files
-from tfdist.backup import storage as storage_lib
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.files import ReadError, first_line
 from tfdist.backup.search import Snapshot
-from tfdist.backup.storage import SHARED, Storage
+from tfdist.backup.storage import SHARED, Storage, remove_damaged, set_damaged_aside
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime import progress
-from tfdist.runtime.progress import Progress, note_backup
 
 OWNERSHIP_FILE = "run"
-_NAMED = re.compile(r"process (\d+) on (\S+) \(\w+\), begun at ([\d.]+)")
+_OWNER = re.compile(r"process (\d+) on (\S+) \(\w+\), begun at ([\d.]+)")
 _SAME_TIME = 5.0  # seconds by which two looks at when a process began may differ, as clocks are set
 _ENDING_SECONDS = 5.0  # for which a run that is ending is waited for
 
@@ -45,17 +35,17 @@ class SnapshotWriter:
         storage: The folder.
         ranks: The ranks.
         keep: How many backups to keep.
-        progress: What the supervisor is told of the last backup.
+        task_progress: Reports the last backup to the supervisor.
 
     Attributes:
         saved: When the newest backup was taken, or None.
     """
 
-    def __init__(self, storage: Storage, ranks: Ranks, keep: int, progress: Progress):
+    def __init__(self, storage: Storage, ranks: Ranks, keep: int, task_progress: progress.Progress):
         self._storage = storage
         self._ranks = ranks
         self._keep = keep
-        self._progress = progress
+        self._progress = task_progress
         self._ownership = OwnershipMarker(storage.folder)
         self.saved: SavePoint | None = None
 
@@ -88,7 +78,7 @@ class SnapshotWriter:
         if self._ranks.is_chief:
             try:
                 self._ownership.acquire()
-                storage_lib.set_damaged_aside(self._storage, after)
+                set_damaged_aside(self._storage, after)
             except (OSError, tf.errors.OpError, ReadError) as e:
                 why = f"backup_dir {self._storage.folder!r} cannot be taken over: {first_line(e)}. Is there room, and the right to?"
         if self._ranks.any(bool(why)):
@@ -114,8 +104,8 @@ class SnapshotWriter:
             storage.write_part(point, SHARED, snapshot.shared)
             self._ownership.check()
             storage.write_manifest(point, snapshot.manifest, self._keep)
-            storage_lib.remove_damaged(storage.folder)
-            note_backup(storage.folder)
+            remove_damaged(storage.folder)
+            progress.note_backup(storage.folder)
             self._progress.write(saved=snapshot.step)
         else:
             storage.clean()
@@ -133,22 +123,13 @@ class SnapshotWriter:
             self._ownership.release()
 
 
-def _name_process() -> str:
-    begun = psutil.Process().create_time()
-    return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex}), begun at {begun:.2f}"
-
-
-def _name_again() -> None:
-    global _THIS_RUN
-    _THIS_RUN = _name_process()
-
-
-_THIS_RUN = _name_process()
-os.register_at_fork(after_in_child=_name_again)
-
-
 class OwnershipMarker:
-    """A run's claim to a folder; for the chief.
+    """A run's claim to a folder, which keeps two runs from writing there; for the chief.
+
+    While a run's chief lives on this host, another run here raises an error. A chief on another host may be alive or dead: there the
+    run that started last has the folder, and the other one stops at its next backup. So a run that was thought dead, and was started
+    again elsewhere, does no harm when it wakes up. A supervisor does not restart a run that was denied the folder: it would take the
+    folder back.
 
     Args:
         folder: The folder, which exists.
@@ -192,27 +173,41 @@ class OwnershipMarker:
     def _owner(self) -> str | None:
         try:
             return files.read(self._path).decode(errors="replace") or None
-        except files.ReadError:  # it is not there, or cannot be told
+        except ReadError:  # it is not there, or cannot be told
             return None
+
+
+def _name_process() -> str:
+    begun = psutil.Process().create_time()
+    return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex}), begun at {begun:.2f}"
+
+
+def _name_again() -> None:
+    global _THIS_RUN
+    _THIS_RUN = _name_process()
+
+
+_THIS_RUN = _name_process()
+os.register_at_fork(after_in_child=_name_again)
 
 
 def _is_alive(owner: str) -> bool:
     """Whether an owner is a process of this host that has not ended."""
-    named = _NAMED.fullmatch(owner)
-    if named is None or named[2] != socket.gethostname() or int(named[1]) == os.getpid():
+    match = _OWNER.fullmatch(owner)
+    if match is None or match[2] != socket.gethostname() or int(match[1]) == os.getpid():
         return False
     try:
-        process = psutil.Process(int(named[1]))
-        began_then = abs(process.create_time() - float(named[3])) < _SAME_TIME
-        return began_then and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        process = psutil.Process(int(match[1]))
+        is_same = abs(process.create_time() - float(match[3])) < _SAME_TIME
+        return is_same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except (psutil.Error, ValueError, OverflowError):
         return False
 
 
-class Background:
-    """Runs what it is given in a thread, and raises what that raises in the main thread, later.
+class WriterThread:
+    """A thread that writes one backup at a time; what this raises is raised again in the main thread, later.
 
-    The thread does not keep the process from ending: a task whose peers have died must not wait for their files.
+    It does not keep the process from ending: a task whose peers have died must not wait for their files.
     """
 
     def __init__(self) -> None:

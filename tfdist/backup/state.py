@@ -1,7 +1,4 @@
-"""All that a training consists of between two steps: variables, and what callbacks remember.
-
-The files of `CSVLogger` callbacks go on where the backup was (`cut_log`).
-"""
+"""The state of a training run between two steps: its variables, and what its callbacks remember or have logged."""
 
 from __future__ import annotations
 
@@ -146,11 +143,11 @@ def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
     """Yields every variable once, by a name that is the same in the next run of the same program."""
     optimizers = optimizer_search.optimizers(model)
     known = [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]
-    found = [(variable.path, variable.value) for variable in known]
+    named = [(variable.path, variable.value) for variable in known]
     for root in (model, *optimizers):  # those that the user, or a compressor, made without Keras
         tracked = tf.train.TrackableView(root).descendants()
-        found += [(each.name, each) for each in tracked if isinstance(each, tf.Variable)]
-    unique = {id(variable): (name, variable) for name, variable in reversed(found)}
+        named += [(each.name, each) for each in tracked if isinstance(each, tf.Variable)]
+    unique = {id(variable): (name, variable) for name, variable in reversed(named)}
     for number, (name, variable) in enumerate(reversed(unique.values())):
         yield f"{number}/{name}", variable
 
@@ -241,7 +238,9 @@ def csv_loggers(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.cal
 
 
 def cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Removes the rows of the epochs that are trained again from a log that is open; where that fails, the log stays whole.
+    """Removes the rows of the epochs that are trained again from a log that is open, so that it continues where the backup was.
+
+    Where that fails, the log stays whole.
 
     Args:
         callback: The callback that writes the log.

@@ -10,8 +10,6 @@ ever written over a backup. The parts are TensorFlow checkpoints, which `tf.trai
 and the manifest holds a checksum of each index: whatever is torn or flipped shows. A part's index appears when the part is
 whole, so the chief need only wait for all indices. No rank deletes another's files, but for the chief those of backups that are
 damaged: it renames them to `damaged-step-400` when a run goes on from an older one, and removes them once the next one is complete.
-
-Damaged backups, which a run does not go on from, are renamed on the chief until the next backup is complete, and removed then.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ MANIFEST = "manifest.json"
 SHARED = "shared"
 STATE_FILE = "checkpoint"
 _PARTIAL = ".partial"
-_NAMED = re.compile(r'checkpoint_paths?: "(.*)"')
+_CHECKPOINT_PATH = re.compile(r'checkpoint_paths?: "(.*)"')
 _PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 _DAMAGED = "damaged-"
@@ -69,9 +67,9 @@ class Storage:
         Raises:
             UnreadableBackupError: The folder cannot be read.
         """
-        found = map(SavePoint.of_folder, files.list_folder(self.folder))
+        points = map(SavePoint.of_folder, files.list_folder(self.folder))
         local = files.is_local(self.folder)
-        return sorted({p for p in found if p and not (local and os.path.isfile(self.path(p)))}, reverse=True)
+        return sorted({p for p in points if p and not (local and os.path.isfile(self.path(p)))}, reverse=True)
 
     def completed(self) -> set[SavePoint]:
         """Returns the save points of the backups that were whole once.
@@ -83,7 +81,9 @@ class Storage:
             state = files.read(os.path.join(self.folder, STATE_FILE)).decode(errors="replace")
         except CorruptBackupError:
             state = ""
-        named = (SavePoint.of_folder(os.path.basename(os.path.dirname(path))) for path in _NAMED.findall(state))
+        named = (
+            SavePoint.of_folder(os.path.basename(os.path.dirname(path))) for path in _CHECKPOINT_PATH.findall(state)
+        )
         return {*filter(None, named)} | {point for point in self.points() if self.is_complete(point)}
 
     def path(self, point: SavePoint, name: str = "") -> str:
@@ -225,10 +225,10 @@ class Storage:
             return
         if self.rank == 0:  # first, so that no reader takes what is left for a backup
             self._remove_file(self.path(point, MANIFEST))
-        mine = (f"{self.part}.", *((f"{SHARED}.", MANIFEST) if self.rank == 0 else ()))
+        own_prefixes = (f"{self.part}.", *((f"{SHARED}.", MANIFEST) if self.rank == 0 else ()))
         try:
             for name in tf.io.gfile.listdir(self.path(point)):
-                if name.startswith(mine):
+                if name.startswith(own_prefixes):
                     self._remove_file(self.path(point, name))
             if not tf.io.gfile.listdir(self.path(point)):
                 tf.io.gfile.rmtree(self.path(point))
@@ -281,7 +281,7 @@ class Storage:
             pass
 
     def _wait_for_index(self, point: SavePoint, part: str) -> None:
-        begun = said = time.monotonic()
+        begun = reported = time.monotonic()
         while not tf.io.gfile.exists(self.path(point, f"{part}.index")):
             now = time.monotonic()
             if now - begun > _PARTS_TIMEOUT:
@@ -289,16 +289,10 @@ class Storage:
                     f"{self.path(point, part)}.index has not come within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
                     f"folder {self.folder!r}? backup_dir must be one that they share."
                 )
-            if now - said > _REPORT_EVERY:
+            if now - reported > _REPORT_EVERY:
                 logger.info(f"waiting for {self.path(point, part)}.index")
-                said = now
+                reported = now
             time.sleep(0.01)
-
-
-def _write_error(path: str, error: Exception) -> BackupError:
-    return BackupError(
-        f"The backup {path} could not be written: {files.first_line(error)}. The backups before it are left."
-    )
 
 
 def set_damaged_aside(storage: Storage, after: SavePoint) -> None:
@@ -338,3 +332,9 @@ def remove_damaged(folder: str) -> None:
                 files.remove_tree(path)
     except (OSError, tf.errors.OpError, files.ReadError) as e:
         logger.warning(f"damaged backups are left, as {path} cannot be removed: {files.first_line(e)}")
+
+
+def _write_error(path: str, error: Exception) -> BackupError:
+    return BackupError(
+        f"The backup {path} could not be written: {files.first_line(error)}. The backups before it are left."
+    )

@@ -1,4 +1,4 @@
-"""What a training draws at random that no backup can hold: found in the datasets' and the steps' graphs, and said before it matters."""
+"""Warns of random draws that no backup can hold, found in the graphs of datasets and steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tfdist.compat import tf_internals
 from tfdist.data.graph import functions, nodes, walk
 from tfdist.data.python_generators import find_generators
 from tfdist.data.random_state import python_functions, random_states
+from tfdist.errors import list_first
 from tfdist.runtime.log import logger
 
 _NAMED = 3  # places that a sentence names
@@ -72,7 +73,7 @@ class StepWatch:
             yield "the step calls Python code that draws from a generator of its own, or the data's; draw with keras.random instead"
         changed = [variable.name for variable, value in self._before if not np.array_equal(variable.numpy(), value)]
         if changed:
-            yield f"the step changes {_listed(changed)}, which the model does not know; make it an attribute of the model or a layer"
+            yield f"the step changes {list_first(changed, _NAMED)}, which the model does not know; make it an attribute of the model or a layer"
 
 
 def step_doubts(function: Any) -> Iterator[str]:
@@ -83,7 +84,7 @@ def step_doubts(function: Any) -> Iterator[str]:
     """
     found = dict.fromkeys(place for traced in graphs(function) for place in _user_lines(traced))
     if found:
-        yield f"the step draws with {_listed(list(found))}, whose state TensorFlow keeps to itself; draw with keras.random instead"
+        yield f"the step draws with {list_first(list(found), _NAMED)}, whose state TensorFlow keeps to itself; draw with keras.random instead"
 
 
 def graphs(function: Any) -> Iterator[tf.Graph]:
@@ -92,11 +93,6 @@ def graphs(function: Any) -> Iterator[tf.Graph]:
     for each in held:
         for traced in tf_internals.traced_functions(each):
             yield traced.graph
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def _random_nodes(function: Any) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tfdist.collectives.buffer_transport import ExchangedTransport, NoTransportError
 from tfdist.compat import gloo_group
-from tfdist.errors import told
+from tfdist.errors import describe_error
 
 _INSTALL = "pip install 'tfdist[gloo]'"
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # PyTorch's variable, by which a user names the network
@@ -33,13 +33,13 @@ def why_not(rank: int, addresses: Sequence[str]) -> str:
     try:
         library = importlib.import_module("torch.distributed")
     except Exception as e:  # a library of its own is missing, or has another version
-        return f"PyTorch, which has gloo, cannot be imported: {told(e)}"
+        return f"PyTorch, which has gloo, cannot be imported: {describe_error(e)}"
     if not (library.is_available() and library.is_gloo_available()):
         return f"this PyTorch has no gloo: {_INSTALL}"
     try:
         _device(library, rank, addresses)
     except (RuntimeError, OSError) as e:
-        return f"gloo finds no network{_named()} to listen on: {told(e)}"
+        return f"gloo finds no network{_named()} to listen on: {describe_error(e)}"
     return ""
 
 
@@ -75,7 +75,7 @@ def connect(
         device = _device(library, rank, addresses)
         group = gloo_group.create_group(library, store, rank, len(addresses), device, meeting_seconds)
     except Exception as e:  # PyTorch's, the system's, or what a store raises
-        raise NoTransportError(f"gloo{_named()} could not connect the workers: {told(e)}") from e
+        raise NoTransportError(f"gloo{_named()} could not connect the workers: {describe_error(e)}") from e
     return GlooTransport(group, store)
 
 

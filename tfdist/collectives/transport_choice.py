@@ -20,7 +20,7 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.collectives.requests import AllReduce
 from tfdist.collectives.transports import Bootstrap
 from tfdist.config.strategy import TENSORFLOW_TRANSPORTS, TRANSPORTS
-from tfdist.errors import ClusterError, ConfigError, told
+from tfdist.errors import ClusterError, ConfigError, describe_error
 from tfdist.runtime import exit_status
 from tfdist.runtime.log import logger
 
@@ -166,5 +166,5 @@ def _end(communicator: BufferedCommunicator) -> None:
         sys.stderr.flush()
         os._exit(code)
     except Exception as e:  # when all is done
-        logger.warning(f"the exchange of gradients did not end in order: {told(e)}")
+        logger.warning(f"the exchange of gradients did not end in order: {describe_error(e)}")
     communicator.calls.abort("the exchange of gradients has ended.")

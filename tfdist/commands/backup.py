@@ -22,7 +22,7 @@ from absl import flags
 
 from tfdist.compat import keras_backend
 from tfdist.config import command_line, files
-from tfdist.errors import BackupError, ConfigError, format_value, told, unknown_name_message
+from tfdist.errors import BackupError, ConfigError, describe_error, format_value, unknown_name_message
 from tfdist.runtime import interrupt
 from tfdist.runtime.files import WriteError
 from tfdist.runtime.log import logger, print_always
@@ -96,7 +96,7 @@ def _backup_dir(config: pathlib.Path) -> str:
     try:
         return str(json.loads(config.read_text())["backup"]["dir"])
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{config} is not what a run writes: {told(e)}") from None
+        raise ConfigError(f"{config} is not what a run writes: {describe_error(e)}") from None
 
 
 def _show(folder: str, as_json: bool) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from tfdist.config import registry
-from tfdist.errors import ConfigError, did_you_mean, format_value, told
+from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
 
 _KINDS = {kind.__name__: kind for kind in (bool, int, float, str)}
 _Range = tuple[str, Callable[[Any], bool]]
@@ -231,5 +231,5 @@ class CompressionConfig:
                 made = self.compressor_class()
                 made(**{field.name: given[field.name] for field in dataclasses.fields(made) if field.name in given})
         except Exception as e:  # of the user's own compressor
-            faults = [f"compression {self.name!r} cannot be made: {told(e)}"]
+            faults = [f"compression {self.name!r} cannot be made: {describe_error(e)}"]
         yield from faults

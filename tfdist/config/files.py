@@ -16,7 +16,7 @@ from typing import Any
 from tfdist import config as config_lib
 from tfdist.config import validation
 from tfdist.config.train import TrainConfig
-from tfdist.errors import ConfigError, did_you_mean, format_value, told
+from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
 from tfdist.runtime.files import read_file
 
 _PRESETS = pathlib.Path(__file__).parents[1] / "presets"
@@ -62,7 +62,7 @@ def _of_program(path: str, source: bytes) -> TrainConfig:
     except BaseException as e:  # sys.exit(), too: no training has taken place
         if isinstance(e, KeyError) and "get_config" not in namespace:
             raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
-        text = re.sub(r"\. Did you mean '\w+'\?$", "", told(e))  # of Python 3.13, which knows some names only
+        text = re.sub(r"\. Did you mean '\w+'\?$", "", describe_error(e))  # of Python 3.13, which knows some names only
         if isinstance(e, ModuleNotFoundError) and (e.name or "").startswith("tfdist."):
             text += "; import public names from tfdist itself, as `from tfdist import Task`"
         elif isinstance(e, ModuleNotFoundError):
@@ -80,7 +80,7 @@ def _of_json(path: str, source: bytes) -> TrainConfig:
     try:
         values = json.loads(source)
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"--config={path}: no JSON: {told(e)}") from None
+        raise ConfigError(f"--config={path}: no JSON: {describe_error(e)}") from None
     if not isinstance(values, dict):
         raise ConfigError(
             f"--config={path}: expected an object with the fields of a TrainConfig. Received: {format_value(values)}."

@@ -25,7 +25,7 @@ from ml_collections import config_flags
 from tfdist.config import cluster, files, validation
 from tfdist.config.compression import option_type
 from tfdist.config.train import TrainConfig, make_floats
-from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_value, told, truncate
+from tfdist.errors import ConfigError, collect_errors, describe_error, did_you_mean, format_value, truncate
 
 _CONFIG_HELP = (
     "A preset's name, a Python file whose get_config() returns a tfdist.TrainConfig, or the config.json of a run."
@@ -123,7 +123,9 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
         )
         values(valid)
     except Exception as e:  # what it raises at values that it cannot take is not documented
-        raise ConfigError([*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {told(e)}"]) from None
+        raise ConfigError(
+            [*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {describe_error(e)}"]
+        ) from None
     make_floats(values.config)
     return Command(values.config, pathlib.Path(values.workdir or f"runs/{pathlib.Path(path).stem}"), faults)
 

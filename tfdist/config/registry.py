@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any, NamedTuple
 
-from tfdist.errors import ConfigError, did_you_mean, told
+from tfdist.errors import ConfigError, describe_error, did_you_mean
 from tfdist.runtime.log import logger
 
 TASKS: Mapping[str, str] = {
@@ -122,7 +122,7 @@ def _entry_points(group: str) -> Iterable[EntryPoint]:
             try:
                 found += distribution.entry_points.select(group=group)
             except Exception as e:
-                _warn_once(f"{distribution.name} {distribution.version}", told(e))
+                _warn_once(f"{distribution.name} {distribution.version}", describe_error(e))
         return found
 
 

@@ -21,7 +21,7 @@ from tfdist.config.monitoring import MonitoringConfig
 from tfdist.config.optimizer import OptimizerConfig
 from tfdist.config.schedule import ScheduleConfig
 from tfdist.config.strategy import StrategyConfig
-from tfdist.errors import ConfigError, told
+from tfdist.errors import ConfigError, describe_error
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 
@@ -125,7 +125,7 @@ def default_options(task: str, options: type) -> Any:
         made = options()
     except Exception as e:
         raise ConfigError(
-            f"{options.__qualname__}() of task {task!r} raises {told(e)}; give all its fields defaults."
+            f"{options.__qualname__}() of task {task!r} raises {describe_error(e)}; give all its fields defaults."
         ) from e
     if dataclasses.is_dataclass(made):
         resolve_types(made)

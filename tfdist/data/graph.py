@@ -1,6 +1,4 @@
-"""What a dataset is made from: its inputs, functions and operations; and which elements it yields in which order, as far as its graph says
-so.
-"""
+"""The graph of a dataset: the datasets and functions that it is made from, and the order in which it yields elements."""
 
 from __future__ import annotations
 
@@ -47,10 +45,8 @@ def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
 
 def nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:
     """Yields the operations of a graph, and of all functions that it calls."""
-    definition = graph.as_graph_def()
-    yield from definition.node
-    for function in definition.library.function:
-        yield from function.node_def
+    for scope in _scopes(graph):
+        yield from scope.values()
 
 
 def describe_order(dataset: tf.data.Dataset) -> list[str]:
@@ -68,7 +64,7 @@ def describe_order(dataset: tf.data.Dataset) -> list[str]:
             describe_order(tf.data.Dataset.range(9).shuffle(9, seed=3).batch(2))
             # ["shuffle(buffer_size=9, seed=..., seed2=3)", "batch(batch_size=2)"]
     """
-    found = []
+    transformations = []
     for each in walk(dataset):
         kind = tf_internals.dataset_kind(each)
         method, names = _METHODS.get(kind, (kind.lower(), ()))
@@ -76,8 +72,8 @@ def describe_order(dataset: tf.data.Dataset) -> list[str]:
         if seeds := sorted(_function_seeds(each, kind in ("Filter", "TakeWhile"))):
             parts.append(f"seeds in its function={seeds}")
         if parts or kind in _METHODS:
-            found.append(f"{method}({', '.join(parts)})")
-    return found[::-1]
+            transformations.append(f"{method}({', '.join(parts)})")
+    return transformations[::-1]
 
 
 def _function_seeds(dataset: tf.data.Dataset, decides: bool) -> Iterator[list[int]]:

@@ -1,4 +1,4 @@
-"""Begins a dataset at an element, or at a later pass."""
+"""Starts a dataset at an element, or at a later pass."""
 
 from __future__ import annotations
 

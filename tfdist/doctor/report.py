@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tfdist.errors import told, truncate
+from tfdist.errors import describe_error, truncate
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 _STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
@@ -58,7 +58,7 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
             for finding in check(environ):
                 found[name].append(finding)
         except Exception as e:  # the others are worth more than this one
-            broken[name] = printable(told(e))
+            broken[name] = printable(describe_error(e))
 
     began = time.monotonic()
     threads = {

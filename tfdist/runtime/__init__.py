@@ -1,1 +1,1 @@
-"""The process of one task: its memory, its signals, its exit code, what it tells its supervisor. No TensorFlow here."""
+"""The process of one task: its memory, signals and exit code, and its progress for the supervisor. No TensorFlow here."""

@@ -1,4 +1,4 @@
-"""With which exit code this process is going to end. No TensorFlow here."""
+"""The exit code that this process will end with. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 PREEMPTED = 75
 # The exit code of a faulty command line or configuration, which no restart mends.
 FAULTY_CONFIG = 2
-
 
 # With which this process is going to end, as far as that is known; for those who serve it.
 exit_code = 0

@@ -1,4 +1,4 @@
-"""Reads files that a user names; and says why a file cannot be written, in a few words. No TensorFlow here."""
+"""Reads users' files, and explains in a few words why a file cannot be written. No TensorFlow here."""
 
 from __future__ import annotations
 

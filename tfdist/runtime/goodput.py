@@ -1,6 +1,6 @@
 """Where the wall time of a run goes: each moment of a process belongs to one part. No TensorFlow here.
 
-A process keeps its seconds by part in a file, so that they outlive it: what comes after it counts on from there.
+A process keeps its seconds by part in a file, so that they outlive it: the next process continues the count.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Ctrl-C for commands: the process ends within seconds, and of a second one at once, whatever its main thread does.
+"""Ctrl-C for commands: the process ends within seconds, and at once on a second one, whatever its main thread does.
 
 Python raises KeyboardInterrupt in the main thread, which may be in TensorFlow for as long as a step or a compilation takes. So
 a thread reads the signal from a pipe, as in `preemption.py`.
-
-`run_command` ends a command whose output nobody reads, or that is ended by Ctrl-C.
-
-While TensorFlow connects, Python calls no handler of the main thread: there SIGINT and SIGTERM end the process at once
-(`signals_end_process`).
 """
 
 from __future__ import annotations
@@ -24,11 +19,25 @@ from tfdist.runtime import preemption
 from tfdist.runtime.log import logger
 
 MESSAGE = "ended by Ctrl-C (SIGINT)"
-_SECONDS = 2.0  # that the main thread has to end the process
-
+_ENDING_SECONDS = 2.0  # that the main thread has to end the process
+_TAKE_BACK_EVERY = 0.05  # seconds
 
 is_command = False  # whether this process is a command's own, and may be ended
-_TAKE_BACK_EVERY = 0.05  # seconds
+
+
+def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Returns a command's exit code; after Ctrl-C, or where nobody reads its output (`--help | head`), a shell's for that signal."""
+    try:
+        code = main(argv)
+        if sys.stdout is not None:  # Python's word for one that was closed before the start
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        logger.error(MESSAGE)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def before_imports() -> None:
@@ -71,39 +80,25 @@ class _Interrupts:
         if self._noticed:
             _end()
         self._noticed = True
-        timer = threading.Timer(_SECONDS, _end)
+        timer = threading.Timer(_ENDING_SECONDS, _end)
         timer.daemon = True
         timer.start()
 
 
 def _end() -> None:
     # In a thread of its own: a terminal that nobody reads must not keep the process.
-    said = threading.Thread(target=logger.error, args=(MESSAGE,), daemon=True)
-    said.start()
-    said.join(0.5)
+    report = threading.Thread(target=logger.error, args=(MESSAGE,), daemon=True)
+    report.start()
+    report.join(0.5)
     os._exit(128 + signal.SIGINT)
-
-
-def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Returns a command's exit code; after Ctrl-C, or where nobody reads its output (`--help | head`), a shell's for that signal."""
-    try:
-        code = main(argv)
-        if sys.stdout is not None:  # Python's word for one that was closed before the start
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        logger.error(MESSAGE)
-        return 128 + signal.SIGINT
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    return code
 
 
 @contextlib.contextmanager
 def signals_end_process() -> Iterator[None]:
     """Has SIGINT and SIGTERM end the process at once while TensorFlow connects inside: with exit code 75 where a `Preemption` listens.
 
-    TensorFlow takes SIGTERM for itself before it waits for other tasks, and only notes it. It gets the signal back afterwards.
+    While TensorFlow connects, Python calls no handler of the main thread. TensorFlow takes SIGTERM for itself before it waits for other
+    tasks, and only notes it. It gets the signal back afterwards.
     """
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""Hears SIGTERM, by which clusters announce that a task must go, wherever the main thread is.
+"""Handles SIGTERM, by which clusters announce that a task must go, in a thread: wherever the main thread is.
 
 Python runs a signal's handler in the main thread, which may be waiting in TensorFlow for a peer; and TensorFlow, under
 several workers, takes SIGTERM for itself. So the signal is read from a pipe, by a thread.
@@ -24,7 +24,7 @@ _ONE_SIGNAL = 1.0  # seconds in which several count as one, as they reach a task
 
 @dataclasses.dataclass
 class _Before:
-    """Whose SIGTERM and wakeup descriptor were before."""
+    """The SIGTERM handler and the wakeup descriptor that were replaced."""
 
     handler: Any = None
     descriptor: int = -1
@@ -45,9 +45,9 @@ class Preemption:
         grace_seconds: How long the process may take to end.
 
     Attributes:
-        noticed: Whether SIGTERM has come.
+        requested: Whether SIGTERM has come.
         training: Whether a training looks at `requested` between its steps.
-        last_words: Called before this process is ended with exit code 75 in this way.
+        on_exit: Called before this process is ended with exit code 75 in this way.
     """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS):

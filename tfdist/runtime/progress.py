@@ -1,7 +1,7 @@
-"""What tasks tell the supervisor that started them, and it tells them. No TensorFlow here.
+"""Files through which tasks and the supervisor that started them exchange progress. No TensorFlow here.
 
-They share a folder, named by an environment variable: in it each task keeps its step, its epoch and the step of the last backup,
-that it has made a strategy and that it refuses its backups, and the supervisor the number of restarts and of steps that were lost.
+They share a folder, named by an environment variable. In it each task keeps its step, its epoch and the step of the last backup,
+that it has made a strategy and that it refuses its backups; the supervisor keeps the number of restarts and of steps that were lost.
 """
 
 from __future__ import annotations
@@ -34,21 +34,6 @@ _NUMBERS = 40  # bytes of a file of numbers: it is overwritten in place, so that
 _has_warned = False
 
 
-@contextlib.contextmanager
-def _warning_once() -> Iterator[None]:
-    """Warns in the place of an error of a file, once in this process: the training is worth more than what is told of it."""
-    global _has_warned
-    try:
-        yield
-    except OSError as e:
-        if not _has_warned:
-            _has_warned = True
-            logger.warning(
-                f"cannot write {os.environ.get(FOLDER)}: {write_error_reason(e)}; the training goes on, but its supervisor may not know how far "
-                "it is. Free the disk, or set TMPDIR to a folder on another one."
-            )
-
-
 class Steps(NamedTuple):
     """How far a task is.
 
@@ -75,9 +60,8 @@ class Progress:
     """
 
     def __init__(self, name: str):
-        folder = os.environ.get(FOLDER)
         self._file: int | None = None
-        if folder and os.path.isdir(folder):
+        if folder := _folder():
             with _warning_once():
                 self._file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT)
         self._steps = Steps(0, 0)
@@ -101,10 +85,24 @@ class Progress:
 
 def mark_strategy() -> None:
     """Tells that this task has made a strategy; without a supervisor, nothing."""
-    folder = os.environ.get(FOLDER)
-    if folder and os.path.isdir(folder):
+    _mark(_STRATEGY)
+
+
+def mark_refusal() -> None:
+    """Tells that this task ends because its backups cannot be used, as it would after a restart; without a supervisor, nothing."""
+    _mark(_REFUSAL)
+
+
+def _mark(name: str) -> None:
+    if folder := _folder():
         with _warning_once():
-            pathlib.Path(folder, _STRATEGY).touch()
+            pathlib.Path(folder, name).touch()
+
+
+def _folder() -> str | None:
+    """Returns the folder that this task shares with its supervisor; None without a supervisor."""
+    folder = os.environ.get(FOLDER)
+    return folder if folder and os.path.isdir(folder) else None
 
 
 def note_backup(backup_dir: str, exists: bool = True) -> None:
@@ -121,19 +119,11 @@ def had_backup(backup_dir: str) -> bool:
 
 
 def _backup_note(backup_dir: str) -> pathlib.Path | None:
-    folder = os.environ.get(FOLDER)
-    if not folder or not os.path.isdir(folder):
+    folder = _folder()
+    if folder is None:
         return None
     path = backup_dir if "://" in backup_dir else os.path.abspath(backup_dir)
     return pathlib.Path(folder, f"{_BACKUP}{zlib.crc32(path.encode(errors='surrogateescape')):08x}")
-
-
-def mark_refusal() -> None:
-    """Tells that this task ends because its backups cannot be used, as it would after a restart; without a supervisor, nothing."""
-    folder = os.environ.get(FOLDER)
-    if folder and os.path.isdir(folder):
-        with _warning_once():
-            pathlib.Path(folder, _REFUSAL).touch()
 
 
 def task_files() -> str | None:
@@ -142,23 +132,46 @@ def task_files() -> str | None:
     Raises:
         OSError: It cannot be made.
     """
-    folder = os.environ.get(FOLDER)
-    if not folder or not os.path.isdir(folder):
+    folder = _folder()
+    if folder is None:
         return None
     path = os.path.join(folder, _FILES)
     os.makedirs(path, exist_ok=True)
     return path
 
 
-def has_refusal(folder: str | os.PathLike[str]) -> bool:
-    """Returns whether any task refuses its backups."""
-    return pathlib.Path(folder, _REFUSAL).exists()
+def is_supervised() -> bool:
+    """Returns whether a supervisor has started this process."""
+    return FOLDER in os.environ
 
 
-def uses_tfdist(folder: str | os.PathLike[str]) -> bool:
-    """Returns whether any task has made a strategy, or trained."""
-    names = (path.name for path in pathlib.Path(folder).iterdir())
-    return any(name not in (_RESTARTS, _LOST) and not name.startswith(_BACKUP) for name in names)
+def launched() -> float:
+    """Returns when the supervisor was started, by `time.time()`; 0 without a supervisor."""
+    return float(os.environ.get(LAUNCHED) or 0)
+
+
+def restarts() -> int:
+    """Returns how often the supervisor has restarted this run, or a task of it; 0 without a supervisor."""
+    try:
+        return int(pathlib.Path(os.environ[FOLDER], _RESTARTS).read_text())
+    except (KeyError, OSError, ValueError):
+        return 0
+
+
+def settle_lost_steps() -> int | None:
+    """Returns how many steps all restarts so far have made the run repeat; None without a supervisor or a backup.
+
+    For one task, as it has ended its first step and not told so yet: then `Progress` still has the step from which it goes on.
+    """
+    folder = _folder()
+    begun = min((steps.done for steps in _read_all(folder)), default=None) if folder else None
+    if folder is None or begun is None:
+        return None
+    reached, lost = _lost_steps(folder)
+    lost += max(reached - begun, 0)
+    with _warning_once():
+        _write_numbers(folder, _LOST, 0, lost)
+    return lost
 
 
 def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
@@ -175,6 +188,17 @@ def touched(folder: str | os.PathLike[str], name: str) -> float:
         return os.path.getmtime(os.path.join(folder, name))
     except OSError:
         return 0.0
+
+
+def has_refusal(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether any task refuses its backups."""
+    return pathlib.Path(folder, _REFUSAL).exists()
+
+
+def uses_tfdist(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether any task has made a strategy, or trained."""
+    names = (path.name for path in pathlib.Path(folder).iterdir())
+    return any(name not in (_RESTARTS, _LOST) and not name.startswith(_BACKUP) for name in names)
 
 
 def clear(folder: str | os.PathLike[str], restarts: int) -> None:
@@ -204,27 +228,6 @@ def write_restarts(folder: str | os.PathLike[str], restarts: int) -> None:
     _write_numbers(folder, _RESTARTS, restarts)
 
 
-def is_supervised() -> bool:
-    """Returns whether a supervisor has started this process."""
-    return FOLDER in os.environ
-
-
-def settle_lost_steps() -> int | None:
-    """Returns how many steps all restarts so far have made the run repeat; None without a supervisor or a backup.
-
-    For one task, as it has ended its first step and not told so yet: then `Progress` still has the step from which it goes on.
-    """
-    folder = os.environ.get(FOLDER, "")
-    begun = min((steps.done for steps in _read_all(folder)), default=None) if os.path.isdir(folder) else None
-    if begun is None:
-        return None
-    reached, lost = _lost_steps(folder)
-    lost += max(reached - begun, 0)
-    with _warning_once():
-        _write_numbers(folder, _LOST, 0, lost)
-    return lost
-
-
 def _read_all(folder: str | os.PathLike[str]) -> list[Steps]:
     """Returns how far each task is; one that has not said so is at its begin."""
     names = [
@@ -235,14 +238,6 @@ def _read_all(folder: str | os.PathLike[str]) -> list[Steps]:
     return [read(folder, name) or Steps(0, 0) for name in names]
 
 
-def _write_numbers(folder: str | os.PathLike[str], name: str, *numbers: int) -> None:
-    file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        os.pwrite(file, " ".join(map(str, numbers)).ljust(_NUMBERS).encode(), 0)
-    finally:
-        os.close(file)
-
-
 def _lost_steps(folder: str | os.PathLike[str]) -> tuple[int, int]:
     try:
         reached, lost = map(int, pathlib.Path(folder, _LOST).read_text().split())
@@ -251,14 +246,24 @@ def _lost_steps(folder: str | os.PathLike[str]) -> tuple[int, int]:
     return reached, lost
 
 
-def restarts() -> int:
-    """Returns how often the supervisor has restarted this run, or a task of it; 0 without a supervisor."""
+def _write_numbers(folder: str | os.PathLike[str], name: str, *numbers: int) -> None:
+    file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT, 0o600)
     try:
-        return int(pathlib.Path(os.environ[FOLDER], _RESTARTS).read_text())
-    except (KeyError, OSError, ValueError):
-        return 0
+        os.pwrite(file, " ".join(map(str, numbers)).ljust(_NUMBERS).encode(), 0)
+    finally:
+        os.close(file)
 
 
-def launched() -> float:
-    """Returns when the supervisor was started, by `time.time()`; 0 without a supervisor."""
-    return float(os.environ.get(LAUNCHED) or 0)
+@contextlib.contextmanager
+def _warning_once() -> Iterator[None]:
+    """Warns in the place of an error of a file, once in this process: the training is worth more than what is told of it."""
+    global _has_warned
+    try:
+        yield
+    except OSError as e:
+        if not _has_warned:
+            _has_warned = True
+            logger.warning(
+                f"cannot write {os.environ.get(FOLDER)}: {write_error_reason(e)}; the training goes on, but its supervisor may not know how far "
+                "it is. Free the disk, or set TMPDIR to a folder on another one."
+            )

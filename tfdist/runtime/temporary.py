@@ -1,4 +1,4 @@
-"""Temporary folders, of which none stays for long when its process is killed. No TensorFlow here.
+"""Temporary folders that are removed even when their process is killed. No TensorFlow here.
 
 A task that a supervisor has started makes them in the supervisor's own folder, which goes with it. Any other process makes them where
 temporary files go, and first removes those of dead processes: the lock of a live one tells them apart, also where each container

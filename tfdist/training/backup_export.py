@@ -1,7 +1,4 @@
-"""A model out of a backup of a run of `tfdist train`, on one device.
-
-A model's weights out of a backup are for who follows a training without taking part in it, too: the evaluator.
-"""
+"""Exports the model of a backup on one device, and reads the weights of backups, for `tfdist backup` and the evaluator."""
 
 from __future__ import annotations
 
@@ -49,12 +46,12 @@ def export(config: TrainConfig, folder: str, path: str, step: int | None = None)
     storage = Storage(folder, 0, 1)
     point, manifest, weights = _newest(storage, step)
     backup = storage.path(point)
-    then, now = manifest["about"].get("config", {}), compatibility.to_jsonable(fixed(config))
+    backed_up, current = manifest["about"].get("config", {}), compatibility.to_jsonable(fixed(config))
     for name in _SAME:
-        if then.get(name) != now[name]:
+        if backed_up.get(name) != current[name]:
             raise ConfigError(
-                f"The backup {backup} is not of the configuration beside it: {name} was {format_value(then.get(name))}, and is "
-                f"{format_value(now[name])} in config.json. Give the work directory of the run that wrote the backup."
+                f"The backup {backup} is not of the configuration beside it: {name} was {format_value(backed_up.get(name))}, and is "
+                f"{format_value(current[name])} in config.json. Give the work directory of the run that wrote the backup."
             )
     trainer = Trainer("one_device", cluster=False)
     configured.prepare_process(config)

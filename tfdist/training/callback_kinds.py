@@ -1,10 +1,6 @@
-"""What a callback says of itself: that it only observes, and where it writes.
+"""Callbacks that only observe or only write: how they are recognized, and where the writers may write.
 
-A class says it by `only_observes = True` and `writes = "filepath"`. Keras' own classes do not, so it is said for them here.
-
-Of callbacks that run on all workers, the chief's files alone are where they were asked for (`redirect_to_temporary_files`).
-
-On a full disk the training goes on without the files of `CSVLogger` callbacks (`guard_log_files`).
+A class declares itself by `only_observes = True` or `writes = "filepath"`. Keras' own classes do not, so tables here do it for them.
 """
 
 from __future__ import annotations
@@ -55,8 +51,8 @@ def place_attribute(callback: keras.callbacks.Callback) -> str | None:
 def _writer(callback: keras.callbacks.Callback) -> tuple[type | None, str | None]:
     """Returns the first of a callback's classes that says where it writes, and the name of that attribute."""
     kinds = type(callback).__mro__
-    for kind, said in ((kinds[0], vars(callback)), *((kind, vars(kind)) for kind in kinds)):
-        name = said.get("writes", _KERAS_WRITERS.get(kind))
+    for kind, declared in ((kinds[0], vars(callback)), *((kind, vars(kind)) for kind in kinds)):
+        name = declared.get("writes", _KERAS_WRITERS.get(kind))
         if isinstance(name, str):
             return kind, name
     return None, None
@@ -81,7 +77,7 @@ def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -
         return
     with temporary_folder() as folder:
         for number, (callback, name, place) in enumerate(places):
-            setattr(callback, name, _elsewhere(place, os.path.join(folder, str(number))))
+            setattr(callback, name, _redirect(place, os.path.join(folder, str(number))))
         try:
             yield
         finally:
@@ -89,7 +85,7 @@ def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -
                 setattr(callback, name, place)
 
 
-def _elsewhere(place: str | pathlib.PurePath, folder: str) -> str | pathlib.Path:
+def _redirect(place: str | pathlib.PurePath, folder: str) -> str | pathlib.Path:
     """Returns a place in `folder`, which it creates, instead of `place`; instead of a server's address, none."""
     if str(place).startswith(("http://", "https://")):
         return _NO_SERVER

@@ -1,9 +1,9 @@
 """Keeps the ranks of a run in step around the user's callbacks.
 
-Ranks hang for ever when one of them leaves the loop, or takes part in a collective, alone; and they diverge when one
-changes its learning rate or weights alone. A callback given to one rank only (`if chief: callbacks.append(...)`) does
-all of that. So statistics are synchronised before callbacks run, and afterwards all ranks agree on what they decided:
-any rank may stop the training, the chief's learning rate holds, and after an epoch all weights must be equal.
+If one rank leaves the loop or enters a collective alone, the others hang; if it changes the learning rate or weights alone, the
+replicas diverge. A callback given to one rank only (`if chief: callbacks.append(...)`) does all of that. So statistics are synchronised
+before callbacks run, and afterwards all ranks agree on what they decided: any rank may stop the training, the chief's learning rate
+holds, and after an epoch all weights must be equal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checks of what a `Trainer` is given: its strategy, its cluster, its models, their callbacks.
-
-And of what all workers must give to `fit` alike: found before training, as it would end amid it, or train some examples twice.
-"""
+"""Checks the arguments of a `Trainer` and of its methods, among them those that must be equal on all workers."""
 
 from __future__ import annotations
 
@@ -23,10 +20,17 @@ from tfdist.data import graph
 from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.training.callback_kinds import place_attribute
 
-_NUMBERS = ("epochs", "initial_epoch", "steps_per_epoch", "batch_size", "validation_steps", "validation_batch_size")
-_NONE = -1.0
-_COLUMNS = 32  # transformations of a dataset that are compared one by one
-_TEXT = 200  # bytes of a transformation's text in a message
+_COMPARED_NUMBERS = (
+    "epochs",
+    "initial_epoch",
+    "steps_per_epoch",
+    "batch_size",
+    "validation_steps",
+    "validation_batch_size",
+)
+_NO_NUMBER = -1.0
+_MOST_TRANSFORMATIONS = 32  # transformations of a dataset that are compared one by one
+_TEXT_BYTES = 200  # bytes of a transformation's text in a message
 
 
 def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -> None:
@@ -78,21 +82,24 @@ def check_nan_policy(policy: str, strategy: Any) -> None:
         raise ConfigError(faults)
 
 
-def check_trains_alone(found: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
+def check_trains_alone(cluster_and_task: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
     """Checks that a strategy of one process does not run on one of several training tasks.
 
     Each task would train the whole model and overwrite the files of the others.
 
     Args:
-        found: The cluster and this process's task in it, or None without a cluster.
+        cluster_and_task: The cluster and this process's task in it, or None without a cluster.
         strategy: The name of the strategy's class.
 
     Raises:
         ConfigError: The cluster has several training tasks, and this process is one of them.
     """
-    if found and found[1].type != "evaluator" and len(found[0].training_tasks()) > 1:
+    if cluster_and_task is None:
+        return
+    cluster, task = cluster_and_task
+    if task.type != "evaluator" and len(cluster.training_tasks()) > 1:
         raise ConfigError(
-            f"{strategy} trains in one process, but this one is {found[1]} of {len(found[0].training_tasks())} training "
+            f"{strategy} trains in one process, but this one is {task} of {len(cluster.training_tasks())} training "
             "tasks; use strategy multi_worker_mirrored, or, for trainings apart from each other, cluster=False "
             "(--config.cluster.source=none)."
         )
@@ -139,50 +146,52 @@ def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
             )
 
 
-def check_consistency(ranks: Ranks, data: Any, validation: Any, given: Mapping[str, Any]) -> None:
-    """Judges whether all workers were given the same. A collective.
+def check_consistency(ranks: Ranks, data: Any, validation_data: Any, arguments: Mapping[str, Any]) -> None:
+    """Checks before training that all workers gave `fit` the same. A collective.
+
+    A difference would end the training run later, or train some examples twice.
 
     Args:
         ranks: The workers.
         data: What `fit` was given as `x`.
-        validation: And as `validation_data`.
-        given: Its other arguments.
+        validation_data: What it was given as `validation_data`.
+        arguments: Its other arguments.
 
     Raises:
-        ConfigError: They were not; on all workers.
+        ConfigError: The workers gave different ones; on all workers.
     """
     if ranks.size == 1:
         return
-    mine = {name: _number(given.get(name)) for name in _NUMBERS}
-    mine |= {f"{name} given": float(value is not None) for name, value in _present(validation, given)}
-    mine |= {f"length of {name}": _length(value) for name, value in (("x", data), ("validation_data", validation))}
-    orders = [*_order(data), *_order(validation)]
-    gathered = ranks.gather(*mine.values(), *(float(zlib.crc32(text.encode())) for text in orders))
+    own = {name: _number(arguments.get(name)) for name in _COMPARED_NUMBERS}
+    own |= {f"{name} given": float(value is not None) for name, value in _present(validation_data, arguments)}
+    own |= {f"length of {name}": _length(value) for name, value in (("x", data), ("validation_data", validation_data))}
+    orders = [*_data_order(data), *_data_order(validation_data)]
+    gathered = ranks.gather(*own.values(), *(float(zlib.crc32(text.encode())) for text in orders))
     unlike = [len(set(column)) > 1 for column in gathered.T]
     faults = [
-        f"{name} must be the same on all workers of a fit. Received: {_listed(column)}."
-        for name, column, differs in zip(mine, gathered.T, unlike, strict=False)
+        f"{name} must be the same on all workers of a fit. Received: {_by_worker(column)}."
+        for name, column, differs in zip(own, gathered.T, unlike, strict=False)
         if differs
     ]
     if not faults and any(unlike):
-        faults = [_other_order(ranks, orders[unlike.index(True) - len(mine)])]
+        faults = [_order_difference_message(ranks, orders[unlike.index(True) - len(own)])]
     if faults:
         raise ConfigError(faults)
 
 
-def _present(validation: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield "validation_data", validation
+def _present(validation_data: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "validation_data", validation_data
     for name in ("y", "sample_weight", "class_weight"):
-        yield name, given.get(name)
+        yield name, arguments.get(name)
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float, np.number)) else _NONE
+    return float(value) if isinstance(value, (int, float, np.number)) else _NO_NUMBER
 
 
-def _listed(column: Sequence[float]) -> str:
+def _by_worker(column: Sequence[float]) -> str:
     return ", ".join(
-        f"{'none' if number == _NONE else f'{number:g}'} on worker:{rank}" for rank, number in enumerate(column)
+        f"{'none' if number == _NO_NUMBER else f'{number:g}'} on worker:{rank}" for rank, number in enumerate(column)
     )
 
 
@@ -191,23 +200,23 @@ def _length(data: Any) -> float:
     if isinstance(data, tf.data.Dataset):
         return float(data.cardinality())
     first = next((each for each in tf.nest.flatten(data) if hasattr(each, "shape")), None)
-    return float(first.shape[0]) if first is not None and len(first.shape) else _NONE
+    return float(first.shape[0]) if first is not None and len(first.shape) else _NO_NUMBER
 
 
-def _order(data: Any) -> list[str]:
-    """Returns `_COLUMNS` texts of how a dataset orders its elements; empty ones where workers have datasets of their own."""
+def _data_order(data: Any) -> list[str]:
+    """Returns `_MOST_TRANSFORMATIONS` texts of how a dataset orders its elements; empty ones where workers have datasets of their own."""
     texts = []
     if isinstance(data, tf.data.Dataset):
         policy = data.options().experimental_distribute.auto_shard_policy
         if policy != tf.data.experimental.AutoShardPolicy.OFF:
             texts = graph.describe_order(data)
-    last = _COLUMNS - 1
+    last = _MOST_TRANSFORMATIONS - 1
     return [*texts[:last], *[""] * (last - len(texts)), " ".join(texts[last:])]
 
 
-def _other_order(ranks: Ranks, mine: str) -> str:
+def _order_difference_message(ranks: Ranks, mine: str) -> str:
     """Returns what differs first between the workers' datasets. A collective."""
-    gathered = ranks.gather(*mine.encode()[:_TEXT].ljust(_TEXT))
+    gathered = ranks.gather(*mine.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
     texts = (bytes(map(int, row)).decode(errors="replace").strip() or "no more transformations" for row in gathered)
     return (
         "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received: "

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.config import TrainConfig
 from tfdist.config import callbacks as callbacks_lib
-from tfdist.errors import ConfigError, format_value, told
+from tfdist.errors import ConfigError, describe_error, format_value
 from tfdist.training.trainer import Trainer
 
 
@@ -40,7 +40,7 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
             model.load_weights(path)
     except (OSError, ValueError, KeyError) as e:
         raise ConfigError(
-            f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {told(e)} Give a file of this model's weights, "
+            f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {describe_error(e)} Give a file of this model's weights, "
             "which every task can read."
         ) from e
 
@@ -60,7 +60,9 @@ def build_callbacks(config: TrainConfig) -> list[keras.callbacks.Callback]:
         try:
             callback = make(**arguments)
         except Exception as e:
-            raise ConfigError(f"callback {name!r} cannot be made of {format_value(arguments)}: {told(e)}.") from e
+            raise ConfigError(
+                f"callback {name!r} cannot be made of {format_value(arguments)}: {describe_error(e)}."
+            ) from e
         if not isinstance(callback, keras.callbacks.Callback):
             raise ConfigError(
                 f"callback {name!r} must return a keras.callbacks.Callback. Received: {format_value(callback)}."

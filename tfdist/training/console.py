@@ -1,4 +1,4 @@
-"""What a training says on the chief: its replicas, Keras' progress, and warnings about compression."""
+"""What the chief shows of a training run: its replicas, Keras' progress, and warnings about compression."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The evaluator: a process beside the cluster that evaluates each backup of a training, and the trained model.
-
-The `EvaluationLog` is what it has evaluated: `evaluations.jsonl`, and the curves in TensorBoard that are made of it.
-"""
+"""The evaluator: a process beside the cluster that evaluates each backup of a training run, and the trained model."""
 
 from __future__ import annotations
 
@@ -32,9 +29,9 @@ from tfdist.training.backup_export import load_weights, read_weights
 from tfdist.training.trainer import Trainer
 
 MODEL = "model.keras"
-_EVERY = 0.5  # seconds between two looks for a backup
-_SETTLES_WITHIN = 3.0  # seconds in which what is being removed, or does not show yet on this host, looks damaged
 EVALUATIONS = "evaluations.jsonl"
+_LOOK_EVERY = 0.5  # seconds between two looks for a backup
+_SETTLES_WITHIN = 3.0  # seconds in which what is being removed, or does not show yet on this host, looks damaged
 
 
 def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> None:
@@ -100,17 +97,17 @@ class Evaluator:
         logger.info(f"evaluating each backup that comes to {self._storage.folder}")
         while True:
             summary = self._summary()  # first: what the training wrote before is then seen below
-            found = False
+            has_new = False
             for point, manifest, weights in self._new_backups():
-                found = True
+                has_new = True
                 load_weights(self._model, weights, self._storage.path(point))
                 step, epoch = point.step, manifest["position"]["epoch"]
                 self._evaluate(manifest.get("training", ""), step, epoch, point.folder, self._storage.path(point))
-            if not found and summary and not self._doubtful:
+            if not has_new and summary and not self._doubtful:
                 self._evaluate_final(summary)
                 return
-            if not found:
-                time.sleep(_EVERY)
+            if not has_new:
+                time.sleep(_LOOK_EVERY)
 
     def _summary(self) -> dict[str, Any] | None:
         """Returns the summary of the training once it has finished: the file of an earlier one does not count."""
@@ -167,12 +164,12 @@ class Evaluator:
         arguments = {"verbose": 0, "return_dict": True, "callbacks": [self._signs_of_life]}
         metrics = self._trainer.evaluate(self._model, self._data, **arguments)
         self._log.add(training, step, epoch, backup, metrics)
-        told = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items() if isinstance(value, float))
-        logger.info(f"step {step} (epoch {epoch}): {told}, of {path}")
+        values = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items() if isinstance(value, float))
+        logger.info(f"step {step} (epoch {epoch}): {values}, of {path}")
 
 
 class EvaluationLog:
-    """One line of JSON for each evaluation of one training, which outlives the process; and its curves.
+    """What has been evaluated: one line of JSON for each evaluation of one training, which outlives the process; and its curves.
 
     Args:
         workdir: The run's work directory.
@@ -187,7 +184,7 @@ class EvaluationLog:
         self._run = Run(str(workdir / "tensorboard" / task))
         self._works = True
         self.rows = list(self._read())
-        # Of the lines, as a process that was killed may have written one of both alone.
+        # Drawn again from the lines: a process that was killed may have written a line without its curves, or the reverse.
         self._try(lambda: self._run.cut({}))
         for row in self.rows:
             self._draw(row)

@@ -1,14 +1,13 @@
 """Keras' loops under a strategy: `fit`, `evaluate`, `predict`, and single steps on a batch.
 
 Each function takes Keras' method, or the one by which the model's class overrides it, and the arguments of the call.
-
-`take_backup` finds the backup that a `fit` has: the Trainer's, a callback of tfdist's, or one in place of Keras' own callback.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +18,15 @@ import tensorflow as tf
 
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.compat import unsupported
+from tfdist.compat.keras_internals import BATCH_HOOKS
+from tfdist.errors import stop_iteration_error
+from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard
 from tfdist.runtime.log import logger
+from tfdist.runtime.progress import Progress
 from tfdist.step import execution
-from tfdist.training import callback_kinds, callback_sync, checks, console, input_data, stop_iteration
+from tfdist.training import callback_kinds, callback_sync, checks, console, input_data
 from tfdist.training.loop_context import LoopContext
-from tfdist.training.non_finite_stop import NonFiniteStop
-from tfdist.training.told_progress import TellProgress
 
 Method = Callable[..., Any]
 
@@ -66,31 +67,31 @@ def training(
         ClusterError: A task is lost that the others cannot do without.
         ConfigError: Workers were given different arguments, or data that the strategy cannot use.
     """
-    given = input_data.bind_arguments(keras.Model.fit, method, model, args, kwargs)
-    x = input_data.data_argument(method, given)
-    data, validation = given.pop(x, None), given.pop("validation_data", None)
+    arguments = input_data.bind_arguments(keras.Model.fit, method, model, args, kwargs)
+    x = input_data.data_argument(method, arguments)
+    data, validation = arguments.pop(x, None), arguments.pop("validation_data", None)
     for each in (data, validation):
         unsupported.check_data(context.strategy, each)
     with context.watching_workers():
-        checks.check_consistency(context.ranks, data, validation, given)
-    if given.get("verbose", "auto") != 0:
-        context.print_replicas(input_data.batch_size(data, given))
-    steps, validation_steps = given.get("steps_per_epoch"), given.get("validation_steps")
+        checks.check_consistency(context.ranks, data, validation, arguments)
+    if arguments.get("verbose", "auto") != 0:
+        context.print_replicas(input_data.batch_size(data, arguments))
+    steps, validation_steps = arguments.get("steps_per_epoch"), arguments.get("validation_steps")
     if isinstance(data, tf.data.Dataset) and input_data.ends_within_execution(model, steps):
         # Keras would count the steps that it does not run, and end before the data does.
         data = data.filter(lambda *_: True)
     if input_data.is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
-        given.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
-    callbacks = input_data.as_list(given.pop("callbacks", None))
+        arguments.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
+    callbacks = input_data.as_list(arguments.pop("callbacks", None))
     for each in callbacks:
         if isinstance(each, TensorBoard):
-            each.fit_batch_size = input_data.batch_size(data, given)
-    class_weight = given.pop("class_weight", None) if input_data.is_function(data) else None
+            each.fit_batch_size = input_data.batch_size(data, arguments)
+    class_weight = arguments.pop("class_weight", None) if input_data.is_function(data) else None
     limit = execution.StepLimit(steps, validation_steps)
-    backup, callbacks, ends_with_fit = take_backup(callbacks, context.backup)
-    chiefs_files = callback_kinds.redirect_to_temporary_files([] if context.is_chief else callbacks)
-    with context.running(context.engine.running(model)), context.backing_up(backup, model, data, given), chiefs_files:
-        stops = [NonFiniteStop()] if context.engine.nan_policy == "stop" else []
+    backup, callbacks, ends_with_fit = _choose_backup(callbacks, context.backup)
+    redirected = callback_kinds.redirect_to_temporary_files([] if context.is_chief else callbacks)
+    with context.running(context.engine.running(model)), context.backing_up(backup, model, data, arguments), redirected:
+        stops = [_NonFiniteStop()] if context.engine.nan_policy == "stop" else []
         callbacks = [limit, *stops, *_synchronized(context, callbacks)]
         callbacks += callback_kinds.guard_log_files(callbacks)
         if backup:
@@ -100,18 +101,18 @@ def training(
             callbacks.append(backup)
             context.backup = None if ends_with_fit else backup
         else:
-            callbacks.append(TellProgress(context.task.name))
+            callbacks.append(_ProgressReporter(context.task.name))
         if input_data.takes(method, "validation_data"):
-            given["validation_data"] = _distribute(context, validation)
+            arguments["validation_data"] = _distribute(context, validation)
         run = functools.partial(
             method,
             model,
             **{x: _distribute(context, data, class_weight)},
             callbacks=callbacks,
-            verbose=_verbosity(context, given),
-            **given,
+            verbose=_verbosity(context, arguments),
+            **arguments,
         )
-        with stop_iteration.raised_as_error(callbacks):
+        with _stop_iteration_as_error(callbacks):
             yield run
     if backup and ends_with_fit:
         context.delete_backup(backup)
@@ -132,17 +133,20 @@ def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any
     Raises:
         ConfigError: The strategy cannot use the data.
     """
-    given = input_data.bind_arguments(keras.Model.evaluate, method, model, args, kwargs)
-    x = input_data.data_argument(method, given)
-    unsupported.check_data(context.strategy, given.get(x))
-    callbacks = [execution.StepLimit(None, given.get("steps")), *input_data.as_list(given.pop("callbacks", None))]
-    with context.running(context.engine.running(model)), stop_iteration.raised_as_error(callbacks):
+    arguments = input_data.bind_arguments(keras.Model.evaluate, method, model, args, kwargs)
+    x = input_data.data_argument(method, arguments)
+    unsupported.check_data(context.strategy, arguments.get(x))
+    callbacks = [
+        execution.StepLimit(None, arguments.get("steps")),
+        *input_data.as_list(arguments.pop("callbacks", None)),
+    ]
+    with context.running(context.engine.running(model)), _stop_iteration_as_error(callbacks):
         return method(
             model,
-            **{x: _distribute(context, given.pop(x, None))},
+            **{x: _distribute(context, arguments.pop(x, None))},
             callbacks=callbacks,
-            verbose=_verbosity(context, given),
-            **given,
+            verbose=_verbosity(context, arguments),
+            **arguments,
         )
 
 
@@ -159,17 +163,17 @@ def predict(context: LoopContext, method: Method, model: keras.Model, args: Any,
     Raises:
         ConfigError: The strategy cannot use the data, or `steps` of data other than a dataset end within an execution.
     """
-    given = input_data.bind_arguments(keras.Model.predict, method, model, args, kwargs)
-    x = input_data.data_argument(method, given)
-    data, steps = given.pop(x), given.get("steps")
+    arguments = input_data.bind_arguments(keras.Model.predict, method, model, args, kwargs)
+    x = input_data.data_argument(method, arguments)
+    data, steps = arguments.pop(x), arguments.get("steps")
     unsupported.check_data(context.strategy, data)
     if input_data.takes(method, "callbacks"):
-        given["callbacks"] = [execution.StepLimit(), *input_data.as_list(given.pop("callbacks", None))]
+        arguments["callbacks"] = [execution.StepLimit(), *input_data.as_list(arguments.pop("callbacks", None))]
     data = context.engine.data_to_predict(model, data, steps)
-    guarded = stop_iteration.raised_as_error(given.get("callbacks", ()))
+    guarded = _stop_iteration_as_error(arguments.get("callbacks", ()))
     with context.running(context.engine.predicting(model, steps)), guarded:
         data = _distribute(context, data)
-        return method(model, **{x: data}, verbose=_verbosity(context, given), **given)
+        return method(model, **{x: data}, verbose=_verbosity(context, arguments), **arguments)
 
 
 def on_batch(context: LoopContext, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
@@ -191,25 +195,10 @@ def on_batch(context: LoopContext, name: str, method: Method, model: keras.Model
 LOOPS = {"fit": fit, "evaluate": evaluate, "predict": predict}
 
 
-def _synchronized(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """Returns the user's callbacks between those that keep the ranks in step. A collective."""
-    checks.check_callbacks(callbacks)
-    return callback_sync.wrap_callbacks(callbacks, context.strategy, context.ranks, context.check_weights)
-
-
-def _distribute(context: LoopContext, data: Any, class_weight: dict[int, float] | None = None) -> Any:
-    return input_data.distribute(data, context.engine, class_weight)
-
-
-def _verbosity(context: LoopContext, given: dict[str, Any]) -> str | int:
-    """Takes `verbose` out of the arguments, and returns the one that Keras gets."""
-    return console.verbosity(given.pop("verbose", "auto"), context.is_chief)
-
-
-def take_backup(
+def _choose_backup(
     callbacks: Sequence[keras.callbacks.Callback], default: BackupAndRestore | None
 ) -> tuple[BackupAndRestore | None, list[keras.callbacks.Callback], bool]:
-    """Takes what backs up out of a list of callbacks.
+    """Chooses what backs a `fit` up: the user's callback, the default, or one in place of Keras' own callback.
 
     Args:
         callbacks: The user's.
@@ -218,10 +207,10 @@ def take_backup(
     Returns:
         What backs up, or None; the other callbacks; whether the backup is to be removed when `fit` ends, as Keras' is.
     """
-    given = [each for each in callbacks if isinstance(each, BackupAndRestore)]
+    own = [each for each in callbacks if isinstance(each, BackupAndRestore)]
     of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.BackupAndRestore)]
-    others = [each for each in callbacks if each not in (*given[:1], *of_keras)]
-    backup = given[0] if given else default
+    others = [each for each in callbacks if each not in (*own[:1], *of_keras)]
+    backup = own[0] if own else default
     if not of_keras:
         return backup, others, False
     if backup is not None:
@@ -235,3 +224,108 @@ def take_backup(
     )
     backup = BackupAndRestore(folder, keras_own.save_freq or "epoch", delete_checkpoint=keras_own.delete_checkpoint)
     return backup, others, keras_own.delete_checkpoint
+
+
+def _synchronized(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+    """Returns the user's callbacks between those that keep the ranks in step. A collective."""
+    checks.check_callbacks(callbacks)
+    return callback_sync.wrap_callbacks(callbacks, context.strategy, context.ranks, context.check_weights)
+
+
+class _NonFiniteStop(keras.callbacks.Callback):
+    """Raises, for the policy `stop`, after a step whose loss or gradient is not finite. All ranks have the same of both."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._skipped = self._count()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch, self._done = epoch + 1, 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        begun, self._done = self._done + 1, batch + 1
+        loss = (logs or {}).get("loss", 0.0)
+        gradient = self._count() > self._skipped
+        if math.isfinite(loss) and not gradient:
+            return
+        steps = f"Step {begun}" if begun == batch + 1 else f"A step of {begun} to {batch + 1}"
+        what = "the loss" if not math.isfinite(loss) else "a gradient"
+        raise FloatingPointError(
+            f"{steps} of epoch {self._epoch}: {what} is not finite, and nan_policy is 'stop'. Lower the learning rate, clip gradients, "
+            "look at the batch, or leave such updates out by nan_policy='skip'."
+        )
+
+    def _count(self) -> int:
+        return sum(int(number.numpy()) for number in skipped_updates(self.model))
+
+
+class _ProgressReporter(keras.callbacks.Callback):
+    """Reports step and epoch of a `fit` without backups to the supervisor; with backups, `BackupSession` reports them.
+
+    Args:
+        task: This task's name, as `worker-1`.
+    """
+
+    def __init__(self, task: str):
+        super().__init__()
+        self._progress = Progress(task)
+        self._done = self._epoch = self._epoch_step = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._progress.write(done=0, saved=0, epoch=0, epochs=0, total=0)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        epochs, steps = self.params["epochs"], self.params["steps"]
+        self._epoch, self._epoch_step = epoch + 1, 0
+        total = self._done + (epochs - epoch) * steps if steps else 0
+        self._progress.write(epoch=self._epoch, epochs=epochs, total=total)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        done = min(batch + 1, self.params["steps"] or batch + 1)  # Keras counts beyond them
+        self._done, self._epoch_step = self._done + done - self._epoch_step, done
+        self._progress.write(done=self._done)
+
+
+def _distribute(context: LoopContext, data: Any, class_weight: dict[int, float] | None = None) -> Any:
+    return input_data.distribute(data, context.engine, class_weight)
+
+
+def _verbosity(context: LoopContext, arguments: dict[str, Any]) -> str | int:
+    """Takes `verbose` out of the arguments, and returns the one that Keras gets."""
+    return console.verbosity(arguments.pop("verbose", "auto"), context.is_chief)
+
+
+@contextlib.contextmanager
+def _stop_iteration_as_error(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
+    """Makes callbacks' batch hooks raise a RuntimeError in place of StopIteration, in the loop that is called inside.
+
+    Keras' loops would take StopIteration for the end of the data: an epoch would be cut short without an error.
+
+    Args:
+        callbacks: The callbacks, which are changed until then: a proxy in their place would hide their class.
+    """
+    changed = []
+    try:
+        for callback in callbacks:
+            for name in BATCH_HOOKS:
+                own = vars(callback).get(name)  # LambdaCallback has its hooks there
+                if own is not None or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name):
+                    changed.append((callback, name, own))
+                    setattr(
+                        callback,
+                        name,
+                        functools.partial(_call_hook, getattr(callback, name), type(callback).__name__, name),
+                    )
+        yield
+    finally:
+        for callback, name, own in reversed(changed):
+            if own is None:
+                delattr(callback, name)
+            else:
+                setattr(callback, name, own)
+
+
+def _call_hook(hook: Callable[..., Any], kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return hook(*args, **kwargs)
+    except StopIteration as e:
+        raise stop_iteration_error(f"{kind}.{name}", e) from e

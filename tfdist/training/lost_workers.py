@@ -1,9 +1,7 @@
-"""Whether the workers that train together are there: one that ends alone must not leave the others waiting.
+"""Ends a worker's collectives when another worker is lost, so that it does not wait forever, and explains why.
 
-TensorFlow's own heartbeats notice a lost worker after two minutes where no connection of theirs was in use. The system that a
-process ran on says at once that nothing listens at its port any more.
-
-`explain_mismatch` tells what each worker was doing when their collectives did not match.
+TensorFlow's own heartbeats notice a lost worker after two minutes where no connection of theirs was in use. The operating system of
+a process says at once that nothing listens at its port any more.
 """
 
 from __future__ import annotations
@@ -22,23 +20,22 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, reachability
 from tfdist.collectives import calls
-from tfdist.collectives.calls import abort_collectives
 from tfdist.compat import call_stack, tf_cluster
 from tfdist.errors import ClusterError
 from tfdist.replicas.batch_splitting import ENDED_EARLY
 from tfdist.step.execution import Execution
 
-_EVERY = 1.0  # seconds
-_GIVEN_UP = 60.0  # seconds without an answer, after which a worker counts as lost: before TensorFlow's heartbeats say so in its words
+_CHECK_EVERY = 1.0  # seconds
+_LOST_AFTER = 60.0  # seconds without an answer, after which a worker counts as lost: before TensorFlow's heartbeats say so in its words
 _REMEDY = "Start all tasks again, to go on from the last backup if there is one."
-_TOLD = "tfdist: "  # how the reason begins for which this process ends the collectives of all
+_REASON_PREFIX = "tfdist: "  # how the reason begins for which this process ends the collectives of all
 _RESTARTED = re.compile(
     r"/job:(\w+)/(?:replica:\d+/)?task:(\d+) unexpectedly tried to connect with a different incarnation"
 )
 _CHIEF_RESTARTED = ("The service might have restarted", "the server has restarted")
 _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
-_LISTED = 8  # tasks whose calls are listed: a cluster may have thousands
-_SECONDS = 10.0  # for which the other workers' calls are waited for
+_MOST_LISTED = 8  # tasks whose calls are listed: a cluster may have thousands
+_ANSWER_WITHIN = 10.0  # for which the other workers' calls are waited for
 _PACKAGE = "tfdist.training."
 _CALLS = {
     ("loops", "fit"): "fit",
@@ -46,7 +43,7 @@ _CALLS = {
     ("loops", "predict"): "predict",
     ("saving", "save"): "save",
     ("trainer", "delete_backup"): "delete_backup",
-    ("consistency", "check_consistency"): "the comparison of its arguments",
+    ("checks", "check_consistency"): "the comparison of its arguments",
     ("callback_sync", "wrap_callbacks"): "the comparison of its callbacks",
 }
 
@@ -71,17 +68,17 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
 
     def watch() -> None:
         before: set[TaskSpec] = set()
-        while not done.wait(_EVERY):
+        while not done.wait(_CHECK_EVERY):
             absent = reachability.unreachable_tasks(cluster, others, serving=True)
             ended = {task: reason for task, reason in absent.items() if reason in reachability.ENDED}
             silent.note(absent.keys() - ended.keys())
             lost = ""
             if before & ended.keys():  # twice: the network may have hesitated
                 lost = _ended_sentence(cluster, task, ended)
-            elif max(silent.seconds.values(), default=0.0) >= _GIVEN_UP:
+            elif max(silent.seconds.values(), default=0.0) >= _LOST_AFTER:
                 lost = f"{silent.sentence()} {_REMEDY}"
             if lost and not done.is_set():
-                calls.abort_collectives(tf.errors.UNAVAILABLE, f"{_TOLD}{lost}")
+                calls.abort_collectives(tf.errors.UNAVAILABLE, f"{_REASON_PREFIX}{lost}")
                 return
             before = set(ended)
 
@@ -89,7 +86,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     try:
         yield
     except tf.errors.OpError as e:
-        sentence = explain_mismatch(cluster, task, e) or _explain_loss(cluster, task, others, silent, e)
+        sentence = _explain_mismatch(cluster, task, e) or _explain_loss(cluster, task, others, silent, e)
         ends = time.monotonic() + reachability.SETTLED
         while not sentence and _has_broken_off(e) and time.monotonic() < ends:
             time.sleep(0.2)
@@ -120,12 +117,12 @@ def _explain_loss(
         return _ended_sentence(cluster, task, ended)
     if sentence := silent.sentence():
         return f"{sentence} {_REMEDY}"
-    found = _RESTARTED.search(error.message)
-    if found or any(text in error.message for text in _CHIEF_RESTARTED):
-        again = TaskSpec(found[1], int(found[2])) if found else cluster.chief
-        return f"{again} at {cluster.address(again)} was started again alone, which cannot join those that train. {_REMEDY}"
+    match = _RESTARTED.search(error.message)
+    if match or any(text in error.message for text in _CHIEF_RESTARTED):
+        restarted = TaskSpec(match[1], int(match[2])) if match else cluster.chief
+        return f"{restarted} at {cluster.address(restarted)} was started again alone, which cannot join those that train. {_REMEDY}"
     # Another worker, which asks more of them, has told why.
-    return error.message.rpartition(_TOLD)[2].splitlines()[0] if _TOLD in error.message else ""
+    return error.message.rpartition(_REASON_PREFIX)[2].splitlines()[0] if _REASON_PREFIX in error.message else ""
 
 
 def _ended_sentence(cluster: ClusterSpec, task: TaskSpec, ended: dict[TaskSpec, str]) -> str:
@@ -133,8 +130,8 @@ def _ended_sentence(cluster: ClusterSpec, task: TaskSpec, ended: dict[TaskSpec, 
     return f"{names} has ended while {task} trained with it; see its log for the cause. {_REMEDY}"
 
 
-def explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpError) -> str:
-    """Returns what the workers did that does not go together, or an empty text if that is not what `error` says.
+def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpError) -> str:
+    """Returns the calls in which the workers' collectives did not match, or an empty text if `error` has another cause.
 
     On the worker whose data have ended it ends the collectives of the others, which then call this, too.
 
@@ -147,17 +144,17 @@ def explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpEr
     if not ended and not _MISMATCH.search(error.message):
         return ""
     if ended and isinstance(error, tf.errors.InvalidArgumentError):  # here, and not what another worker has sent
-        abort_collectives(tf.errors.ABORTED, ENDED_EARLY)
+        calls.abort_collectives(tf.errors.ABORTED, ENDED_EARLY)
         call += ", without data left"
-    calls = "; ".join(f"{each} was in {call}" for each, call in _exchange(cluster, task, call))
+    calls_of_all = "; ".join(f"{each} was in {call}" for each, call in _exchange_calls(cluster, task, call))
     if ended:
         return (
-            f"A dataset has fewer batches on some workers than on others ({calls}). Give all workers the same dataset, of which each "
+            f"A dataset has fewer batches on some workers than on others ({calls_of_all}). Give all workers the same dataset, of which each "
             "trains on its share; or give a function (tf.distribute.InputContext) -> tf.data.Dataset, whose datasets may differ in "
             "length."
         )
     return (
-        f"Workers did different things at once: {calls}. All must make the same calls in the same order, with data of the same "
+        f"Workers did different things at once: {calls_of_all}. All must make the same calls in the same order, with data of the same "
         "length, and so must their callbacks: one that evaluates, predicts or saves must be given to all workers."
     )
 
@@ -180,14 +177,14 @@ def _labels(frame: types.FrameType) -> Iterator[str]:
         yield f"{'the trainer' if type(own).__module__.startswith(_PACKAGE) else type(own).__name__}'s {name}"
 
 
-def _exchange(cluster: ClusterSpec, task: TaskSpec, mine: str) -> Iterator[tuple[TaskSpec, str]]:
-    """Yields what tasks were doing, by TensorFlow's coordination service, of those that say it in time."""
+def _exchange_calls(cluster: ClusterSpec, task: TaskSpec, mine: str) -> Iterator[tuple[TaskSpec, str]]:
+    """Yields what tasks were doing, by TensorFlow's coordination service, for those that publish it in time."""
     key = "tfdist/call/{}".format
     with contextlib.suppress(tf.errors.OpError):
         tf_cluster.publish(key(task), mine)
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + _ANSWER_WITHIN
     tasks = cluster.training_tasks()
-    for each in sorted({task, *tasks[:_LISTED]}, key=tasks.index):
+    for each in sorted({task, *tasks[:_MOST_LISTED]}, key=tasks.index):
         call = mine if each == task else "a call that it did not tell"
         if each != task:
             with contextlib.suppress(tf.errors.OpError):

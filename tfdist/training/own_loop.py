@@ -1,7 +1,4 @@
-"""A loop of the user's own around a step: what Keras' `fit` does, but for the step, which the user calls.
-
-A `StepModel` is the Keras model around that step.
-"""
+"""A custom training loop: it does what Keras' `fit` does around each step, and the user calls the step."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ def batches(
 
 
 class StepModel(keras.Model):
-    """Runs a function as its training step.
+    """The Keras model that runs a function as its training step.
 
     Args:
         function: Takes a batch, and returns logs.

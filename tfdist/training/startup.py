@@ -43,22 +43,22 @@ def start_strategy(
     preemption = backup and backup.preemption
     if preemption:
         preemption.listen()  # from now on: a strategy may wait for its peers
-    found = discovery.find_cluster(timeout=start_timeout) if cluster is None else cluster or None
+    cluster_and_task = discovery.find_cluster(timeout=start_timeout) if cluster is None else cluster or None
     if not isinstance(strategy, tf.distribute.Strategy):
         grace = preemption.grace_seconds if preemption else GRACE_SECONDS
-        strategy = create_strategy(strategy, found or False, start_timeout, grace, **options)
+        strategy = create_strategy(strategy, cluster_and_task or False, start_timeout, grace, **options)
     else:
         checks.check_strategy(strategy, options)
     if preemption:
         preemption.listen()  # TensorFlow has taken the signal
     if backup:
         backup.restore_seed()
-    return strategy, found
+    return strategy, cluster_and_task
 
 
 def create_context(
     strategy: Any,
-    found: Cluster | None,
+    cluster_and_task: Cluster | None,
     backup: BackupAndRestore | None,
     compressor: Compressor | None,
     check_weights: bool,
@@ -67,7 +67,7 @@ def create_context(
 
     Args:
         strategy: The strategy.
-        found: The cluster and this process's task in it, or None without one.
+        cluster_and_task: The cluster and this process's task in it, or None without a cluster.
         backup: How the training is backed up, or None.
         compressor: What sums gradients with fewer bytes, or None.
         check_weights: Whether workers compare all their weights after each epoch.
@@ -80,12 +80,11 @@ def create_context(
     if backup and backup.preemption:
         backup.preemption.on_exit = engine.on_exit
     if traits.asynchronous:
-        found = (strategy.cluster, strategy.cluster.chief)
+        cluster_and_task = (strategy.cluster, strategy.cluster.chief)
     elif not traits.several_processes:
-        checks.check_trains_alone(found, type(strategy).__name__)
-        found = None
-    cluster = found[0] if found else None
-    task = found[1] if found else TaskSpec("worker", 0)
+        checks.check_trains_alone(cluster_and_task, type(strategy).__name__)
+        cluster_and_task = None
+    cluster, task = cluster_and_task or (None, TaskSpec("worker", 0))
     tasks = cluster.training_tasks() if cluster and traits.several_processes else [task]
     together = ranks.Ranks(strategy, tasks.index(task), len(tasks))
     return LoopContext(strategy, engine, together, cluster, task, backup, check_weights)

@@ -1,7 +1,4 @@
-"""`Trainer`: fit, evaluate, predict and save, the same under every strategy.
-
-A `Step` is a training step of the user's own: each replica runs it on its part of a batch.
-"""
+"""`Trainer`: fit, evaluate, predict, save and custom steps, the same under every strategy."""
 
 from __future__ import annotations
 
@@ -90,15 +87,25 @@ class Trainer:
             raise ConfigError("backup_dir and backup both say where to back up: leave backup_dir out.")
         compressor = compression_lib.create(compression)
         backup = BackupAndRestore(backup_dir) if backup_dir is not None else backup
-        self.strategy, found = startup.start_strategy(strategy, cluster, backup, start_timeout, options)
+        self.strategy, cluster_and_task = startup.start_strategy(strategy, cluster, backup, start_timeout, options)
         if compressor:
             communicator.check_compresses(self.strategy)
         checks.check_nan_policy(nan_policy, self.strategy)
-        self._context = startup.create_context(self.strategy, found, backup, compressor, check_weights)
+        self._context = startup.create_context(self.strategy, cluster_and_task, backup, compressor, check_weights)
         self._context.engine.nan_policy = nan_policy
         self.cluster: ClusterSpec | None = self._context.cluster
         self.task = self._context.task
         self._take_models()
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self._context.is_chief
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas over all workers; under `parameter_server` they are not in step."""
+        return self._context.num_replicas
 
     @property
     def compression(self) -> Compressor | None:
@@ -113,48 +120,6 @@ class Trainer:
     def is_at_work(self) -> bool:
         """Whether `fit` or another method is running, so that what it calls of a model is Keras' own."""
         return self._context.is_at_work
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process writes files and shows progress."""
-        return self._context.is_chief
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of replicas over all workers; under `parameter_server` they are not in step."""
-        return self._context.num_replicas
-
-    def server_report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns what a report says of parameter servers; empty without them.
-
-        Args:
-            model: The model.
-
-        Returns:
-            `retried_steps`: training steps that ran again because their worker was lost; each may have been applied twice
-            or in part. `bytes_per_server`: the size of the model's and its optimizers' variables on each server.
-        """
-        return self._context.engine.report(model)
-
-    def say_replicas(self, global_batch_size: int | None) -> None:
-        """Prints, on the chief and once, on how many replicas it trains; `fit` does so by itself.
-
-        Args:
-            global_batch_size: Examples per step, or None if unknown.
-        """
-        self._context.print_replicas(global_batch_size)
-
-    def compression_report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns what the compressor does for `model`'s gradients, once trained. A collective.
-
-        Args:
-            model: The model.
-
-        Returns:
-            `exchange_ms`: milliseconds that the sum of all gradients takes, `compressed` and `plain`, measured now; None
-            without a compressor. Prints a warning if compression makes it no faster.
-        """
-        return console.exchange_times(model, self.is_chief)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[tf.distribute.Strategy]:
@@ -172,23 +137,6 @@ class Trainer:
             except (AttributeError, ValueError) as e:
                 unsupported.check_own_loop(e)
                 raise
-
-    def call(self, name: str, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
-        """Does what a model's own method is called for.
-
-        Args:
-            name: The method's name.
-            method: Keras' method.
-            model: The model.
-            args: Its arguments by place.
-            kwargs: Its arguments by name.
-        """
-        if name in loops.LOOPS:
-            self._attach(model)
-            return loops.LOOPS[name](self._context, method, model, args, kwargs)
-        if not keras_internals.has_replaced_make_function(model):
-            self._attach(model)
-        return loops.on_batch(self._context, name, method, model, args, kwargs)
 
     def fit(self, model: keras.Model, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains `model`, as Keras' `fit`.
@@ -240,6 +188,21 @@ class Trainer:
         self._attach(model, "predict")
         return loops.predict(self._context, type(model).predict, model, args, kwargs)
 
+    def step(self, function: Callable[[Any], dict[str, Any]], uses: Sequence[Any]) -> Step:
+        """Returns a training step for a loop of your own: GradientTape, several optimizers, reinforcement learning.
+
+        Each replica runs the function on its part of a batch, of which a loss is the mean. What an optimizer in it applies is the
+        gradient of the mean over the whole batch, compressed if the Trainer compresses.
+
+        Args:
+            function: Takes a batch, as a model's `train_step`, and returns logs, names to numbers.
+            uses: The models, optimizers, metrics, seed generators and variables that it uses, made in `scope()`; they are backed up.
+
+        Raises:
+            ConfigError: As of `Step`.
+        """
+        return Step(self, self._context, function, uses)
+
     def save(self, model: keras.Model, path: str | os.PathLike[str], delete_backup: bool = True, **kwargs: Any) -> None:
         """Saves `model` as one `.keras` file that plain Keras loads on one device.
 
@@ -279,24 +242,58 @@ class Trainer:
         with self._context.watching_workers():
             saving.export(self._context, model, path, **kwargs)
 
-    def step(self, function: Callable[[Any], dict[str, Any]], uses: Sequence[Any]) -> Step:
-        """Returns a training step for a loop of your own: GradientTape, several optimizers, reinforcement learning.
-
-        Each replica runs the function on its part of a batch, of which a loss is the mean. What an optimizer in it applies is the
-        gradient of the mean over the whole batch, compressed if the Trainer compresses.
-
-        Args:
-            function: Takes a batch, as a model's `train_step`, and returns logs, names to numbers.
-            uses: The models, optimizers, metrics, seed generators and variables that it uses, made in `scope()`; they are backed up.
-
-        Raises:
-            ConfigError: As of `Step`.
-        """
-        return Step(self, self._context, function, uses)
-
     def delete_backup(self) -> None:
         """Removes the backups of trainings that have come to their end. Call it on every rank, with all results written."""
         self._context.delete_backup(self._context.backup)
+
+    def server_report(self, model: keras.Model) -> dict[str, Any]:
+        """Returns what a report says of parameter servers; empty without them.
+
+        Args:
+            model: The model.
+
+        Returns:
+            `retried_steps`: training steps that ran again because their worker was lost; each may have been applied twice
+            or in part. `bytes_per_server`: the size of the model's and its optimizers' variables on each server.
+        """
+        return self._context.engine.report(model)
+
+    def compression_report(self, model: keras.Model) -> dict[str, Any]:
+        """Returns what the compressor does for `model`'s gradients, once trained. A collective.
+
+        Args:
+            model: The model.
+
+        Returns:
+            `exchange_ms`: milliseconds that the sum of all gradients takes, `compressed` and `plain`, measured now; None
+            without a compressor. Prints a warning if compression makes it no faster.
+        """
+        return console.exchange_times(model, self.is_chief)
+
+    def say_replicas(self, global_batch_size: int | None) -> None:
+        """Prints, on the chief and once, on how many replicas it trains; `fit` does so by itself.
+
+        Args:
+            global_batch_size: Examples per step, or None if unknown.
+        """
+        self._context.print_replicas(global_batch_size)
+
+    def call(self, name: str, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
+        """Does what a model's own method is called for.
+
+        Args:
+            name: The method's name.
+            method: Keras' method.
+            model: The model.
+            args: Its arguments by place.
+            kwargs: Its arguments by name.
+        """
+        if name in loops.LOOPS:
+            self._attach(model)
+            return loops.LOOPS[name](self._context, method, model, args, kwargs)
+        if not keras_internals.has_replaced_make_function(model):
+            self._attach(model)
+        return loops.on_batch(self._context, name, method, model, args, kwargs)
 
     def _take_models(self) -> None:
         """Makes this the trainer of the models that are made in the strategy's scope."""
@@ -307,7 +304,7 @@ class Trainer:
 
 
 class Step:
-    """A training step of the user's own, made by `Trainer.step`.
+    """A custom training step, made by `Trainer.step`.
 
         step = trainer.step(train, uses=[generator, discriminator, generator_optimizer, discriminator_optimizer])
         for batch in step.loop(dataset, epochs=3):
@@ -399,7 +396,7 @@ class Step:
             ClusterError: A task is lost that the others cannot do without.
             ConfigError: The strategy cannot train on the data.
         """
-        given = {
+        arguments = {
             "y": y,
             "epochs": epochs,
             "steps_per_epoch": steps_per_epoch,
@@ -407,8 +404,8 @@ class Step:
             "verbose": 0,
             **kwargs,
         }
-        given = {name: value for name, value in given.items() if value is not None}
-        with loops.training(self._context, own_loop.batches, self.model, (x,), given) as run:
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        with loops.training(self._context, own_loop.batches, self.model, (x,), arguments) as run:
             yield from run()
 
 

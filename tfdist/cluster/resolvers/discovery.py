@@ -28,7 +28,7 @@ from tfdist.cluster.resolvers.environment import Environment, RankAddresses, Res
 from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec, split_address
 from tfdist.config import registry
 from tfdist.config.registry import Plugin
-from tfdist.errors import ClusterError, ConfigError, collect_errors, format_value, told, unknown_name_message
+from tfdist.errors import ClusterError, ConfigError, collect_errors, describe_error, format_value, unknown_name_message
 
 _Resolver: TypeAlias = Callable[[Environment], RankAddresses | ClusterTask | None]
 
@@ -136,7 +136,7 @@ def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddres
     except (ConfigError, ClusterError):
         raise
     except Exception as e:
-        raise ConfigError(f"the resolver of distribution {plugin.distributions[0]} raises {told(e)}.") from e
+        raise ConfigError(f"the resolver of distribution {plugin.distributions[0]} raises {describe_error(e)}.") from e
     if found is None or isinstance(found, RankAddresses):
         return found
     match found:
