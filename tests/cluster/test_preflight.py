@@ -1,4 +1,4 @@
-"""What can be reached, and how a wait for it ends."""
+"""How a start waits for the other tasks: who listens on a port, how the wait ends, and whose versions differ."""
 
 import errno
 import json
@@ -21,46 +21,6 @@ def listening():
 
 def cluster(*addresses):
     return ClusterSpec({"chief": ["c:1"], "worker": addresses})
-
-
-def test_what_listens_is_reached(listening):
-    assert reachability.unreachable_reason(listening) == ""
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        (b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\x00\x04\x00@\x00\x00", ""),  # TensorFlow's server
-        (b"\x00\x00\x00\x04", "another program answers there"),
-        (b"tfdist \n", "another program answers there"),
-        (b"tfdist 0123456789abcdef worker:1\x1b]0;owned\x07\x1b[2J\n", "another program answers there"),
-        (b"SSH-2.0-OpenSSH\r\n", "another program answers there"),
-        ("own", ""),
-        ("index", "worker:0 answers there, not worker:1"),
-        ("cluster", "worker:1 of a cluster with other addresses answers there"),
-    ],
-)
-def test_who_answers_is_known(said, reason):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        spec = ClusterSpec({"worker": ["127.0.0.1:1", f"127.0.0.1:{server.getsockname()[1]}"]})
-        worker = spec.tasks()[1]
-        answers = {
-            "own": greeting.encode_greeting(spec, worker),
-            "index": greeting.encode_greeting(spec, spec.tasks()[0]),
-            "cluster": greeting.encode_greeting(ClusterSpec({"worker": ["h:1", "h:2"]}), worker),
-        }
-        answer = said if isinstance(said, bytes) else answers[said].encode() + b"\n"
-
-        def serve():
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        expected = greeting.encode_greeting(spec, worker)
-        assert reachability.unreachable_reason(spec.address(worker), expected=expected) == reason
-        thread.join()
 
 
 def test_a_port_that_is_taken_is_named_with_its_owner(listening):
@@ -103,24 +63,6 @@ def test_the_clusters_hosts_are_reached_without_a_proxy(monkeypatch, before, nam
     monkeypatch.setenv("no_proxy", before.get("no_proxy", ""))
     preflight.bypass_proxies(ClusterSpec({"worker": ["h0:1", "h1:1"]}))
     assert os.environ[name] == after
-
-
-def test_the_reason_is_named():
-    (port,) = free_ports(1)
-    assert reachability.unreachable_reason(f"127.0.0.1:{port}") == "connection refused"
-    assert "name" in reachability.unreachable_reason("no-such-host.invalid:2222")
-
-
-def test_ipv6_addresses_lose_their_brackets(monkeypatch):
-    asked = []
-
-    def connect(address, timeout):
-        asked.append(address)
-        raise TimeoutError
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    assert reachability.unreachable_reason("[::1]:2222") == "no answer"
-    assert asked == [("::1", 2222)]
 
 
 def test_a_wait_ends_when_the_last_one_has_come(monkeypatch, capsys):
@@ -166,21 +108,6 @@ def test_hosts_that_mean_themselves_are_told_so(addresses, hint):
     with pytest.raises(ClusterError) as caught:
         preflight.wait_until_reachable(spec, spec.tasks(), 0.0)
     assert ("Every host means itself by" in str(caught.value)) == hint
-
-
-def test_a_peer_whose_answer_takes_long_keeps_the_reason_of_the_round_before():
-    (task,) = ClusterSpec({"worker": ["h:1"]}).tasks()
-    reasons, asked, over = iter(["connection refused"]), [], threading.Event()
-
-    def why_not(task, seconds):
-        asked.append(task)
-        return next(reasons, None) or (over.wait(30) and "connection refused")
-
-    probe = reachability.ReachabilityProbe(why_not)
-    try:
-        assert probe.ask([task], 30) == probe.ask([task], 0) == {task: "connection refused"} and len(asked) == 2
-    finally:
-        over.set()
 
 
 def test_a_port_that_cannot_be_had_is_not_called_taken(monkeypatch):

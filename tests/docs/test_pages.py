@@ -9,7 +9,6 @@ import importlib
 import io
 import re
 import shlex
-import sys
 
 import pytest
 
@@ -82,7 +81,6 @@ def test_commands_parse(command, folder, monkeypatch):
     """In `make test`; test_commands.py runs them."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "circle", raising=False)
     name, *arguments = shlex.split(command)
     parse(name, arguments)
 

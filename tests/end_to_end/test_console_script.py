@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -18,6 +20,12 @@ from tfdist.commands import train as train_lib
 SCRIPT = pathlib.Path(sys.executable).parent / "tfdist"
 ROOT = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_the_console_script_is_the_command():
+    target = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["tfdist"]
+    module, _, function = target.partition(":")
+    assert getattr(importlib.import_module(module), function) is command.main
 
 
 def test_modules_of_the_current_folder_are_found(tmp_path):

@@ -19,7 +19,6 @@ from tests.helpers import gate, tiers
 from tests.helpers.terminal import Terminal
 from tfdist import config
 from tfdist.config import registry
-from tfdist.config import train as train_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -333,56 +332,6 @@ def test_a_task_that_fails_ends_all_within_seconds(tmp_path, where, code, named)
         assert tracebacks and all(line.startswith("[worker:1] ") for line in tracebacks), output
         assert output.count(f"[worker:1] RuntimeError: failing in {where}, on purpose") == 1, output
     assert not left_over(str(tmp_path))
-
-
-@pytest.mark.parametrize("where", ["{0}/file", "{0}/file/below", "/proc/nowhere", "{0}/" + "x" * 300])
-def test_a_work_directory_that_cannot_be_written_to_is_said(tmp_path, capsys, where):
-    from tfdist.commands import train
-
-    (tmp_path / "file").write_text("")
-    assert train.main(["train", "--config=digits", f"--workdir={where.format(tmp_path)}"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        said.startswith("tfdist: workdir must be a folder that can be written to. Received: ") and said.count("\n") == 1
-    )
-
-
-def own_optimizer(learning_rate, **arguments):
-    return keras.optimizers.SGD(learning_rate) if learning_rate < 1 else "none"
-
-
-def test_a_function_may_make_the_optimizer():
-    from tfdist.gradients.configured_optimizer import build_optimizer
-
-    named = config.TrainConfig(
-        "digits", optimizer=config.OptimizerConfig(f"{__name__}:own_optimizer"), learning_rate=0.5
-    )
-    assert float(build_optimizer(named).learning_rate) == 0.5
-    named.learning_rate = 1.5
-    with pytest.raises(
-        train_lib.ConfigError, match=r"own_optimizer' must return a keras.optimizers.Optimizer. Received: 'none'"
-    ):
-        build_optimizer(named)
-
-
-def test_summary_numbers_are_json():
-    from tfdist.monitoring.summary import finite_or_none
-
-    assert finite_or_none(np.float32(0.5)) == 0.5
-    assert (
-        json.dumps([finite_or_none(float("nan")), finite_or_none(np.array([0.25, np.inf]))]) == "[null, [0.25, null]]"
-    )
-
-
-def test_a_hangup_is_ignored_under_nohup(tmp_path):
-    command = ["nohup", sys.executable, "-m", "tfdist.launch", "--", "sh", "-c", "echo started; sleep 4"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert process.stdout.readline() == "[worker:0] started\n"
-    process.send_signal(signal.SIGHUP)
-    finish(process, timeout=60)
-    assert process.returncode == 0
 
 
 @pytest.mark.full

@@ -65,3 +65,15 @@ def test_what_weight_decay_leaves_out_stays_as_it_is(precision):
     made.apply([np.zeros(weight.shape, np.float32) for weight in model.trainable_weights])
     found = {weight.name: weight.numpy().flat[0] for weight in model.trainable_weights}
     assert found == {"kernel": 0.75, "bias": 1.0, "gamma": 1.0, "beta": 0.75}
+
+
+def own_optimizer(learning_rate, **arguments):
+    return keras.optimizers.SGD(learning_rate) if learning_rate < 1 else "none"
+
+
+def test_a_function_may_make_the_optimizer():
+    named = TrainConfig("digits", optimizer=OptimizerConfig(f"{__name__}:own_optimizer"), learning_rate=0.5)
+    assert float(build_optimizer(named).learning_rate) == 0.5
+    named.learning_rate = 1.5
+    with pytest.raises(ConfigError, match=r"own_optimizer' must return a keras.optimizers.Optimizer. Received: 'none'"):
+        build_optimizer(named)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import fork_server
+from tests.multiprocess.roles import Roles
 from tfdist.cluster import local_cluster
 from tfdist.collectives import shared_memory_rendezvous
 from tfdist.launch.launcher import Launcher
@@ -50,6 +51,16 @@ def run(
     code = Launcher(["timeout", str(TIMEOUT), *command], local_cluster(size), out / "logs", environ, output=shown).run()
     assert code == 0, shown.getvalue().decode()
     return [load(out, rank) for rank in range(size)]
+
+
+def run_roles(module: str, folder: pathlib.Path, workers: int, *cases: str) -> tuple[dict[str, Any], str, pathlib.Path]:
+    """Runs `tests.multiprocess.<module>` with two parameter servers; returns the chief's results, its log, and their folder."""
+    command = fork_server.command(f"tests.multiprocess.{module}", str(folder / "out"), *cases)
+    with Roles(command, folder / "roles", workers) as roles:
+        code = roles.wait("chief:0", 300)
+        assert code == 0, roles.log("chief:0")
+        assert [roles.wait(task, 60) for task in roles.processes] == [0] * len(roles.processes), "every role ends"
+        return load(folder / "out", 0), roles.log("chief:0"), folder / "out"
 
 
 def transport() -> dict[str, str]:

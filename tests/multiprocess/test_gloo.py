@@ -9,7 +9,7 @@ import pytest
 
 from tests.collectives import test_two_level
 from tests.helpers import fork_server, tiers, two_hosts
-from tests.multiprocess import harness, test_peers, test_shared_memory
+from tests.multiprocess import harness, test_lost_workers, test_shared_memory
 from tests.multiprocess.roles import Roles
 from tests.multiprocess.test_backup import check_equal
 from tests.multiprocess.test_backup import run as run_backup_program
@@ -122,7 +122,7 @@ def test_compressors_exchange_what_they_do_by_grpc(tmp_path):
     ],
 )
 def test_workers_that_do_different_things_say_so(tmp_path, case, sentence):
-    for results in harness.run("mismatch_program", "multi_worker_mirrored", tmp_path, case, transport="gloo"):
+    for results in harness.run("mismatched_calls_program", "multi_worker_mirrored", tmp_path, case, transport="gloo"):
         assert results["said"].startswith(sentence), results["said"]
 
 
@@ -132,14 +132,14 @@ def test_workers_that_do_different_things_say_so(tmp_path, case, sentence):
 )
 def test_the_others_end_and_name_it_where_no_launcher_does_so(tmp_path, monkeypatch, lost, how):
     monkeypatch.setenv(harness.TRANSPORT, "gloo")
-    test_peers.test_the_others_end_and_name_it(tmp_path, lost, how)
+    test_lost_workers.test_the_others_end_and_name_it(tmp_path, lost, how)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, monkeypatch, lost):
     monkeypatch.setenv(harness.TRANSPORT, "gloo")
-    test_peers.test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, lost)
+    test_lost_workers.test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, lost)
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, monkeypat
 def test_one_that_stays_stopped_is_given_up_by_all(tmp_path, monkeypatch, hosts):
     monkeypatch.setenv(harness.TRANSPORT, "gloo")
     monkeypatch.setenv(harness.HOSTS, hosts)
-    test_peers.test_one_that_stays_stopped_is_given_up_by_all(tmp_path)
+    test_lost_workers.test_one_that_stays_stopped_is_given_up_by_all(tmp_path)
 
 
 @pytest.mark.full

@@ -85,13 +85,13 @@ def test_compressors_exchange_what_they_do_by_grpc_where_ranks_share_a_host(tmp_
 
 @pytest.mark.full
 def test_ranks_that_do_different_things_say_so(tmp_path):
-    for results in harness.mpirun("mismatch_program", tmp_path, "callback", ends_well=False):
+    for results in harness.mpirun("mismatched_calls_program", tmp_path, "callback", ends_well=False):
         assert results["said"].startswith("Workers did different things at once: worker:0 was in fit"), results["said"]
 
 
 @pytest.mark.full
 def test_a_rank_without_data_is_named(tmp_path):
-    for results in harness.mpirun("mismatch_program", tmp_path, "fit", ends_well=False):
+    for results in harness.mpirun("mismatched_calls_program", tmp_path, "fit", ends_well=False):
         assert results["said"].startswith("A dataset has fewer batches on some workers than on others"), results["said"]
 
 

@@ -1,54 +1,26 @@
-"""Parameter servers: exact counts, whoever dies; Keras' own results; faults in a sentence; an end for all roles."""
+"""Parameter servers: exact counts, whoever dies; evaluation and prediction; errors and their messages."""
 
 import itertools
-import sys
-import time
 
 import keras
 import numpy as np
 import pytest
 
-from tests.helpers import fork_server
 from tests.monitoring.test_tensorboard import curves
 from tests.multiprocess import harness
-from tests.multiprocess.roles import Roles
 from tfdist.parameter_server import scheduler
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def run(module, folder, workers, *cases):
-    command = fork_server.command(f"tests.multiprocess.{module}", str(folder / "out"), *cases)
-    with Roles(command, folder / "roles", workers) as roles:
-        code = roles.wait("chief:0", 300)
-        assert code == 0, roles.log("chief:0")
-        assert [roles.wait(task, 60) for task in roles.processes] == [0] * len(roles.processes), "every role ends"
-        return harness.load(folder / "out", 0), roles.log("chief:0"), folder / "out"
-
-
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    return run("ps_program", tmp_path_factory.mktemp("ps"), workers=2)
+    return harness.run_roles("ps_program", tmp_path_factory.mktemp("ps"), workers=2)
 
 
 @pytest.fixture(scope="module")
 def results(program):
     return program[0]
-
-
-@pytest.fixture(scope="module")
-def parity(tmp_path_factory):
-    """Returns a function: case -> its results, of a run of all cases of the same tier."""
-    done = {}
-
-    def find(case):
-        slow = case in SLOW
-        if slow not in done:
-            cases = [each for each in FIT_CASES if (each in SLOW) == slow]
-            done[slow] = run("ps_fit_program", tmp_path_factory.mktemp("ps_fit"), 1, *cases)[0]
-        return done[slow][case]
-
-    return find
 
 
 def test_digits_reach_their_accuracy_with_the_keys_of_keras(results):
@@ -237,96 +209,6 @@ def test_after_errors_it_still_trains(results):
     assert results["faults"][1][0] >= 15
 
 
-# The placement first, on servers that no other model has filled.
-FIT_CASES = [
-    "placement",
-    "arrays",
-    "validation_split_nadam",
-    "validation_data_both",
-    "dataset",
-    "steps",
-    "runs_out",
-    "initial_epoch_sample_weight",
-    "executions",
-    "generator",
-    "class_weight",
-    "added_losses_momentum",
-    "schedule",
-    "adamw_clip_ema",
-    "stopping",
-    "rates",
-    "several",
-    "texts",
-    "rows",
-    "own_step",
-    "two_optimizers",
-    "inside",
-    "on_batches",
-    "amid",
-    "predict_first",
-    "own_loss",
-    "nan",
-    "masks",
-    "output_losses",
-]
-# Each of these goes the way of another one.
-SLOW = ("validation_split_nadam", "steps", "class_weight", "schedule", "stopping", "own_step", "on_batches")
-PARITY = [
-    pytest.param(case, marks=pytest.mark.slow if case in SLOW else ())
-    for case in FIT_CASES
-    if case not in ("placement", "masks", "output_losses")
-]
-
-
-@pytest.mark.parametrize("case", PARITY)
-def test_fit_with_one_worker_equals_plain_keras(parity, case):
-    mine, plain = parity(case)
-    assert not isinstance(mine, str), mine
-    assert mine["epoch"] == plain["epoch"]
-    assert list(mine["history"]) == list(plain["history"])
-    for name in mine["history"]:
-        assert np.allclose(mine["history"][name], plain["history"][name], rtol=0, atol=1e-6, equal_nan=True), name
-    assert len(mine["variables"]) == len(plain["variables"])
-    for (path, value), expected in zip(mine["variables"].items(), plain["variables"].values(), strict=True):
-        if case == "generator" and path.endswith("iteration"):
-            assert value == 4  # plain Keras counts one more, at which it finds no data
-        else:
-            assert np.allclose(value, expected, rtol=0, atol=1e-6), path
-    assert mine.get("iterations") == plain.get("iterations")
-    if "predictions" in mine:
-        assert list(mine["predictions"]) == list(plain["predictions"])
-        for name, found in mine["predictions"].items():
-            assert np.allclose(found, plain["predictions"][name], rtol=0, atol=1e-6), name
-
-
-def test_no_case_is_left_out(parity):
-    assert set(FIT_CASES) == parity("known")
-
-
-def test_by_bytes_places_each_variable_on_the_least_loaded_server(parity):
-    placed = parity("placement")
-    loads, started = [0, 0], None
-    for nbytes, server in placed:
-        if started is None:  # what was there before is not known here
-            started = server
-        loads[server] += nbytes
-    assert max(size for size, _ in placed) * 2 > sum(loads)
-    largest = max(placed)[1]
-    after = placed[[size for size, _ in placed].index(max(placed)[0]) + 1]
-    assert after[1] != largest, "the one after the largest goes to the other server"
-
-
-def test_the_losses_of_single_outputs_are_means_over_examples(parity):
-    logged, means = parity("output_losses")
-    assert logged == pytest.approx(means, rel=1e-5)
-
-
-def test_each_step_has_masks_of_its_own_and_the_same_again(parity):
-    first, second = (np.array(masks) for masks in parity("masks"))
-    assert len(first) == 8 and len(np.unique(first, axis=0)) == 8
-    assert np.array_equal(first, second)
-
-
 def test_each_step_draws_numbers_of_its_own_whichever_worker_runs_it(results):
     first, second = results["noise"]
     for run in (first, second):
@@ -337,60 +219,6 @@ def test_each_step_draws_numbers_of_its_own_whichever_worker_runs_it(results):
     assert np.array_equal(np.sort(first[:, 0]), np.sort(second[:, 0])), "keras.random, with one seed"
 
 
-@pytest.mark.parametrize(
-    ("what", "workers", "ps", "sentence"),
-    [
-        ("servers", 1, 2, "tfdist.errors.ClusterError: ps:1 is lost"),
-        ("workers", 2, 1, "tfdist.errors.ClusterError: No worker has worked for"),
-        pytest.param(
-            "error", 1, 1, "Received a label value of 9 which is outside the valid range", marks=pytest.mark.slow
-        ),
-        ("interrupt", 1, 1, "KeyboardInterrupt"),
-    ],
-)
-def test_all_roles_end(tmp_path, what, workers, ps, sentence):
-    command = fork_server.command("tests.multiprocess.ps_end_program", what)
-    with Roles(command, tmp_path / "roles", workers, ps) as roles:
-        while "it happens" not in roles.log("chief:0") and roles.processes["chief:0"].poll() is None:
-            time.sleep(0.05)
-        happened = time.monotonic()
-        assert roles.wait("chief:0", 120) not in (0, None)
-        assert time.monotonic() - happened < 100  # a server that is given up alone would take the 300 s of a start
-        log = roles.log("chief:0")
-        assert sum(sentence in line for line in log.splitlines()) == 1, log
-        killed = {"servers": {"ps:1"}, "workers": {"worker:0", "worker:1"}}.get(what, set())
-        for task in set(roles.processes) - killed - {"chief:0"}:
-            assert roles.wait(task, 60) == 1, "or a scheduler would think that it has finished"
-            assert "ends with exit code 1, as the chief has\n" in roles.log(task)
-
-
-@pytest.mark.parametrize(
-    ("what", "chiefs", "others", "said"),
-    [
-        ("chief", -9, 1, "ends with exit code 1, as the chief has gone without a word"),
-        pytest.param("exit", 3, 3, "ends with exit code 3, as the chief has\n", marks=pytest.mark.slow),
-    ],
-)
-def test_those_who_serve_end_as_the_chief_does(tmp_path, what, chiefs, others, said):
-    command = fork_server.command("tests.multiprocess.ps_end_program", what)
-    with Roles(command, tmp_path / "roles", 1, 1) as roles:
-        assert roles.wait("chief:0", 90) == chiefs
-        for task in ("worker:0", "ps:0"):
-            assert roles.wait(task, 60) == others
-            assert said in roles.log(task)
-
-
 def test_all_workers_update_the_moving_statistics(results):
     # Of 100 updates, however few are one worker's: a single one of zeros, or of tens, moves the mean by 0.037 at least.
     assert 5 * 0.99**100 + 0.02 < results["statistics"] < 10 - 5 * 0.99**100 - 0.02
-
-
-@pytest.mark.slow
-def test_the_same_command_serves_or_trains_under_tf_config(tmp_path):
-    options = ["--config.epochs=1", "--config.steps_per_epoch=4", f"--workdir={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "tfdist.train", "--config=configs/digits_parameter_server.py", *options]
-    with Roles(command, tmp_path / "roles", workers=1, ps=1) as roles:
-        assert roles.wait("chief:0", 120) == 0, roles.log("chief:0")
-        assert [roles.wait(task, 60) for task in roles.processes] == [0] * 3
-        assert "ends with exit code 0, as the chief has" in roles.log("worker:0")
-    assert (tmp_path / "run" / "summary.json").exists()

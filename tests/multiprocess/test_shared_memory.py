@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.helpers import fork_server
-from tests.multiprocess import harness, test_peers
+from tests.multiprocess import harness, test_lost_workers
 from tests.multiprocess.test_backup import check_equal
 from tests.multiprocess.test_backup import run as run_backup_program
 from tfdist.cluster import local_cluster
@@ -91,7 +91,9 @@ def test_workers_that_do_different_things_say_so(tmp_path, case):
         "callback": "Workers did different things at once: worker:0 was in fit",
         "fit": "A dataset has fewer batches on some workers than on others",
     }[case]
-    for results in harness.run("mismatch_program", "multi_worker_mirrored", tmp_path, case, transport="shared_memory"):
+    for results in harness.run(
+        "mismatched_calls_program", "multi_worker_mirrored", tmp_path, case, transport="shared_memory"
+    ):
         assert results["said"].startswith(sentence), results["said"]
 
 
@@ -119,7 +121,7 @@ def test_a_worker_that_ends_amid_training_ends_all(tmp_path, lost, how, nothing_
 @pytest.mark.parametrize(("lost", "how"), [(1, "error"), (1, "kill"), (0, "kill"), (1, "exit")])
 def test_the_others_end_and_name_it_where_no_launcher_does_so(tmp_path, monkeypatch, lost, how):
     monkeypatch.setenv(harness.TRANSPORT, "shared_memory")
-    test_peers.test_the_others_end_and_name_it(tmp_path, lost, how)
+    test_lost_workers.test_the_others_end_and_name_it(tmp_path, lost, how)
 
 
 @pytest.mark.slow

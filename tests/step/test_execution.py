@@ -1,4 +1,4 @@
-"""A step that finds no data leaves no trace."""
+"""An execution that finds no data leaves no trace, and one whose batch has a label out of range raises an error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.errors import ConfigError
 
 
 def drop_the_last_slowly(x, y):
@@ -41,3 +42,17 @@ def test_the_end_of_data_of_unknown_size_counts_for_nothing(strategy, mirrored):
     for _ in range(12):
         fresh.next()
     assert counts[0] == int(fresh.state[1]), "no mask was drawn for a step that did not happen"
+
+
+@pytest.mark.parametrize("wrong", [3, -1])
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_a_label_out_of_range_is_said(mirrored, wrong, method):
+    trainer = tfdist.Trainer(mirrored)
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    labels = np.array([0, 1, 2, wrong] * 2)
+    with pytest.raises(
+        ConfigError, match=f"A batch has the label {wrong}, and the model 3 classes: labels go from 0 to 2"
+    ):
+        getattr(trainer, method)(model, np.ones((8, 2), np.float32), labels, batch_size=4, verbose=0)

@@ -27,7 +27,7 @@ def alike(case, cases=CASES):
 @pytest.fixture(scope="module")
 def plain(runs):
     """Returns a function: case -> what plain Keras trains."""
-    return lambda case: runs("plain", "own_program", *alike(case))[0][0]
+    return lambda case: runs("plain", "model_methods_program", *alike(case))[0][0]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,9 @@ def servers(tmp_path_factory):
 
 
 def run_with_servers(folder, *cases):
-    command = fork_server.command("tests.multiprocess.own_program", "parameter_server", str(folder / "out"), *cases)
+    command = fork_server.command(
+        "tests.multiprocess.model_methods_program", "parameter_server", str(folder / "out"), *cases
+    )
     with Roles(command, folder / "roles", workers=1, ps=1) as roles:
         assert roles.wait("chief:0", 300) == 0, roles.log("chief:0")
         assert [roles.wait(task, 20) for task in roles.processes] == [0] * len(roles.processes)
@@ -48,7 +50,7 @@ def run_with_servers(folder, *cases):
 @pytest.mark.parametrize("case", tiers.cases(CASES, quick=QUICK))
 @pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
 def test_replicas_train_what_plain_keras_does(runs, plain, strategy, case):
-    ranks, expected = runs(strategy, "own_program", *alike(case))[0], plain(case)
+    ranks, expected = runs(strategy, "model_methods_program", *alike(case))[0], plain(case)
     for results in ranks:
         assert harness.difference(results[case], expected[case]) < 1e-5
         assert results["files"] == expected["files"], "whole files under their own names, and no others"
@@ -66,7 +68,9 @@ def test_parameter_servers_train_what_plain_keras_does(servers, plain, case):
 
 @pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored", "parameter_server"])
 def test_the_first_training_of_a_model_without_a_scope_is_said_on_every_worker(runs, servers, strategy):
-    ranks = [servers(QUICK[0])] if strategy == "parameter_server" else runs(strategy, "own_program", *QUICK)[0]
+    ranks = (
+        [servers(QUICK[0])] if strategy == "parameter_server" else runs(strategy, "model_methods_program", *QUICK)[0]
+    )
     for results in ranks:
         before, others = results["said without scope"][:2], results["said without scope"][3:]
         assert [*before, *others] == [""] * 4
@@ -77,10 +81,10 @@ def test_the_first_training_of_a_model_without_a_scope_is_said_on_every_worker(r
 
 def test_with_one_replica_a_model_without_a_scope_is_no_fault(plain, runs):
     assert plain(QUICK[0])["said without scope"] == [""] * 5
-    assert runs("one_device", "own_program", "shuffled")[0][0]["said without scope"] == [""] * 5
+    assert runs("one_device", "model_methods_program", "shuffled")[0][0]["said without scope"] == [""] * 5
 
 
 @pytest.mark.full
 def test_shuffled_data_come_in_the_order_of_plain_keras_on_one_device(runs, plain):
-    results = runs("one_device", "own_program", "shuffled")[0][0]
+    results = runs("one_device", "model_methods_program", "shuffled")[0][0]
     assert harness.difference(results["shuffled"], plain("shuffled")["shuffled"]) < 1e-6

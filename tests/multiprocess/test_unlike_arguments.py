@@ -20,5 +20,5 @@ ORDER = "The dataset must yield the same elements in the same order on all worke
     ],
 )
 def test_all_workers_say_what_differs(runs, case, sentence):
-    for results in runs("multi_worker_mirrored", "unlike_program")[0]:
+    for results in runs("multi_worker_mirrored", "unlike_arguments_program")[0]:
         assert results[case].startswith(sentence) and bool(results[case]) == bool(sentence), results[case]

@@ -20,5 +20,5 @@ UNLIKE = "Workers did different things at once: worker:0 was in {}; worker:1 was
     ],
 )
 def test_all_workers_say_what_each_did(runs, case, sentence):
-    for results in runs("multi_worker_mirrored", "mismatch_program", case)[0]:
+    for results in runs("multi_worker_mirrored", "mismatched_calls_program", case)[0]:
         assert results["said"].startswith(sentence), results["said"]

@@ -15,7 +15,7 @@ STRATEGIES = tiers.cases(["one_device", "mirrored", "multi_worker_mirrored"], qu
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    (found,) = harness.run("loop_program", "plain", tmp_path_factory.mktemp("plain"), "adversaries", "0")
+    (found,) = harness.run("own_loop_program", "plain", tmp_path_factory.mktemp("plain"), "adversaries", "0")
     return found
 
 
@@ -27,7 +27,7 @@ def differs(found, expected):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_adversaries_learn_what_a_plain_loop_teaches_them(tmp_path, plain, strategy):
-    for found in harness.run("loop_program", strategy, tmp_path, "adversaries", "0"):
+    for found in harness.run("own_loop_program", strategy, tmp_path, "adversaries", "0"):
         assert len(found["logs"]) == 4 * 3  # of 7, 7 and 6 examples
         assert differs(found, plain) < 1e-5
 
@@ -35,15 +35,15 @@ def test_adversaries_learn_what_a_plain_loop_teaches_them(tmp_path, plain, strat
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
 def test_each_process_may_give_a_batch_of_its_own(tmp_path, strategy):
-    (plain,) = harness.run("loop_program", "plain", tmp_path / "plain", "whole_batches", "0")
-    for found in harness.run("loop_program", strategy, tmp_path / "found", "whole_batches", "0"):
+    (plain,) = harness.run("own_loop_program", "plain", tmp_path / "plain", "whole_batches", "0")
+    for found in harness.run("own_loop_program", strategy, tmp_path / "found", "whole_batches", "0"):
         assert len(found["logs"]) == 4 and differs(found, plain) < 1e-5
 
 
 @pytest.mark.full
 def test_a_server_learns_it_too(tmp_path, plain):
     command = fork_server.command(
-        "tests.multiprocess.loop_program", "parameter_server", str(tmp_path / "out"), "adversaries", "0"
+        "tests.multiprocess.own_loop_program", "parameter_server", str(tmp_path / "out"), "adversaries", "0"
     )
     with Roles(command, tmp_path / "roles", workers=1, ps=1) as roles:
         assert roles.wait("chief:0", 300) == 0, roles.log("chief:0")
@@ -52,9 +52,9 @@ def test_a_server_learns_it_too(tmp_path, plain):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loop_that_was_killed_goes_on_to_the_bit(tmp_path, strategy):
-    whole = harness.run("loop_program", strategy, tmp_path / "whole", "resumed", "0")
+    whole = harness.run("own_loop_program", strategy, tmp_path / "whole", "resumed", "0")
     workers = len(whole)
-    command = fork_server.command("tests.multiprocess.loop_program", strategy, str(tmp_path), "resumed", "7")
+    command = fork_server.command("tests.multiprocess.own_loop_program", strategy, str(tmp_path), "resumed", "7")
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
     launched = Launcher(
         ["timeout", "300", *command], local_cluster(workers), tmp_path / "logs", environ, max_restarts=1

@@ -1,0 +1,171 @@
+"""What `Trainer` cannot train raises an error: arguments, strategies, models, optimizers and data."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.helpers.dense_model import build
+from tfdist import ConfigError
+
+
+@pytest.fixture(scope="module")
+def trainer(mirrored):
+    return tfdist.Trainer(mirrored)
+
+
+def test_an_argument_that_the_trainer_does_not_have_is_answered_by_its_own():
+    with pytest.raises(
+        ConfigError, match=r"argument of Trainer 'backupdir'; did you mean 'backup_dir'\? Known: backup, "
+    ):
+        tfdist.Trainer("one_device", backupdir="b")
+    with pytest.raises(ConfigError, match=r"argument of Trainer 'bucketbytes'; did you mean 'bucket_bytes'\?"):
+        tfdist.Trainer("one_device", bucketbytes=1)
+
+
+def test_trainer_takes_a_strategy_of_its_own_kind_only(trainer):
+    assert tfdist.Trainer(trainer.strategy).strategy is trainer.strategy
+    with pytest.raises(ConfigError, match=r"made by tfdist\.create_strategy"):
+        tfdist.Trainer(tf.distribute.OneDeviceStrategy("CPU:0"))
+
+
+def test_a_model_from_outside_the_scope_is_refused(trainer):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ConfigError, match="was not built in this trainer's scope"):
+        trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
+
+
+def test_an_own_train_step_cannot_be_compiled(trainer):
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    with trainer.scope():
+        model = Own([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ConfigError, match=r"the one of Own may do more .* jit_compile=False"):
+        trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
+
+
+def test_what_xla_cannot_compile_is_said(trainer):
+    class Python(keras.layers.Layer):
+        def call(self, x):
+            return tf.ensure_shape(tf.numpy_function(lambda value: value, [x], tf.float32), [None, 3])
+
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), Python(), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ConfigError, match=r"XLA cannot compile PyFunc of this model; .*jit_compile=False"):
+        trainer.fit(model, np.ones((4, 3), np.float32), np.ones((4, 2), np.float32), verbose=0)
+
+
+def test_data_in_the_place_of_the_model_are_said(trainer):
+    with pytest.raises(ConfigError, match=r"fit.*model"):
+        trainer.fit(np.zeros([4, 3]), np.zeros([4, 2]))
+
+
+def test_a_loop_of_ones_own_outside_of_the_replicas_is_said(trainer):
+    said = "outside of the replicas: make a function of the step"
+    with pytest.raises(ConfigError, match=said), trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.zeros([1, 3])))
+        tape.gradient(loss, model.trainable_variables)
+
+
+def test_an_optimizer_from_outside_the_scope_is_refused(trainer):
+    optimizer = keras.optimizers.Adam()
+    model = build(trainer, optimizer=lambda: optimizer)
+    with pytest.raises(ConfigError, match=r"Adam was created outside of this trainer's scope"):
+        trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
+def test_no_data_are_no_training(trainer):
+    model, some = build(trainer), (np.ones((4, 3)), np.ones((4, 2)))
+    with pytest.raises(ConfigError, match="hold no batch"):
+        trainer.fit(model, np.ones((0, 3)), np.ones((0, 2)), verbose=0)
+    with pytest.raises(ConfigError, match="hold no batch"):
+        trainer.evaluate(model, tf.data.Dataset.from_tensors((np.ones((4, 3)), np.ones((4, 2)))).take(0), verbose=0)
+    with pytest.raises(ConfigError, match="validation, hold no batch"):
+        trainer.fit(model, *some, validation_data=(some[0][:0], some[1][:0]), verbose=0)
+    with pytest.raises(ConfigError, match="predict hold no batch"):
+        trainer.predict(model, np.ones((0, 3)), verbose=0)
+
+
+def test_save_wants_a_keras_file(trainer, tmp_path):
+    with pytest.raises(ConfigError, match=r"must end in '\.keras'"):
+        trainer.save(build(trainer), tmp_path / "model.h5")
+
+
+class OwnApply(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients(grads_and_vars)
+
+
+def sequential(*layers, shape=(3,), batch=None):
+    return keras.Sequential([keras.Input(shape, batch_size=batch), *layers, keras.layers.Dense(2)])
+
+
+def multi_optimizer():
+    optimizers = keras.optimizers.OptimizerMap(keras.optimizers.SGD(), {".*bias": keras.optimizers.Adam()})
+    return keras.optimizers.MultiOptimizer(optimizers)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (
+            lambda: sequential(keras.layers.BatchNormalization(synchronized=True, name="bn")),
+            {"jit_compile": True},
+            "the layer bn is synchronized=True .* jit_compile=False",
+        ),
+        (sequential, {"optimizer": OwnApply}, "OwnApply overrides apply_gradients"),
+        pytest.param(
+            sequential,
+            {"optimizer": multi_optimizer},
+            "MultiOptimizer is not supported",
+            marks=pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras has it since 3.15"),
+        ),
+        (lambda: sequential(keras.layers.LSTM(2, stateful=True), shape=(4, 3), batch=4), {}, "lstm.* is stateful=True"),
+        (lambda: sequential(keras.layers.Dense(2, dtype="float8_from_float32")), {}, "float8 layers"),
+    ],
+)
+def test_what_cannot_be_trained_by_several_replicas_is_said(trainer, make, arguments, message):
+    with trainer.scope():
+        model = make()
+        arguments = {name: value() if name == "optimizer" else value for name, value in arguments.items()}
+        model.compile(**{"optimizer": "sgd", "loss": "mse", **arguments})
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(model, np.ones((4, *model.input_shape[1:])), np.ones((4, 2)), verbose=0)
+
+
+def test_what_was_made_outside_of_the_scope_is_said(trainer):
+    metric = keras.metrics.MeanAbsoluteError(name="far")
+    with pytest.raises(ConfigError, match=r"A metric was created outside .* \(it has far/"):
+        trainer.fit(build(trainer, metrics=[metric]), np.ones((4, 3)), np.ones((4, 2)))
+    layer = keras.layers.Dense(2, name="away")
+    layer.build((None, 3))
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), layer])
+        model.compile("sgd", "mse")
+    with pytest.raises(ConfigError, match=r"A layer was created outside .* \(it has away/kernel\)"):
+        trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
+
+
+def test_data_that_are_no_batches_or_come_out_of_order_are_said(trainer):
+    model = build(trainer)
+    with pytest.raises(ConfigError, match=r"must hold batches: call its batch\(\)"):
+        trainer.fit(model, tf.data.Dataset.from_tensor_slices((np.ones((4, 3)), np.ones(4))))
+
+    class Queue(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.ones((4, 3)), np.ones((4, 2))
+
+    with pytest.raises(ConfigError, match="workers=2, use_multiprocessing=False comes out of order"):
+        trainer.fit(model, Queue(workers=2))
