@@ -10,8 +10,9 @@ import signal
 
 import hypothesis
 import pytest
-import tensorflow as tf
 
+from tests.helpers import fork_server
+from tests.helpers.once import Once
 from tfdist.runtime import log
 
 pytest_plugins = ["tests.helpers.order", "tests.helpers.second_chance"]
@@ -24,13 +25,20 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tfdist")
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-)
-
-
 # Who starts the tests in the background of a shell has them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    """Begins the run, and makes two devices. The process that gives tests to others runs none, and goes without TensorFlow."""
+    fork_server.begin()  # before those others start: they are of the same run
+    if config.getoption("dist", "no") == "no" or config.option.collectonly:
+        with fork_server.quiet():
+            import tensorflow as tf
+
+            tf.config.set_logical_device_configuration(
+                tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+            )
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +47,13 @@ def mirrored():
     import tfdist
 
     return tfdist.create_strategy("mirrored", devices=2)
+
+
+@pytest.fixture(scope="session")
+def once(request, tmp_path_factory):
+    """Folders that are filled once in a run, for all its processes."""
+    folder = tmp_path_factory.getbasetemp()
+    return Once((folder.parent if hasattr(request.config, "workerinput") else folder) / "once")
 
 
 def pytest_collection_finish():

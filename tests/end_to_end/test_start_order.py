@@ -98,7 +98,7 @@ def test_roles_that_wait_for_each_other_in_vain_say_so(tasks):
 def test_tasks_may_start_in_any_order(tasks):
     cluster = local_cluster(2)
     tasks.start(cluster, 1)
-    time.sleep(30)
+    until(lambda: "waiting for worker:0" in tasks.log(), 120)
     tasks.start(cluster, 0)
     tasks.finish()
 

@@ -15,7 +15,13 @@ from xdist.scheduler import LoadFileScheduling
 
 DURATIONS = pathlib.Path(__file__).parents[1] / "durations.json"
 # Tests of processes that start, connect and end: they mostly wait for each other.
-WAITING = ("tests/launch/", "tests/cluster/", "tests/doctor/", "tests/commands/test_launch", "tests/commands/test_cluster")
+WAITING = (
+    "tests/launch/",
+    "tests/cluster/",
+    "tests/doctor/",
+    "tests/commands/test_launch",
+    "tests/commands/test_cluster",
+)
 WAITING += ("tests/commands/test_doctor", "tests/end_to_end/test_start_order")
 
 

@@ -1,6 +1,8 @@
 """Each strategy's run of `program`, once for all tests of this folder, when first asked for."""
 
 import concurrent.futures
+import functools
+import os
 
 import pytest
 
@@ -18,34 +20,45 @@ TOGETHER = {"program": ("one_device", "mirrored")}
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    """Returns a function: strategy, program and its further arguments -> (each rank's results, output folder)."""
+def runs(once):
+    """Returns a function: as `harness.run`, without a folder -> (each rank's results, output folder)."""
 
-    done = {}
+    def run(strategy, module="program", *args, **how):
+        row = () if args else TOGETHER.get(module, ())
+        row = row if strategy in row else (strategy,)
+        if len(row) == 1:  # a cluster, whose launcher wants the main thread
+            return find(strategy, module, *args, **how, **_environment(strategy))
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            found = {each: pool.submit(find, each, module) for each in row}
+        return found[strategy].result()
 
-    def run(strategy, module="program", *args):
-        if (strategy, module, args) not in done:
-            row = () if args else TOGETHER.get(module, ())
-            row = row if strategy in row else (strategy,)
-            folders = {each: tmp_path_factory.mktemp(f"{module}-{each}") for each in row}
-            if len(row) == 1:  # a cluster, whose launcher wants the main thread
-                done[strategy, module, args] = attempt(module, strategy, folders[strategy], *args)
-            else:
-                with concurrent.futures.ThreadPoolExecutor(2) as pool:
-                    results = pool.map(attempt, [module] * len(row), folders, folders.values())
-                    done.update({(each, module, args): result for each, result in zip(row, results, strict=True)})
-        if isinstance(result := done[strategy, module, args], AssertionError):
-            raise result  # once run is enough
-        return result
+    @functools.cache
+    def find(strategy, module, *args, size=2, transport="", **environment):
+        name = f"{module} {strategy} {args} {size} {transport} {environment}"
+        out = once.folder(
+            name, lambda folder: harness.run(module, strategy, folder, *args, size=size, transport=transport)
+        )
+        return harness.load_all(out), out
 
     return run
 
 
-def attempt(module, strategy, out, *args):
-    try:
-        return harness.run(module, strategy, out, *args), out
-    except AssertionError as e:
-        return e
+def _environment(strategy):
+    """Returns what programs of workers take from the environment."""
+    names = (harness.TRANSPORT, harness.HOSTS) if strategy.startswith("multi_worker") else ()
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+@pytest.fixture(scope="session")
+def stock(runs, once):
+    """Returns a function: cases of `fit_program` -> what plain Keras trains in each of them; each is trained once in a run."""
+
+    @functools.cache
+    def train(*cases):
+        groups = once.groups("stock", cases)
+        return {case: found for group in groups for case, found in runs("stock", "fit_program", *group)[0][0].items()}
+
+    return train
 
 
 @pytest.fixture(scope="session")

@@ -113,6 +113,11 @@ def load(out: pathlib.Path, rank: int) -> dict[str, Any]:
     return pickle.loads((out / f"rank{rank}.pickle").read_bytes())
 
 
+def load_all(out: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns what each rank has stored."""
+    return [load(out, rank) for rank in range(len([*out.glob("rank*.pickle")]))]
+
+
 def difference(a: Any, b: Any) -> float:
     """Returns by how much two structures of numbers differ at most; their shapes must be the same."""
     a, b = _flat(a), _flat(b)

@@ -24,9 +24,9 @@ def check(found, transport, reason, expected):
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
+def expected(runs):
     """What one process trains."""
-    return harness.run("auto_program", "one_device", tmp_path_factory.mktemp("alone"), "as it is")
+    return runs("one_device", "auto_program", "as it is")[0]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,6 @@ def test_workers_of_several_hosts_that_mpirun_has_started_take_mpi(tmp_path, exp
 
 
 @pytest.mark.parametrize("cases", [CASES[:5], pytest.param(CASES[5:], marks=pytest.mark.full)])
-def test_workers_train_by_grpc_what_one_process_does(runs, tmp_path, cases):
-    (stock,) = runs("stock", "fit_program", *CASES)[0]
+def test_workers_train_by_grpc_what_one_process_does(stock, tmp_path, cases):
     found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *cases, transport="grpc")
-    check_fits(found, stock, cases)
+    check_fits(found, stock(*cases), cases)

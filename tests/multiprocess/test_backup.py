@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import itertools
 import json
@@ -18,6 +20,7 @@ import pytest
 
 from tests.helpers import fork_server
 from tests.helpers.launched_job import until
+from tests.helpers.once import Once
 from tests.multiprocess import harness
 from tfdist.backup.storage import Storage
 from tfdist.cluster import local_cluster
@@ -84,17 +87,20 @@ def lives(out: pathlib.Path, rank: int = 0) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted(once):
     """Returns a function: strategy -> the results of a run without a kill, nor a backup."""
-    done: dict[str, list[dict[str, Any]]] = {}
+    return functools.partial(run_uninterrupted, once)
 
-    def results(strategy: str) -> list[dict[str, Any]]:
-        if strategy not in done:
-            code, text, done[strategy] = run(strategy, tmp_path_factory.mktemp(strategy), save_freq=0)
-            assert code == 0, text
-        return done[strategy]
 
-    return results
+def run_uninterrupted(once: Once, strategy: str) -> list[dict[str, Any]]:
+    """Returns the results of a run without a kill, nor a backup, whose gradients travel by gRPC."""
+
+    def fill(folder: pathlib.Path) -> None:
+        with contextlib.contextmanager(harness.by_grpc)():
+            code, text, _ = run(strategy, folder, save_freq=0)
+        assert code == 0, text
+
+    return harness.load_all(once.folder(f"backup_program {strategy}", fill))
 
 
 def schedule(strategy: str, seed: int) -> list[list[Any]]:

@@ -11,7 +11,7 @@ from tests.collectives import test_two_level
 from tests.helpers import fork_server, tiers, two_hosts
 from tests.multiprocess import harness, test_lost_workers, test_shared_memory
 from tests.multiprocess.roles import Roles
-from tests.multiprocess.test_backup import check_equal
+from tests.multiprocess.test_backup import check_equal, run_uninterrupted
 from tests.multiprocess.test_backup import run as run_backup_program
 from tfdist.cluster import ClusterSpec, TaskSpec
 
@@ -68,11 +68,10 @@ def test_a_rank_that_is_killed_ends_all_hosts(tmp_path, lost):
 
 
 @pytest.mark.full
-def test_workers_of_several_hosts_train_what_one_process_does(runs, tmp_path, monkeypatch):
-    (stock,) = runs("stock", "fit_program", *CASES)[0]
+def test_workers_of_several_hosts_train_what_one_process_does(stock, tmp_path, monkeypatch):
     monkeypatch.setenv(harness.HOSTS, "a,a,b")
     found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *CASES, size=3, transport="gloo")
-    test_shared_memory.check_fits(found, stock)
+    test_shared_memory.check_fits(found, stock(*CASES))
 
 
 @pytest.mark.full
@@ -97,19 +96,15 @@ def test_two_workers_train_what_they_do_by_grpc_to_the_bit(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_workers_train_what_one_process_does(runs, tmp_path, size):
-    (stock,) = runs("stock", "fit_program", *CASES)[0]
+def test_workers_train_what_one_process_does(stock, tmp_path, size):
     found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *CASES, size=size, transport="gloo")
-    test_shared_memory.check_fits(found, stock)
+    test_shared_memory.check_fits(found, stock(*CASES))
 
 
 @pytest.mark.full
-def test_compressors_exchange_what_they_do_by_grpc(tmp_path):
-    parts = ["exchanges", "rows", "kinds"]
-    mine, grpc = (
-        harness.run("compression_program", "multi_worker_mirrored", tmp_path / name, *parts, transport=name)
-        for name in ("gloo", "grpc")
-    )
+def test_compressors_exchange_what_they_do_by_grpc(runs):
+    how = ("multi_worker_mirrored", "compression_program", "exchanges", "rows", "kinds")
+    mine, grpc = (runs(*how, transport=name)[0] for name in ("gloo", "grpc"))
     harness.check_exchanges(mine, grpc)
 
 
@@ -151,8 +146,8 @@ def test_one_that_stays_stopped_is_given_up_by_all(tmp_path, monkeypatch, hosts)
 
 
 @pytest.mark.full
-def test_a_killed_worker_is_restarted_and_the_bits_are_the_same(tmp_path, monkeypatch):
-    _, _, expected = run_backup_program("multi_worker_mirrored", tmp_path / "whole", save_freq=0)
+def test_a_killed_worker_is_restarted_and_the_bits_are_the_same(tmp_path, monkeypatch, once):
+    expected = run_uninterrupted(once, "multi_worker_mirrored")
     monkeypatch.setenv(harness.TRANSPORT, "gloo")
     kills = [[1, "step", 12]]
     code, text, results = run_backup_program("multi_worker_mirrored", tmp_path / "killed", max_restarts=1, kills=kills)

@@ -31,24 +31,24 @@ def quick_and_full(quick, full):
 
 
 @pytest.mark.parametrize("cases", quick_and_full(CASES[:2], FULL_CASES))
-def test_two_ranks_train_what_one_process_does(runs, tmp_path, cases):
-    (stock,) = runs("stock", "fit_program", *cases)[0]
+def test_two_ranks_train_what_one_process_does(stock, tmp_path, cases):
+    expected = stock(*cases)
     for results in harness.mpirun("fit_program", tmp_path, *cases):
         for case in cases:
             far = 2e-2 if case.startswith("mixed") else 2e-5
-            for mine, other in zip(results[case]["weights"], stock[case]["weights"], strict=True):
+            for mine, other in zip(results[case]["weights"], expected[case]["weights"], strict=True):
                 np.testing.assert_allclose(mine, other, atol=far, rtol=0, err_msg=case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("hosts", ["a,b,a,b", pytest.param("a,a,b", marks=pytest.mark.slow)])
-def test_ranks_of_several_hosts_train_what_one_process_does(runs, tmp_path, monkeypatch, hosts):
-    (stock,) = runs("stock", "fit_program", *CASES)[0]
+def test_ranks_of_several_hosts_train_what_one_process_does(stock, tmp_path, monkeypatch, hosts):
+    expected = stock(*CASES)
     monkeypatch.setenv(harness.HOSTS, hosts)
     every = harness.mpirun("fit_program", tmp_path, *CASES, size=len(hosts.split(",")))
     for results in every:
         for case in CASES:
-            assert harness.difference(results[case]["weights"], stock[case]["weights"]) < 2e-5, case
+            assert harness.difference(results[case]["weights"], expected[case]["weights"]) < 2e-5, case
             assert harness.difference(results[case]["weights"], every[0][case]["weights"]) == 0, case
 
 

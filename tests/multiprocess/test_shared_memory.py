@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers import fork_server
 from tests.multiprocess import harness, test_lost_workers
-from tests.multiprocess.test_backup import check_equal
+from tests.multiprocess.test_backup import check_equal, run_uninterrupted
 from tests.multiprocess.test_backup import run as run_backup_program
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
@@ -40,7 +40,6 @@ CASES = [
 @pytest.fixture
 def nothing_is_left(tmp_path, monkeypatch):
     """Checks that the test leaves no folder of the launcher's or a task's, nor a file where programs share memory."""
-    fork_server.command("")  # which has its socket elsewhere
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -56,10 +55,9 @@ def test_two_workers_train_what_they_do_by_grpc_to_the_bit(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 3])
-def test_workers_train_what_one_process_does(runs, tmp_path, size):
-    (stock,) = runs("stock", "fit_program", *CASES)[0]
+def test_workers_train_what_one_process_does(stock, tmp_path, size):
     found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *CASES, size=size, transport="shared_memory")
-    check_fits(found, stock)
+    check_fits(found, stock(*CASES))
 
 
 def check_fits(found, stock, cases=CASES):
@@ -75,12 +73,9 @@ def check_fits(found, stock, cases=CASES):
 
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 3])
-def test_compressors_exchange_what_they_do_by_grpc(tmp_path, size):
-    parts = ["exchanges", "rows", "kinds"]
-    mine, grpc = (
-        harness.run("compression_program", "multi_worker_mirrored", tmp_path / name, *parts, size=size, transport=name)
-        for name in ("shared_memory", "grpc")
-    )
+def test_compressors_exchange_what_they_do_by_grpc(runs, size):
+    how = ("multi_worker_mirrored", "compression_program", "exchanges", "rows", "kinds")
+    mine, grpc = (runs(*how, size=size, transport=name)[0] for name in ("shared_memory", "grpc"))
     harness.check_exchanges(mine, grpc)
 
 
@@ -135,9 +130,8 @@ def test_a_worker_that_stays_stopped_is_given_up_by_name(tmp_path, nothing_is_le
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_worker_is_restarted_and_the_bits_are_the_same(tmp_path, monkeypatch, rank, nothing_is_left):
-    monkeypatch.setenv(harness.TRANSPORT, "grpc")
-    _, _, expected = run_backup_program("multi_worker_mirrored", tmp_path / "whole", save_freq=0)
+def test_a_killed_worker_is_restarted_and_the_bits_are_the_same(tmp_path, monkeypatch, once, rank, nothing_is_left):
+    expected = run_uninterrupted(once, "multi_worker_mirrored")
     monkeypatch.setenv(harness.TRANSPORT, "shared_memory")
     kills = [[rank, "step", 12]]
     code, text, results = run_backup_program("multi_worker_mirrored", tmp_path / "killed", max_restarts=1, kills=kills)
