@@ -1,5 +1,6 @@
 """`create_strategy` and `Trainer`: options pass through, and mistakes are answered in a sentence."""
 
+import itertools
 import json
 import re
 
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 from tfdist import ClusterSpec, ConfigError, StrategyConfig, TaskSpec
 
 
@@ -131,17 +133,20 @@ def sgd(**arguments):
     return lambda: keras.optimizers.SGD(0.1, **arguments)
 
 
+COMPILED = [
+    {"jit_compile": True},
+    {"steps_per_execution": 4},
+    {"optimizer": sgd(gradient_accumulation_steps=2)},
+    {"optimizer": sgd(use_ema=True, ema_overwrite_frequency=2)},
+    {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))},
+]
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"jit_compile": True},
-        {"steps_per_execution": 4},
-        {"optimizer": sgd(gradient_accumulation_steps=2)},
-        {"optimizer": sgd(use_ema=True, ema_overwrite_frequency=2)},
-        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))},
-    ],
+    ("method", "arguments"),
+    tiers.cases(itertools.product(["fit", "train_on_batch"], COMPILED), quick=len(COMPILED) + 1),
+    ids=[f"{method}-arguments{number}" for method in ("fit", "train_on_batch") for number in range(len(COMPILED))],
 )
-@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
 def test_a_model_without_a_trainer_trains_as_with_one(trainer, monkeypatch, arguments, method):
     def train(model):
         model.set_weights([np.full_like(w, 0.5) for w in model.get_weights()])
@@ -264,7 +269,7 @@ def test_a_callback_that_raises_stop_iteration_is_not_taken_for_the_end_of_the_d
         trainer.fit(build(trainer), np.ones((4, 3)), np.ones((4, 2)), callbacks=[stop], verbose=0)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", tiers.cases(["float16", "bfloat16", "float64"], quick=1))
 def test_gradients_of_several_types_are_reduced(trainer, dtype):
     with trainer.scope():
         layers = [keras.layers.Dense(4, dtype=dtype), keras.layers.Dense(2, dtype="float32")]
@@ -348,8 +353,12 @@ STARVING = {
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # as Keras says of any generator
-@pytest.mark.parametrize("kind", STARVING)
-@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize(
+    ("built", "kind"),
+    tiers.cases(
+        itertools.product([True, False], STARVING), quick=[(True, "arrays"), (False, "dataset"), (True, "generator")]
+    ),
+)
 def test_an_empty_share_of_a_batch_never_makes_nan_of_batch_norm(trainer, kind, built):
     with trainer.scope():
         layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
