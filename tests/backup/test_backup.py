@@ -231,7 +231,7 @@ def test_keras_own_callback_is_left_out_beside_a_backup(trainer, tmp_path, capsy
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says so of data of unknown size
-@pytest.mark.parametrize("given", tiers.cases(DATA, quick=["dataset"], slow=SLOW))
+@pytest.mark.parametrize("given", tiers.cases(DATA, slow=SLOW))  # test_keras_own_callback_is_replaced has "dataset"
 def test_training_goes_on_in_the_middle_of_an_epoch(trainer, tmp_path, given):
     check_equal(trainer, tmp_path, [Interrupt(step=8)], given=given)
 

@@ -9,14 +9,17 @@ import pytest
 
 from tests.docs.pages import blocks, readers_files
 from tests.docs.test_extending import EXAMPLES
-from tests.helpers import fork_server
+from tests.helpers import fork_server, tiers
 
 # test_extending.py runs the first page's blocks, test_commands.py the second's as a file, `python script.py`.
 RUN_ELSEWHERE = {"docs/extending.md": list(EXAMPLES.values()), "README.md": [readers_files()["script.py"]]}
 RUN = [block for block in blocks("python") if not block.shown_only and block.page not in RUN_ELSEWHERE]
+PAGES_RUN = dict.fromkeys(block.page for block in RUN)
+# They train as the README's script does, which test_commands.py runs.
+AS_THE_README = {"docs/from-accelerate.md", "docs/migrate-from-horovod.md"}
 
 
-@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in RUN))
+@pytest.mark.parametrize("page", tiers.cases(PAGES_RUN, quick=set(PAGES_RUN) - AS_THE_README))
 def test_python_blocks_run(page, tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     command = fork_server.command("tests.docs.page_program", page)

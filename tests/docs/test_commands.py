@@ -1,6 +1,6 @@
 """Each command of the pages runs as it stands there, in a folder that has the files which pages show; or a test that it names runs it.
 
-A training is cut to two steps. `make test` runs the commands that README and laptop.md begin with, `make test-all` all others.
+A training is cut to two steps. `make test` starts the README's script on two workers, `make test-all` all others.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ BEGIN = tuple(f"{begin} " for begin in ELSEWHERE)
 OF_EXAMPLES = [command for command in COMMANDS if " examples/" in command]  # test_examples.py runs those of headers
 RUN = [command for command in COMMANDS if command not in HOSTS + OF_EXAMPLES and not f"{command} ".startswith(BEGIN)]
 QUICK = {
-    "python script.py",
     "tfdist launch --workers=2 -- python script.py",
-    "tfdist train --config=digits --workdir=DIR",
     *(command for command in RUN if re.search("tfdist cluster|--help", command)),
 }
 TWO_STEPS = " --config.epochs=1 --config.steps_per_epoch=2"

@@ -95,6 +95,7 @@ def test_roles_that_wait_for_each_other_in_vain_say_so(tasks):
     assert f"ps:0 cannot listen at 127.0.0.1:{taken}: port {taken} is taken by pid {os.getpid()}" in tasks.log(3)
 
 
+@pytest.mark.full  # tasks of any launcher wait for each other, if shorter; tests/cluster/test_preflight.py has the wait's end
 def test_tasks_may_start_in_any_order(tasks):
     cluster = local_cluster(2)
     tasks.start(cluster, 1)

@@ -208,7 +208,12 @@ def test_main_jobs_model_is_plain_keras(main_job):
 
 # The options of the step have a run of digits_mirrored, too.
 @pytest.mark.parametrize(
-    "name", ["default", pytest.param("digits_mirrored", marks=pytest.mark.slow), "digits_central_storage"]
+    "name",
+    tiers.cases(
+        ["default", "digits_mirrored", "digits_central_storage"],
+        quick=["digits_central_storage"],
+        slow=["digits_mirrored"],
+    ),
 )
 def test_each_strategys_configuration_trains(tmp_path, name):
     process = start(f"--config=configs/{name}.py", f"--workdir={tmp_path}", "--config.epochs=5")
@@ -238,6 +243,7 @@ def test_synthetic_trains_in_bfloat16_and_with_other_options(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 14
 
 
+@pytest.mark.full  # tests/compression/test_options.py makes it of a configuration
 def test_a_users_own_compressor_trains_from_a_configuration(tmp_path):
     """One step of SGD on two workers moves a compressed weight by the sum of two signs, times the option `scale`."""
     process = start(

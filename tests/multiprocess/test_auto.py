@@ -60,7 +60,8 @@ def test_workers_of_several_hosts_that_mpirun_has_started_take_mpi(tmp_path, exp
     check(found, found[0]["transport"] if size == 2 else "mpi", reason, expected)
 
 
-@pytest.mark.parametrize("cases", [CASES[:5], pytest.param(CASES[5:], marks=pytest.mark.full)])
+@pytest.mark.full  # `apart`, above, trains by gRPC
+@pytest.mark.parametrize("cases", [CASES[:5], CASES[5:]])
 def test_workers_train_by_grpc_what_one_process_does(stock, tmp_path, cases):
     found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *cases, transport="grpc")
     check_fits(found, stock(*cases), cases)

@@ -77,12 +77,16 @@ FULL = [
     "short_last_batch_of_masked_words",
     "class_weight_function",
     "loss_of_one_number",
+    "added_losses",
+    "summed_loss",
+    "two_optimizers",
     "endless_masked_batches_of_two_sizes",
     "executions_cut_by_the_epoch",
     "executions_of_unknown_data",
     "compiled",
     "moving_average_overwrites",
     "accumulation_of_embeddings",
+    "mixed_float16",
 ]
 SLOW = [
     "tuple_arrays",

@@ -121,10 +121,8 @@ def test_workers_that_do_different_things_say_so(tmp_path, case, sentence):
         assert results["said"].startswith(sentence), results["said"]
 
 
-@pytest.mark.parametrize(
-    ("lost", "how"),
-    [(0, "kill"), *(pytest.param(1, how, marks=pytest.mark.full) for how in ("kill", "error", "exit"))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("lost", "how"), [(0, "kill"), *((1, how) for how in ("kill", "error", "exit"))])
 def test_the_others_end_and_name_it_where_no_launcher_does_so(tmp_path, monkeypatch, lost, how):
     monkeypatch.setenv(harness.TRANSPORT, "gloo")
     test_lost_workers.test_the_others_end_and_name_it(tmp_path, lost, how)

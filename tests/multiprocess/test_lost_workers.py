@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.helpers import fork_server
+from tests.helpers import fork_server, tiers
 from tests.multiprocess import harness
 from tests.multiprocess.roles import Roles
 from tests.multiprocess.waiting import wait_until
@@ -13,7 +13,11 @@ from tests.multiprocess.waiting import wait_until
 by_grpc = pytest.fixture(scope="module", autouse=True)(harness.by_grpc)
 
 
-@pytest.mark.parametrize(("lost", "how"), [(1, "error"), (1, "kill"), (0, "kill"), (1, "exit")])
+# A transport's own loss is tested in tests/collectives/test_transports.py.
+@pytest.mark.parametrize(
+    ("lost", "how"),
+    tiers.cases([(1, "error"), (1, "kill"), (0, "kill"), (1, "exit")], quick=[(1, "kill"), (0, "kill")]),
+)
 def test_the_others_end_and_name_it(tmp_path, lost, how):
     command = fork_server.command("tests.multiprocess.lost_worker_program", str(lost), how)
     with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:
@@ -29,7 +33,7 @@ def test_the_others_end_and_name_it(tmp_path, lost, how):
         assert sum(sentence in line for line in roles.log(left).splitlines()) == 1, roles.log(left)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", tiers.cases([0, 1], quick=[1]))
 def test_the_others_say_for_whom_they_wait_and_go_on_with_it(tmp_path, lost):
     command = fork_server.command("tests.multiprocess.lost_worker_program", str(lost), "stop")
     with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:

@@ -48,7 +48,7 @@ def run_with_servers(folder, *cases):
 
 
 @pytest.mark.parametrize("case", tiers.cases(CASES, quick=QUICK))
-@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
+@pytest.mark.parametrize("strategy", tiers.cases(["mirrored", "multi_worker_mirrored"], ["multi_worker_mirrored"]))
 def test_replicas_train_what_plain_keras_does(runs, plain, strategy, case):
     ranks, expected = runs(strategy, "model_methods_program", *alike(case))[0], plain(case)
     for results in ranks:
@@ -66,7 +66,12 @@ def test_parameter_servers_train_what_plain_keras_does(servers, plain, case):
         assert results[f"backups of {case}"]
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored", "parameter_server"])
+@pytest.mark.parametrize(
+    "strategy",
+    tiers.cases(
+        ["mirrored", "multi_worker_mirrored", "parameter_server"], ["multi_worker_mirrored", "parameter_server"]
+    ),
+)
 def test_the_first_training_of_a_model_without_a_scope_is_said_on_every_worker(runs, servers, strategy):
     ranks = (
         [servers(QUICK[0])] if strategy == "parameter_server" else runs(strategy, "model_methods_program", *QUICK)[0]

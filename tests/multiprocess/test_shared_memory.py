@@ -101,10 +101,8 @@ def launch(tmp_path, *args):
     return code, shown.getvalue().decode()
 
 
-@pytest.mark.parametrize(
-    ("lost", "how"),
-    [(1, "kill"), *(pytest.param(*each, marks=pytest.mark.full) for each in [(0, "kill"), (1, "exit")])],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("lost", "how"), [(1, "kill"), (0, "kill"), (1, "exit")])
 def test_a_worker_that_ends_amid_training_ends_all(tmp_path, lost, how, nothing_is_left):
     code, text = launch(tmp_path, str(lost), how)
     assert code != 0

@@ -1,11 +1,14 @@
 """Batches that leave a replica without an example."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 from tests.helpers.dense_model import build
 
 
@@ -41,8 +44,12 @@ STARVING = {
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # as Keras says of any generator
-@pytest.mark.parametrize("kind", STARVING)
-@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize(
+    ("built", "kind"),
+    tiers.cases(
+        itertools.product([True, False], STARVING), quick=[(True, "arrays"), (False, "dataset"), (True, "generator")]
+    ),
+)
 def test_an_empty_share_of_a_batch_never_makes_nan_of_batch_norm(trainer, kind, built):
     with trainer.scope():
         layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1)]

@@ -222,12 +222,11 @@ CASES = {
         (X, Y),
     ),
 }
+# test_two_steps_of_an_execution_divide_apart has two more.
 QUICK = (
-    "masks and weights of steps",
     "means over weights",
     "a function's sum",
     "an added sum beside a regularizer",
-    "neighbours of a batch",
     "Dice",
     "labels to ignore",
     "a mask on values",
@@ -288,7 +287,7 @@ def test_replicas_divide_together(trainer, case):
     compare(trainer, case)
 
 
-@pytest.mark.parametrize("case", ["masks", "a sum beside a masked mean"])
+@pytest.mark.parametrize("case", tiers.cases(["masks", "a sum beside a masked mean"], ["a sum beside a masked mean"]))
 def test_each_accumulated_step_is_a_mean_of_its_own(trainer, case):
     compare(trainer, case, accumulated=2)
 

@@ -1,10 +1,13 @@
 """A model's own `fit`, `predict` and the like do what its trainer's do."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 
 import tfdist
+from tests.helpers import tiers
 from tests.helpers.dense_model import build
 
 
@@ -17,17 +20,20 @@ def sgd(**arguments):
     return lambda: keras.optimizers.SGD(0.1, **arguments)
 
 
+COMPILED = [
+    {"jit_compile": True},
+    {"steps_per_execution": 4},
+    {"optimizer": sgd(gradient_accumulation_steps=2)},
+    {"optimizer": sgd(use_ema=True, ema_overwrite_frequency=2)},
+    {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))},
+]
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"jit_compile": True},
-        {"steps_per_execution": 4},
-        {"optimizer": sgd(gradient_accumulation_steps=2)},
-        {"optimizer": sgd(use_ema=True, ema_overwrite_frequency=2)},
-        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))},
-    ],
+    ("method", "arguments"),
+    tiers.cases(itertools.product(["fit", "train_on_batch"], COMPILED), quick=len(COMPILED) + 1),
+    ids=[f"{method}-arguments{number}" for method in ("fit", "train_on_batch") for number in range(len(COMPILED))],
 )
-@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
 def test_a_model_without_a_trainer_trains_as_with_one(trainer, monkeypatch, arguments, method):
     def train(model):
         model.set_weights([np.full_like(w, 0.5) for w in model.get_weights()])

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 from tests.helpers.dense_model import build
 from tfdist import ConfigError, StrategyConfig
 
@@ -54,7 +55,7 @@ def test_a_callback_that_raises_stop_iteration_is_not_taken_for_the_end_of_the_d
         trainer.fit(build(trainer), np.ones((4, 3)), np.ones((4, 2)), callbacks=[stop], verbose=0)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", tiers.cases(["float16", "bfloat16", "float64"], quick=1))
 def test_gradients_of_several_types_are_reduced(trainer, dtype):
     with trainer.scope():
         layers = [keras.layers.Dense(4, dtype=dtype), keras.layers.Dense(2, dtype="float32")]
