@@ -42,7 +42,7 @@ def vectorised_within(scope):
 
 @script("Recurrent network with masking and bidirectional LSTM")
 def recurrent(scope):
-    padded = np.where(np.arange(7) < rng.integers(2, 8, (22, 1)), TOKENS, 0)
+    padded = np.where(np.arange(7) < np.random.default_rng(6).integers(2, 8, (22, 1)), TOKENS, 0)
     with scope():
         model = keras.Sequential([keras.Input((7,)), layers.Embedding(10, 4, mask_zero=True)])
         model.add(layers.Bidirectional(layers.LSTM(3)))
@@ -100,7 +100,7 @@ def masked_language(scope):
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             return loss(y, y_pred, sample_weight)
 
-    hidden = np.where(rng.random(TOKENS.shape) < 0.3, 9, TOKENS)
+    hidden = np.where(np.random.default_rng(7).random(TOKENS.shape) < 0.3, 9, TOKENS)
     weights = np.ones(TOKENS.shape, np.float32)
     with scope():
         model = Masked()
@@ -117,7 +117,7 @@ def connectionist(scope):
             self.add_loss(keras.ops.mean(keras.ops.ctc_loss(labels, found, lengths[1], lengths[0], mask_index=0)))
             return found
 
-    x = rng.standard_normal((22, 12, 3)).astype(np.float32)
+    x = np.random.default_rng(8).standard_normal((22, 12, 3)).astype(np.float32)
     with scope():
         inputs, labels = keras.Input((12, 3), name="image"), keras.Input((3,), dtype="int32", name="label")
         found = layers.Dense(10, name="found")(layers.Conv1D(4, 3, padding="same")(inputs))

@@ -60,7 +60,8 @@ def time_series(scope):
 
 @script("Recommendation: embeddings of users and items")
 def recommendation(scope):
-    users, items = rng.integers(0, 5, 22), rng.integers(0, 7, 22)
+    draw = np.random.default_rng(6)
+    users, items = draw.integers(0, 5, 22), draw.integers(0, 7, 22)
     with scope():
         user, item = keras.Input((), dtype="int32"), keras.Input((), dtype="int32")
         both = layers.Dot(1)([layers.Embedding(5, 4)(user), layers.Embedding(7, 4)(item)])
