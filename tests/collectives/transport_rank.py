@@ -20,7 +20,7 @@ transports.put_text, transports.get_text = open_store(folder, rank)
 # The store waits for a text, so that no barrier is needed.
 ranks = types.SimpleNamespace(rank=rank, size=size, is_chief=rank == 0, barrier=lambda: None)
 workers = [f"worker:{each}" for each in range(size)]
-found = transports.connect(name, transports.Meeting("job", ranks, workers, ["127.0.0.1:1"] * size, 0), "")
+found = transports.connect(name, transports.Bootstrap("job", ranks, workers, ["127.0.0.1:1"] * size, 0), "")
 if not found.transport:
     sys.exit(f"not connected: {found.reason}")
 check_all(found.transport)
