@@ -28,7 +28,7 @@ test-all: .venv/.installed
 
 # What needs PyTorch: the transport by gloo, and the comparison with PyTorch. The other tests go without, as most users do.
 test-torch: .venv/.torch
-	$(PYTEST) -m "not slow" tests/collectives/test_gloo.py tests/multiprocess/test_gloo.py tests/tools/test_peers.py
+	$(PYTEST) -m "not slow" tests/collectives/test_gloo.py tests/collectives/test_transports.py tests/multiprocess/test_gloo.py tests/tools/test_peers.py
 
 .venv/.torch: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gloo]'

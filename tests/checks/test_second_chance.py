@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
+from tests.helpers import tiers
+
 ROOT = pathlib.Path(__file__).parents[2]
+# The runs in these tests, and those that they start, load no plugin but xdist: a third of a second in place of one.
+LEAN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}
 UNSTABLE = """
 import pathlib
 def test_unstable_{number}():
@@ -43,13 +47,13 @@ def run(tmp_path):
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
         (tmp_path / "test_file.py").write_text(source)
         command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.second_chance", *arguments]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **LEAN}
         return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
 
     return run
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", tiers.cases([0, 2], quick=[2]))
 def test_three_unstable_tests_pass_and_are_reported(run, tmp_path, processes):
     done = run(STEADY + unstable(3), "--second-chance", f"--numprocesses={processes}")
     assert done.returncode == 0, done.stdout
@@ -68,13 +72,16 @@ def test_an_error_of_a_fixture_is_unstable_too(run):
 
 @pytest.mark.parametrize(
     ("source", "arguments"),
-    [
-        (unstable(4), ["--second-chance"]),
-        (BROKEN + unstable(1), ["--second-chance"]),
-        (BROKEN, ["--second-chance", "--numprocesses=2"]),
-        (unstable(1), []),
-        (unstable(1) + STEADY, ["--second-chance", "--exitfirst"]),  # not all have run
-    ],
+    tiers.cases(
+        [
+            (unstable(4), ["--second-chance"]),
+            (BROKEN + unstable(1), ["--second-chance"]),
+            (BROKEN, ["--second-chance", "--numprocesses=2"]),
+            (unstable(1), []),
+            (unstable(1) + STEADY, ["--second-chance", "--exitfirst"]),  # not all have run
+        ],
+        quick=2,
+    ),
     ids=["four", "a broken one among them", "a broken one", "not asked for", "stopped"],
 )
 def test_a_run_fails(run, tmp_path, source, arguments):

@@ -16,7 +16,7 @@ from tfdist.collectives import transports
 
 folder, name, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rank = int(sys.argv[4] if len(sys.argv) > 4 else os.environ["OMPI_COMM_WORLD_RANK"])
-transports.put_text, transports.get_text = open_store(folder, rank)
+transports.publish_text, transports.await_text = open_store(folder, rank)
 # The store waits for a text, so that no barrier is needed.
 ranks = types.SimpleNamespace(rank=rank, size=size, is_chief=rank == 0, barrier=lambda: None)
 workers = [f"worker:{each}" for each in range(size)]
