@@ -83,7 +83,8 @@ def check_summary(workdir, strategy, cluster, accuracy=0.95):
 @pytest.mark.parametrize(
     ("tasks", "options", "strategy", "cluster"),
     [
-        (3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}),
+        (2, MULTI_WORKER, "multi_worker_mirrored", {"worker": 2}),
+        pytest.param(3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}, marks=pytest.mark.full),
         pytest.param(4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}, marks=pytest.mark.full),
     ],
 )
@@ -97,7 +98,8 @@ def test_srun_trains(scheduler, tmp_path, tasks, options, strategy, cluster):
 @pytest.mark.parametrize(
     ("tasks", "options", "strategy", "cluster"),
     [
-        (3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}),
+        (2, MULTI_WORKER, "multi_worker_mirrored", {"worker": 2}),
+        pytest.param(3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}, marks=pytest.mark.full),
         pytest.param(4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}, marks=pytest.mark.slow),
     ],
 )
