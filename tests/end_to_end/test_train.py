@@ -364,7 +364,7 @@ def test_interrupt_ends_all(tmp_path):
 def parameter_servers(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("ps")
     options = ["--config.strategy.name=parameter_server", "--config.cluster.workers=2", "--config.cluster.ps=2"]
-    process = start("--config=configs/digits.py", f"--workdir={workdir}", *options)
+    process = start("--config=configs/digits.py", f"--workdir={workdir}", "--config.epochs=5", *options)
     output = finish(process)
     assert process.returncode == 0, output
     return output, workdir
@@ -377,10 +377,10 @@ def test_one_command_trains_with_parameter_servers(parameter_servers):
     assert summary["metrics"]["val_accuracy"] >= 0.9
     assert (summary["strategy"], summary["num_replicas"]) == ("parameter_server", 2)
     assert summary["cluster"] == {"chief": 1, "worker": 2, "ps": 2}
-    assert (summary["epochs"], summary["steps"], summary["retried_steps"]) == (10, 220, 0)
+    assert (summary["epochs"], summary["steps"], summary["retried_steps"]) == (5, 110, 0)
     assert set(summary["bytes_per_server"]) == {"ps:0", "ps:1"} and min(summary["bytes_per_server"].values()) > 0
     assert "[chief:0] parameter_server: 2 workers, each with batches of 64" in output
-    assert keras.models.load_model(workdir / "model.keras").optimizer.iterations.numpy() == 220
+    assert keras.models.load_model(workdir / "model.keras").optimizer.iterations.numpy() == 110
     logs = {path.name for path in (workdir / "logs").iterdir()}
     assert logs == {"chief-0.log", "worker-0.log", "worker-1.log", "ps-0.log", "ps-1.log"}
     assert {run.name: len(list(run.iterdir())) for run in (workdir / "tensorboard").iterdir()} == {
@@ -453,8 +453,8 @@ def killed_job(tmp_path_factory):
         f"--workdir={workdir}",
         "--config.backup.save_freq=15",
         "--config.max_restarts=1",
-        "--config.epochs=4",
-        gate.flag(workdir / "killed", 3),
+        "--config.epochs=2",
+        gate.flag(workdir / "killed", 2),
     )
     deadline = time.monotonic() + 150
     while not (workdir / "backup" / "checkpoint").exists() and time.monotonic() < deadline:
@@ -474,7 +474,7 @@ def test_a_job_with_a_killed_worker_is_restarted_from_its_backup(killed_job):
     assert re.search(r"tfdist: worker:\d lost at step \d+ \(killed by SIGKILL\); restart 1/1 from step [1-9]", output)
     assert "tfdist: going on from step" in output
     summary = json.loads((workdir / "summary.json").read_text())
-    assert (summary["restarts"], summary["steps"], summary["epochs"]) == (1, 88, 4)
+    assert (summary["restarts"], summary["steps"], summary["epochs"]) == (1, 44, 2)
     assert not (workdir / "backup").exists(), "removed with everything written"
     assert not left_over(str(workdir))
 
