@@ -168,8 +168,7 @@ class Done(NamedTuple):
 # nothing of tfdist: 0.1 s in place of a start. If one of those loaded TensorFlow, this interpreter would end.
 _RUN_ALL = """
 import json, os, runpy, sys
-import absl.flags, ctypes, importlib.metadata, ml_collections.config_flags, psutil, rich.console, rich.live, rich.table
-import dataclasses, inspect, ipaddress, logging, shutil, socket, subprocess, tempfile, uuid, yaml
+import importlib.metadata, ml_collections.config_flags, psutil, rich.console, rich.live, rich.table, yaml
 commands, results = json.load(sys.stdin), []
 for arguments, environ in commands:
     files = [os.memfd_create(name) for name in ("stdout", "stderr")]
