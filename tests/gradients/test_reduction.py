@@ -147,9 +147,12 @@ def test_a_bare_fit_trains_what_it_cannot_alone(trainer, name):
         optimizer = tfdist.distribute_optimizer(BARE[name](), NoCompression())
     model = build(trainer, optimizer)
     model.fit(X, Y, batch_size=8, epochs=4, shuffle=False, verbose=0)
-    expected = fitted(trainer, None, BARE[name], 4, shuffle=False)
-    for mine, other in zip(weights(model), weights(expected), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-6)
+    if name == "moving_average":
+        expected, near = weights(fitted(trainer, None, BARE[name], 4, shuffle=False)), {"rtol": 1e-6}
+    else:
+        expected, near = descended(trainer, 4, 2 if name == "accumulation" else 1), {"rtol": 1e-5, "atol": ROUNDING}
+    for mine, other in zip(weights(model), expected, strict=True):
+        np.testing.assert_allclose(mine, other, **near)
 
 
 @pytest.mark.parametrize(

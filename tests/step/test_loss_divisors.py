@@ -225,11 +225,10 @@ CASES = {
 # test_two_steps_of_an_execution_divide_apart has two more.
 QUICK = (
     "means over weights",
-    "a function's sum",
     "an added sum beside a regularizer",
     "Dice",
     "a mask on values",  # as Keras' losses have that ignore labels
-    "a number of masked predictions",
+    "a number of masked predictions",  # of a function
 )
 
 

@@ -108,7 +108,9 @@ class OneNumber(keras.losses.Loss):
 
 
 @pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
-@pytest.mark.parametrize("kind", ["function", "object", "added"])
+@pytest.mark.parametrize(
+    "kind", tiers.cases(["function", "added", "object"], quick=2)
+)  # test_loss_divisors.py has Dice
 @pytest.mark.parametrize("size", tiers.cases([33, 29], quick=1))
 def test_logs_of_one_number_are_means_over_examples(trainer, kind, size):
     with trainer.scope():
