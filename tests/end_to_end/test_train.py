@@ -216,7 +216,7 @@ def test_main_jobs_model_is_plain_keras(main_job):
     ),
 )
 def test_each_strategys_configuration_trains(tmp_path, name):
-    process = start(f"--config=configs/{name}.py", f"--workdir={tmp_path}", "--config.epochs=5")
+    process = start(f"--config=configs/{name}.py", f"--workdir={tmp_path}", "--config.epochs=3")
     output = finish(process)
     assert process.returncode == 0, output
     accuracy = json.loads((tmp_path / "summary.json").read_text())["metrics"]["val_accuracy"]
