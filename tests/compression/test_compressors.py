@@ -143,10 +143,11 @@ def test_nothing_is_lost_with_error_feedback(name, ranks):
                 )
 
 
+@pytest.mark.parametrize("ranks", tiers.cases([2, 3], quick=[2]))
 @pytest.mark.parametrize("name", ["bf16", "fp16", "int8", "int8_sum"])
-def test_what_rounds_stays_within_half_a_level(name):
-    levels = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.5 / 127, "int8_sum": 0.5 / (127 // 3)}[name]
-    run = Run(ALL[name], 3)
+def test_what_rounds_stays_within_half_a_level(name, ranks):
+    levels = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.5 / 127, "int8_sum": 0.5 / (127 // ranks)}[name]
+    run = Run(ALL[name], ranks)
     for kind, make in INPUTS.items():
         values, results = run.random_step(np.random.default_rng(2), make)
         # Each rank's rounding and those of sums; float16 of less than 6e-5 has fewer digits.
@@ -218,10 +219,10 @@ def test_topk_adds_one_rank_after_another_with_and_without_a_gpu(kind, monkeypat
 def test_errors_that_are_fed_back_do_not_grow(name):
     run, rng = Run(ALL[name], 2, [(37, 29)]), np.random.default_rng(5)
     norms = []
-    for _ in range(2000):
+    for _ in range(800):  # as the errors of the first 100 steps grow
         run.random_step(rng)
         norms.append(np.linalg.norm(run.states[0][0][0]))
-    assert np.mean(norms[1500:]) < 1.2 * np.mean(norms[500:1000])
+    assert np.mean(norms[600:]) < 1.2 * np.mean(norms[200:400])
 
 
 def test_a_matrix_of_low_rank_comes_through():

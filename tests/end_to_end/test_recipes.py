@@ -27,6 +27,13 @@ def run(workdir, *options, code=0):
     return output
 
 
+STOPPED = ("--config.callbacks=EarlyStopping(monitor=loss, patience=1, min_delta=10)", "--config.epochs=9")
+
+
+def assert_stopped(output):
+    assert "Epoch 1/9" in output and "Epoch 3/9" not in output
+
+
 def assert_trained(workdir, expected):
     for found, plain in zip(keras.models.load_model(workdir / "model.keras").get_weights(), expected, strict=True):
         np.testing.assert_allclose(found, plain, atol=1e-5)
@@ -78,11 +85,11 @@ def test_data_without_a_batch_are_one_sentence(tmp_path, where):
     assert said in output
 
 
-@pytest.mark.parametrize("where", tiers.cases(["alone", "workers"], quick=1))
+@pytest.mark.full  # alone, the training that begins with initial weights has one, too
+@pytest.mark.parametrize("where", ["alone", "workers"])
 def test_callbacks_are_named_by_a_flag(tmp_path, where):
-    stopping = "EarlyStopping(monitor=loss, patience=1, min_delta=10)"
-    output = run(tmp_path, *LINEAR, *WHERE[where], f"--config.callbacks={stopping}", "--config.epochs=9")
-    assert "Epoch 1/9" in output and "Epoch 3/9" not in output
+    output = run(tmp_path, *LINEAR, *WHERE[where], *STOPPED)
+    assert_stopped(output)
 
 
 @pytest.mark.parametrize("suffix", tiers.cases([".keras", ".weights.h5"], quick=1))
@@ -91,14 +98,16 @@ def test_a_training_begins_with_initial_weights(tmp_path, where, suffix):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     path = tmp_path / f"begin{suffix}"
     (model.save if suffix == ".keras" else model.save_weights)(path)
-    run(tmp_path, *LINEAR, *WHERE[where], f"--config.initial_weights={path}", "--config.learning_rate=0")
+    options = [f"--config.initial_weights={path}", "--config.learning_rate=0", *(STOPPED if where == "alone" else ())]
+    output = run(tmp_path, *LINEAR, *WHERE[where], *options)
     assert_trained(tmp_path, model.get_weights())
+    if where == "alone":
+        assert_stopped(output)
 
 
-def test_a_file_that_is_not_there_or_of_another_model_is_one_sentence(tmp_path):
-    output = run(tmp_path, *LINEAR, f"--config.initial_weights={tmp_path}/none.keras", code=2)
-    assert "none.keras' cannot be loaded into model " in output
+@pytest.mark.parametrize("name", tiers.cases(["other.weights.h5", "none.keras"], quick=1))
+def test_a_file_that_is_not_there_or_of_another_model_is_one_sentence(tmp_path, name):
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     other.save_weights(tmp_path / "other.weights.h5")
-    output = run(tmp_path, *LINEAR, f"--config.initial_weights={tmp_path}/other.weights.h5", code=2)
-    assert "other.weights.h5' cannot be loaded into model " in output
+    output = run(tmp_path, *LINEAR, f"--config.initial_weights={tmp_path}/{name}", code=2)
+    assert f"{name}' cannot be loaded into model " in output

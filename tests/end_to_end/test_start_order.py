@@ -104,6 +104,7 @@ def test_tasks_may_start_in_any_order(tasks):
     tasks.finish()
 
 
+@pytest.mark.full  # roles that wait in vain have a server whose port is taken
 def test_who_has_the_port_is_named_at_once(tasks):
     cluster = local_cluster(2)
     port = int(cluster.address(TaskSpec("worker", 0)).rpartition(":")[2])

@@ -216,7 +216,7 @@ def test_main_jobs_model_is_plain_keras(main_job):
     ),
 )
 def test_each_strategys_configuration_trains(tmp_path, name):
-    process = start(f"--config=configs/{name}.py", f"--workdir={tmp_path}", "--config.epochs=5")
+    process = start(f"--config=configs/{name}.py", f"--workdir={tmp_path}", "--config.epochs=3")
     output = finish(process)
     assert process.returncode == 0, output
     accuracy = json.loads((tmp_path / "summary.json").read_text())["metrics"]["val_accuracy"]
@@ -302,7 +302,8 @@ def test_tpu_without_one_is_one_sentence(tmp_path):
             *("step", 1, "worker:1 failed with exit code 1: RuntimeError: failing in step, on purpose"),
             marks=pytest.mark.full,
         ),
-        ("kill", 137, "worker:1 was killed by SIGKILL"),
+        # tests/launch/test_launcher.py ends the others of a killed task; the job that is killed below does so before its restart.
+        pytest.param("kill", 137, "worker:1 was killed by SIGKILL", marks=pytest.mark.full),
     ],
 )
 def test_a_task_that_fails_ends_all_within_seconds(tmp_path, where, code, named):
@@ -363,7 +364,7 @@ def test_interrupt_ends_all(tmp_path):
 def parameter_servers(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("ps")
     options = ["--config.strategy.name=parameter_server", "--config.cluster.workers=2", "--config.cluster.ps=2"]
-    process = start("--config=configs/digits.py", f"--workdir={workdir}", *options)
+    process = start("--config=configs/digits.py", f"--workdir={workdir}", "--config.epochs=5", *options)
     output = finish(process)
     assert process.returncode == 0, output
     return output, workdir
@@ -376,10 +377,10 @@ def test_one_command_trains_with_parameter_servers(parameter_servers):
     assert summary["metrics"]["val_accuracy"] >= 0.9
     assert (summary["strategy"], summary["num_replicas"]) == ("parameter_server", 2)
     assert summary["cluster"] == {"chief": 1, "worker": 2, "ps": 2}
-    assert (summary["epochs"], summary["steps"], summary["retried_steps"]) == (10, 220, 0)
+    assert (summary["epochs"], summary["steps"], summary["retried_steps"]) == (5, 110, 0)
     assert set(summary["bytes_per_server"]) == {"ps:0", "ps:1"} and min(summary["bytes_per_server"].values()) > 0
     assert "[chief:0] parameter_server: 2 workers, each with batches of 64" in output
-    assert keras.models.load_model(workdir / "model.keras").optimizer.iterations.numpy() == 220
+    assert keras.models.load_model(workdir / "model.keras").optimizer.iterations.numpy() == 110
     logs = {path.name for path in (workdir / "logs").iterdir()}
     assert logs == {"chief-0.log", "worker-0.log", "worker-1.log", "ps-0.log", "ps-1.log"}
     assert {run.name: len(list(run.iterdir())) for run in (workdir / "tensorboard").iterdir()} == {
@@ -452,8 +453,8 @@ def killed_job(tmp_path_factory):
         f"--workdir={workdir}",
         "--config.backup.save_freq=15",
         "--config.max_restarts=1",
-        "--config.epochs=4",
-        gate.flag(workdir / "killed", 3),
+        "--config.epochs=2",
+        gate.flag(workdir / "killed", 2),
     )
     deadline = time.monotonic() + 150
     while not (workdir / "backup" / "checkpoint").exists() and time.monotonic() < deadline:
@@ -473,7 +474,7 @@ def test_a_job_with_a_killed_worker_is_restarted_from_its_backup(killed_job):
     assert re.search(r"tfdist: worker:\d lost at step \d+ \(killed by SIGKILL\); restart 1/1 from step [1-9]", output)
     assert "tfdist: going on from step" in output
     summary = json.loads((workdir / "summary.json").read_text())
-    assert (summary["restarts"], summary["steps"], summary["epochs"]) == (1, 88, 4)
+    assert (summary["restarts"], summary["steps"], summary["epochs"]) == (1, 44, 2)
     assert not (workdir / "backup").exists(), "removed with everything written"
     assert not left_over(str(workdir))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import keras
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 from tfdist import ConfigError
 from tfdist.compat import optimizer_search
 from tfdist.compression import ErrorFeedback, Int8, NoCompression
@@ -118,8 +120,10 @@ def in_a_global(model, built):
 KEPT = [in_a_submodel, in_a_layer, in_a_helper, in_a_dict_of_lists]
 
 
-@pytest.mark.parametrize("keep", KEPT)
-@pytest.mark.parametrize("built", [True, False])
+BUILT_FIRST = [(in_a_submodel, True), (in_a_layer, False), (in_a_helper, True), (in_a_dict_of_lists, False)]
+
+
+@pytest.mark.parametrize(("keep", "built"), tiers.cases(itertools.product(KEPT, [True, False]), quick=BUILT_FIRST))
 def test_optimizers_are_found_wherever_they_are_kept(trainer, keep, built):
     def make():
         model = Linear()
@@ -131,8 +135,9 @@ def test_optimizers_are_found_wherever_they_are_kept(trainer, keep, built):
     assert optimizer_search.optimizers(model)[-1].iterations.numpy() == 3, "so that a backup holds it"
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize(
+    ("built", "scaled"), tiers.cases(itertools.product([False, True], repeat=2), quick=[(False, False), (True, True)])
+)
 def test_an_optimizer_that_the_model_does_not_hold_is_refused(trainer, built, scaled):
     class Hidden(Linear):
         def train_step(self, data):
@@ -165,7 +170,7 @@ def test_compiled_parts_that_train_nothing_are_no_fault(trainer):
     np.testing.assert_allclose(trained(trainer, make).dense.kernel.numpy(), descended(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("built", tiers.cases([False, True], quick=1))
 def test_a_model_may_keep_the_optimizer_that_a_loss_scale_wraps(trainer, built):
     def make():
         model = Linear()
@@ -221,7 +226,7 @@ class TwoLosses(Linear):
 
 
 @pytest.mark.parametrize("kind", [TwoOptimizers, TwoLosses])
-@pytest.mark.parametrize("batch", [4, 3])
+@pytest.mark.parametrize("batch", tiers.cases([4, 3], quick=[3]))  # of which replicas have two examples and one
 def test_a_share_counts_once_whatever_is_scaled(trainer, kind, batch):
     model = trained(trainer, kind, batch, optimizer="sgd")
     np.testing.assert_allclose(model.dense.kernel.numpy(), descended(batch, factor=2), rtol=1e-5)
@@ -260,12 +265,22 @@ class Loop:
         tf.function(lambda values: self.strategy.run(apply, args=(values,)), autograph=False)(values)
 
 
+NO = NoCompression()
 GRADS = np.array([[3.0, -4.0, 0.0], [0.5, 0.0, 0.0]])
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("factor", [None, 1024.0])
-@pytest.mark.parametrize("compression", [None, NoCompression()])
+# Each two of clip, factor and compression.
+PAIRS = [
+    (c, f, k)
+    for n, c in enumerate(CLIPS)
+    for f, k in ([(None, None), (1024.0, NO)], [(None, NO), (1024.0, None)])[n % 2]
+]
+
+
+@pytest.mark.parametrize(
+    ("clip", "factor", "compression"),
+    tiers.cases(itertools.product(CLIPS, [None, 1024.0], [None, NO]), quick=PAIRS),
+)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_each_replica_clips_at_the_threshold_whatever_the_loss_is_multiplied_by(trainer, clip, factor, compression):
     loop = Loop(trainer, lambda: keras.optimizers.SGD(1.0, loss_scale_factor=factor, **{clip: 1.0}), compression)
@@ -381,7 +396,7 @@ def test_a_share_of_three_replicas_has_the_precision_that_is_asked_for():
 
 
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("batch", [3, 4])
+@pytest.mark.parametrize("batch", tiers.cases([3, 4], quick=[3]))
 def test_float64_has_all_of_its_precision(trainer, own, batch):
     def make():
         model = Linear("float64")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import warnings
 
 import keras
@@ -23,6 +21,7 @@ from tfdist.gradients.optimizer import get_reduction
 
 rng = np.random.default_rng(0)
 X, Y = rng.standard_normal((16, 40), np.float32), rng.standard_normal((16, 30)).astype(np.float32)
+ROUNDING = 2e-6  # of float32, at most; int8 rounds more
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +46,21 @@ def build(trainer, optimizer=None):
 
 def weights(model):
     return [w.copy() for w in model.get_weights()]
+
+
+def descended(trainer, epochs=2, accumulated=1):
+    """Returns the weights that plain gradient descent has after epochs of two steps, from those of `build`."""
+    kernel, bias = (w.astype(np.float64) for w in build(trainer).get_weights())
+    gathered = []
+    for rows in [slice(0, 8), slice(8, 16)] * epochs:
+        error = 2 * (X[rows] @ kernel + bias - Y[rows]) / Y[rows].size
+        gathered.append((X[rows].T @ error, error.sum(0)))
+        if len(gathered) == accumulated:
+            kernel, bias = (
+                w - 0.1 * np.mean(g, 0) for w, g in zip((kernel, bias), zip(*gathered, strict=True), strict=True)
+            )
+            gathered = []
+    return kernel, bias
 
 
 def fitted(trainer, compression=None, optimizer=None, epochs=2, **how):
@@ -115,10 +129,9 @@ def test_a_bare_fit_compresses_with_a_wrapped_optimizer(trainer):
     with trainer.scope():
         optimizer = tfdist.distribute_optimizer(keras.optimizers.SGD(0.1), "int8")
     model = build(trainer, optimizer)
-    model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
-    expected = weights(fitted(trainer))
-    difference = np.abs(weights(model)[0] - expected[0]).max()
-    assert 0 < difference < 1e-3
+    model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    difference = np.abs(weights(model)[0] - descended(trainer)[0]).max()
+    assert ROUNDING < difference < 1e-3
 
 
 BARE = {
@@ -134,9 +147,12 @@ def test_a_bare_fit_trains_what_it_cannot_alone(trainer, name):
         optimizer = tfdist.distribute_optimizer(BARE[name](), NoCompression())
     model = build(trainer, optimizer)
     model.fit(X, Y, batch_size=8, epochs=4, shuffle=False, verbose=0)
-    expected = fitted(trainer, None, BARE[name], 4, shuffle=False)
-    for mine, other in zip(weights(model), weights(expected), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-6)
+    if name == "moving_average":
+        expected, near = weights(fitted(trainer, None, BARE[name], 4, shuffle=False)), {"rtol": 1e-6}
+    else:
+        expected, near = descended(trainer, 4, 2 if name == "accumulation" else 1), {"rtol": 1e-5, "atol": ROUNDING}
+    for mine, other in zip(weights(model), expected, strict=True):
+        np.testing.assert_allclose(mine, other, **near)
 
 
 @pytest.mark.parametrize(
@@ -188,16 +204,17 @@ def test_topk_warns_of_adam_and_names_others(trainer):
         fitted(trainer, ErrorFeedback(TopK()), keras.optimizers.AdamW, epochs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fitted(trainer, ErrorFeedback(TopK()), epochs=1)
-        fitted(trainer, ErrorFeedback(Int8()), keras.optimizers.Adam, epochs=1)
+        with trainer.scope():
+            tfdist.distribute_optimizer(keras.optimizers.SGD(), ErrorFeedback(TopK()))
+            tfdist.distribute_optimizer(keras.optimizers.Adam(), ErrorFeedback(Int8()))
 
 
 def test_a_run_that_ends_before_compression_begins_says_so(trainer, capsys):
-    fitted(trainer, Warmup(Int8(), 4))
+    model = fitted(trainer, Warmup(Int8(), 4))
     assert "nothing was compressed: Warmup(Int8(), steps=4) begins after 4 updates, and this training has made 4" in (
         capsys.readouterr().out
     )
-    fitted(trainer, Warmup(Int8(), 3))
+    trainer.fit(model, X[:8], Y[:8], batch_size=8, verbose=0)  # the fifth update
     assert "nothing was compressed" not in capsys.readouterr().out
 
 
@@ -229,12 +246,12 @@ def test_accumulation_encodes_once_for_several_steps(trainer, scaled):
     def plain():
         return keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
 
-    model = fitted(trainer, Counting(), (lambda: keras.optimizers.LossScaleOptimizer(plain())) if scaled else plain, 4)
+    optimizer = (lambda: keras.optimizers.LossScaleOptimizer(plain())) if scaled else plain
+    model = fitted(trainer, Counting(), optimizer, 4, shuffle=False)
     assert model.optimizer.iterations.numpy() == 2
     assert [count.numpy() for (count,) in get_reduction(model.optimizer).states] == [2, 2]
-    expected = fitted(trainer, None, plain, 4)
-    for mine, other in zip(weights(model), weights(expected), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-6)
+    for mine, other in zip(weights(model), descended(trainer, 4, accumulated=4), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=ROUNDING)
 
 
 class Stepper:
@@ -413,17 +430,14 @@ class OwnStep(keras.Model):
 
 @pytest.mark.parametrize("how", ["jit_compile", "own_step"])
 def test_it_compresses_with(trainer, how):
-    moved = {}
-    for compressor in (None, ErrorFeedback(Int8())):
-        keras.utils.set_random_seed(1)
-        trainer.compression = compressor
-        with trainer.scope():
-            model = OwnStep() if how == "own_step" else keras.Sequential([keras.Input((40,)), keras.layers.Dense(30)])
-            model.build((None, 40))
-            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=how == "jit_compile")
-        trainer.fit(model, X, Y, batch_size=8, epochs=2, verbose=0)
-        moved[compressor is None] = weights(model)
-    assert 0 < np.abs(moved[True][0] - moved[False][0]).max() < 1e-3
+    trainer.compression = ErrorFeedback(Int8())
+    with trainer.scope():
+        model = OwnStep() if how == "own_step" else keras.Sequential([keras.Input((40,)), keras.layers.Dense(30)])
+        model.build((None, 40))
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=how == "jit_compile")
+    model.set_weights(build(trainer).get_weights())
+    trainer.fit(model, X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert ROUNDING < np.abs(weights(model)[0] - descended(trainer)[0]).max() < 1e-3
 
 
 def test_rules_reach_variables_by_their_paths(trainer):
@@ -432,22 +446,14 @@ def test_rules_reach_variables_by_their_paths(trainer):
     assert len(kernel) == 1 and bias == []
 
 
-OTHERS = {
-    "trainer": "tfdist.Trainer('central_storage', devices=2, compression='int8')",
-    "optimizer": """
-import keras
-strategy = tfdist.create_strategy('central_storage', devices=2)
-with strategy.scope():
-    tfdist.distribute_optimizer(keras.optimizers.SGD(), 'int8')
-""",
-}
-
-
-@pytest.mark.parametrize("how", tiers.cases(OTHERS, quick=1))
+@pytest.mark.parametrize("how", ["trainer", "optimizer"])
 def test_other_strategies_refuse(how):
-    program = f"import tfdist; {OTHERS[how]}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert "compression is not possible under CentralStorageStrategy" in done.stderr
+    strategy = tfdist.create_strategy("central_storage", devices=2)
+    with pytest.raises(ConfigError, match="compression is not possible under CentralStorageStrategy"), strategy.scope():
+        if how == "trainer":
+            tfdist.Trainer(strategy, compression="int8")
+        else:
+            tfdist.distribute_optimizer(keras.optimizers.SGD(), "int8")
 
 
 def test_wrong_names_are_refused_before_tensorflow_starts():

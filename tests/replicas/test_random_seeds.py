@@ -65,7 +65,7 @@ def trainer(mirrored):
     ("way", "arguments"),
     [
         ("trainer", {}),
-        ("trainer", {"dataset": True}),
+        pytest.param("trainer", {"dataset": True}, marks=pytest.mark.full),  # arrays become a dataset
         ("trainer", {"steps_per_execution": 4}),
         ("trainer", {"run_eagerly": True}),
         ("bare", {}),

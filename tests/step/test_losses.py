@@ -1,5 +1,7 @@
 """Losses and logs of a batch that two replicas share, against the arithmetic of the whole batch."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -75,7 +77,7 @@ def adding(reduce):
 
 
 @pytest.mark.parametrize(
-    ("size", "jit"), tiers.cases([(32, False), (33, False), (27, True)], quick=2)
+    ("size", "jit"), tiers.cases([(33, False), (32, False), (27, True)], quick=1)
 )  # of 33 a replica's last batch is empty
 def test_a_vector_that_a_layer_adds_is_summed_over_the_batch(trainer, size, jit):
     with trainer.scope():
@@ -106,7 +108,9 @@ class OneNumber(keras.losses.Loss):
 
 
 @pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
-@pytest.mark.parametrize("kind", ["function", "object", "added"])
+@pytest.mark.parametrize(
+    "kind", tiers.cases(["function", "added", "object"], quick=2)
+)  # test_loss_divisors.py has Dice
 @pytest.mark.parametrize("size", tiers.cases([33, 29], quick=1))
 def test_logs_of_one_number_are_means_over_examples(trainer, kind, size):
     with trainer.scope():
@@ -140,8 +144,10 @@ class OwnLoss(keras.Sequential):
         return tf.reduce_mean(self.loss(y, y_pred))
 
 
-@pytest.mark.parametrize("reduction", ["none", None])
-@pytest.mark.parametrize("kind", [OwnStep, OwnLoss])
+@pytest.mark.parametrize(
+    ("kind", "reduction"),
+    tiers.cases(itertools.product([OwnStep, OwnLoss], ["none", None]), quick=[(OwnStep, "none"), (OwnLoss, None)]),
+)
 def test_the_mean_of_an_unreduced_loss_is_a_mean(trainer, kind, reduction):
     with trainer.scope():
         model = compiled(kind([keras.Input((6,)), linear()]), keras.losses.MeanSquaredError(reduction=reduction))
@@ -149,7 +155,7 @@ def test_the_mean_of_an_unreduced_loss_is_a_mean(trainer, kind, reduction):
     np.testing.assert_allclose(model.get_weights()[0], passes(40, 16, 2)[0].w, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("reduction", ["none", None, "sum"])
+@pytest.mark.parametrize("reduction", tiers.cases(["none", None, "sum"], quick=["none", "sum"]))
 def test_a_loss_that_is_not_reduced_is_summed(trainer, reduction):
     with trainer.scope():
         loss = keras.losses.MeanSquaredError(reduction=reduction)
