@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.multiprocess import harness
+from tests.multiprocess import harness, models
 
 SYNCHRONOUS = (
     pytest.param("central_storage", marks=pytest.mark.slow),  # tests/end_to_end/test_train.py trains with it, too
@@ -62,12 +62,15 @@ def stock(runs, once):
 
 
 @pytest.fixture(scope="session")
-def single(runs):
-    """The results of one process on one device."""
-    return runs("one_device")[0][0]
+def found(runs):
+    """Returns a function: strategy, scenario of `program` -> each rank's results in it."""
 
+    def find(strategy, scenario):
+        further = scenario in models.FURTHER[strategy]
+        ranks = (further_run if further else runs)(strategy)[0]
+        return [results[scenario] for results in ranks]
 
-@pytest.fixture(scope="session", params=SYNCHRONOUS)
-def ranks(request, runs):
-    """Each rank's results under a strategy with two replicas."""
-    return runs(request.param)[0]
+    def further_run(strategy):
+        return runs(strategy, "program", *models.FURTHER[strategy])
+
+    return find

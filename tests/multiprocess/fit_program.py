@@ -1,4 +1,5 @@
-"""Everything that `fit` takes. Arguments: strategy, output folder, names of cases (without any, all).
+"""Everything that `fit` takes. Arguments: strategy, output folder, names of cases (without any, all). In `bare CASE` the model's own
+`fit` is called under the strategy.
 
 `stock` is the reference: plain Keras on one device, without tfdist. `arithmetic` is what it must train, without Keras' `fit`.
 Elsewhere the same cases go through the Trainer.
@@ -669,13 +670,12 @@ def inf_on_one_replica():
     return train(data=(x, Y[FULL]), policy="mixed_float16", optimizer=lambda: keras.optimizers.SGD(0.1))
 
 
-BARE = ("dict_dataset", "tuple_arrays", "text_vectorization", "five_dimensions", "own_steps")
 PYTHON_DATA = ("generator", "finite_generator", "validation_generator", "py_dataset")
 
 if __name__ == "__main__":
     results = {}
     for each in chosen or CASES:
-        function = CASES[each]
+        bare, function = each.startswith("bare "), CASES[each.removeprefix("bare ")]
         if name == "multi_worker_mirrored" and each in PYTHON_DATA:
             try:
                 function()
@@ -683,9 +683,5 @@ if __name__ == "__main__":
                 results[each] = str(e)
             continue
         results[each] = function()
-        if trainer and each in BARE:
-            bare = True
-            results[f"bare {each}"] = function()
-            bare = False
         print(each, flush=True)
     harness.store(out, RANK, results)

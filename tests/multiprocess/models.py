@@ -44,6 +44,34 @@ CASES = {
     "gru_adam": (gru, "adam"),
     "cnn_sgd": (cnn, "sgd"),
 }
+# Each optimizer once. Recurrent models are in test_fit.py, too: "masked_steps".
+QUICK_CASES = ("dense_adam", "cnn_sgd")
+# Of examples, in batches of 32 on two replicas. The quick ones: a replica without any, a whole batch before that, and a short
+# batch of both after several whole ones.
+SIZES = (1, 5, 32, 33, 63, 77, "files")
+QUICK_SIZES = (1, 33, 77, "files")
+# The scenarios of `program` that the default tier asks of a strategy, and the others.
+QUICK = {
+    "one_device": ("parity", "inference", "fine_tuning"),
+    # All else of it is tested in one process: tests/strategies, tests/step, tests/fuzz.
+    "mirrored": ("parity", "dropout"),
+    "multi_worker_mirrored": (
+        *("coverage", "parity", "trainer_fit", "inference", "everything", "dropout", "noise", "callbacks"),
+        "fine_tuning",
+    ),
+    "central_storage": (
+        *("coverage", "parity", "trainer_fit", "inference", "dropout", "further_parity", "further_inference"),
+    ),
+}
+FURTHER = {
+    "one_device": ("further_parity", "further_inference"),
+    "mirrored": (
+        *("coverage", "trainer_fit", "inference", "everything", "noise", "fine_tuning"),
+        *("further_parity", "further_inference", "bare_noise"),
+    ),
+    "multi_worker_mirrored": ("further_parity", "further_inference", "bare_noise"),
+    "central_storage": (),
+}
 
 
 def data(model, size=96, seed=0):

@@ -1,4 +1,7 @@
-"""What the tests of this folder compare between strategies. Arguments: strategy, output folder, names of scenarios."""
+"""What the tests of this folder compare between strategies. Arguments: strategy, output folder, names of scenarios.
+
+Without names it runs those of `models.QUICK`.
+"""
 
 import functools
 import json
@@ -40,14 +43,20 @@ def coverage():
     return model.fit(numbers / 96, numbers, batch_size=32, epochs=3, shuffle=True, verbose=0).history
 
 
-def parity():
+def parity(cases=models.QUICK_CASES):
     """Bare model.fit, as an unmodified script has it."""
     results = {}
-    for case, (build, optimizer) in models.CASES.items():
+    for case in cases:
+        build, optimizer = models.CASES[case]
         with trainer.scope():
             model = models.compiled(keras, build, optimizer)
         results[case] = models.train(model, *models.data(model))
     return results
+
+
+def further_parity():
+    """The other cases."""
+    return parity([case for case in models.CASES if case not in models.QUICK_CASES])
 
 
 def trainer_fit():
@@ -58,12 +67,12 @@ def trainer_fit():
     return models.train(model, x, y, lambda *args, **kwargs: trainer.fit(model, *args, **kwargs))
 
 
-def inference():
+def inference(sizes=models.QUICK_SIZES):
     """evaluate and predict for sizes around the boundaries, from arrays, a dataset and four files."""
     with trainer.scope():
         model = models.compiled(keras, models.cnn, "sgd")
     results = {}
-    for size in (1, 5, 32, 33, 63, 77):
+    for size in [each for each in sizes if each != "files"]:
         x, y = models.data(model, size, seed=3)
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(models.BATCH)
         results[size] = {
@@ -75,6 +84,8 @@ def inference():
             arrays = {"batch_size": models.BATCH, "verbose": 0}
             bare = {"arrays": (model.evaluate(x, y, **arrays), model.predict(x, **arrays))}
         results[size] |= bare
+    if "files" not in sizes:
+        return results
     files = []
     for number in range(4):
         path = pathlib.Path(out, f"part{number}-{RANK}.txt")
@@ -96,6 +107,11 @@ def inference():
         ),
     }
     return results
+
+
+def further_inference():
+    """The other sizes."""
+    return inference([size for size in models.SIZES if size not in models.QUICK_SIZES])
 
 
 def everything():
@@ -196,10 +212,10 @@ class Noise(keras.layers.Layer):
         return x
 
 
-def noise():
+def noise(ways=("trainer", "eager")):
     """What this process's replicas have drawn, `[way, step, replica, kind, 16]`, twice each; seeds after a state tree."""
     found = {}
-    for way in ("trainer", "bare", "eager"):
+    for way in ways:
         for attempt in range(2):
             keras.utils.set_random_seed(11)
             with trainer.scope():
@@ -225,6 +241,11 @@ def noise():
     model.layers[1].seed_generator.next()
     model.set_state_tree(tree)
     return {"draws": found, "before": before, "after": states()}
+
+
+def bare_noise():
+    """The same of the model's own fit."""
+    return noise(["bare"])
 
 
 class ChiefReads(keras.callbacks.Callback):
@@ -304,14 +325,21 @@ def fine_tuning():
     return {"history": history, "weights": model.get_weights(), "predictions": trainer.predict(model, x, verbose=0)}
 
 
-SCENARIOS = (coverage, parity, trainer_fit, inference, everything, dropout, noise, callbacks, fine_tuning)
-# Of these strategies the default tier asks for less.
-FEWER = {
-    "one_device": (parity, inference, fine_tuning),
-    "central_storage": (coverage, parity, trainer_fit, inference, dropout),
-    "mirrored": (coverage, parity, trainer_fit, inference, everything, dropout, noise, fine_tuning),
-}
-scenarios = [each for each in SCENARIOS if each.__name__ in chosen] if chosen else FEWER.get(name, SCENARIOS)
-results = {scenario.__name__: scenario() for scenario in scenarios}
+SCENARIOS = (
+    coverage,
+    parity,
+    trainer_fit,
+    inference,
+    everything,
+    dropout,
+    noise,
+    callbacks,
+    fine_tuning,
+    further_parity,
+    further_inference,
+    bare_noise,
+)
+chosen = chosen or models.QUICK[name]
+results = {scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in chosen}
 results["is_chief"] = trainer.is_chief
 harness.store(out, RANK, results)

@@ -50,10 +50,11 @@ class Plain:
         return model.predict(*args, **kwargs)
 
 
-def build(how, optimizer=lambda: "adam", extra=(), metrics=lambda: ["accuracy"], **options):
+def build(how, optimizer=lambda: "adam", extra=(), metrics=lambda: ["accuracy"], statistics=False, **options):
     keras.utils.set_random_seed(3)
     with how.scope():
-        layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.BatchNormalization(), *extra]
+        norm = [keras.layers.BatchNormalization()] if statistics else []
+        layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), *norm, *extra]
         model = keras.Sequential([*layers, keras.layers.Dense(3, "softmax", kernel_regularizer="l2")])
         model.compile(optimizer(), LOSS, metrics=metrics(), **options)
     return model
@@ -248,7 +249,8 @@ class Inside(keras.callbacks.Callback):
 
 def inside(how):
     callback = Inside(how)
-    result = fit(how, callbacks=lambda: [callback], validation_data=(X[:20], Y[:20]), **SHUFFLED)
+    given = {"validation_data": (X[:20], Y[:20]), "build_options": {"statistics": True}}
+    result = fit(how, callbacks=lambda: [callback], **given, **SHUFFLED)
     result["predictions"] = dict(enumerate(callback.found))
     return result
 
@@ -284,13 +286,13 @@ class Amid(keras.callbacks.Callback):
 
 def amid(how):
     callback = Amid(OUT)
-    result = fit(how, callbacks=lambda: [callback], **SHUFFLED)
+    result = fit(how, callbacks=lambda: [callback], build_options={"statistics": True}, **SHUFFLED)
     result["predictions"] = dict(enumerate(callback.found))
     return result
 
 
 def predict_first(how):
-    model = build(how)
+    model = build(how, statistics=True)
     found = [how.predict(model, ((X[start : start + 16],) for start in range(0, 64, 16)), verbose=0)]
     model.layers[0].activation = keras.activations.tanh
     with how.scope():
@@ -352,13 +354,13 @@ def nan(how):
 
 SHUFFLED = {"shuffle": False}
 CASES = {
-    "arrays": lambda how: fit(how, **SHUFFLED),
+    "arrays": lambda how: fit(how, build_options={"statistics": True}, **SHUFFLED),
     "validation_split_nadam": lambda how: fit(
         how, build_options={"optimizer": keras.optimizers.Nadam}, validation_split=0.25, **SHUFFLED
     ),
     "validation_data_both": lambda how: fit(
         how,
-        build_options={"metrics": lambda: [Both()]},
+        build_options={"metrics": lambda: [Both()], "statistics": True},
         validation_data=(X[:33], Y[:33]),
         validation_freq=2,
         **SHUFFLED,
@@ -367,14 +369,14 @@ CASES = {
     "steps": lambda how: fit(how, batches(16, -1), batch_size=None, steps_per_epoch=3),
     "runs_out": lambda how: fit(how, batches(16, 1), batch_size=None, steps_per_epoch=3),
     "initial_epoch_sample_weight": lambda how: fit(how, initial_epoch=1, sample_weight=WEIGHT, **SHUFFLED),
-    "executions": lambda how: fit(how, build_options={"steps_per_execution": 3}, **SHUFFLED),
+    "executions": lambda how: fit(how, build_options={"steps_per_execution": 3, "statistics": True}, **SHUFFLED),
     "generator": lambda how: fit(how, generator(), batch_size=None, epochs=1),
     "class_weight": lambda how: fit(how, class_weight={0: 1.0, 1: 3.0, 2: 0.5}, **SHUFFLED),
     "added_losses_momentum": lambda how: fit(
         how, build_options={"extra": (Adds(),), "optimizer": lambda: keras.optimizers.SGD(0.1, 0.9)}, **SHUFFLED
     ),
     "schedule": lambda how: fit(how, build_options={"optimizer": schedule}, **SHUFFLED),
-    "adamw_clip_ema": lambda how: fit(how, build_options={"optimizer": adamw}, **SHUFFLED),
+    "adamw_clip_ema": lambda how: fit(how, build_options={"optimizer": adamw, "statistics": True}, **SHUFFLED),
     "stopping": lambda how: fit(how, callbacks=stopping, **SHUFFLED),
     "rates": lambda how: fit(how, callbacks=rates, **SHUFFLED),
     "several": several,

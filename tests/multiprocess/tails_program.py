@@ -27,7 +27,6 @@ RATE = 0.05
 rng = np.random.default_rng(0)
 IMAGES = rng.standard_normal((2 * BATCH + REPLICAS + 1, 6, 6, 2)).astype(np.float32)
 TARGETS = rng.standard_normal((len(IMAGES), 2)).astype(np.float32)
-TAILS = [1, REPLICAS + 1]
 CASES = {}
 
 
@@ -153,7 +152,7 @@ def convolutions():
 
 @case
 def convolution():
-    return [compare(convolutions, tail) for tail in (1, REPLICAS - 1)]
+    return [compare(convolutions, tail) for tail in sorted({1, REPLICAS - 1})]
 
 
 @case
@@ -170,17 +169,26 @@ def eager_convolution():
 def recurrence():
     layers = keras.layers
     model = lambda: sequential(layers.Reshape((6, 12)), layers.LSTM(3, return_sequences=True), layers.GRU(2))  # noqa: E731
-    return [compare(model, tail) for tail in TAILS[:1]]
+    return [compare(model, 1)]
 
 
 @case
 def executions_of_two():
-    return [compare(convolutions, tail, steps_per_execution=2) for tail in TAILS[:1]]
+    return [compare(convolutions, 1, steps_per_execution=2)]
+
+
+def running():
+    return sequential(keras.layers.BatchNormalization(), Running())
 
 
 @case
 def statistics():
-    return [compare(lambda: sequential(keras.layers.BatchNormalization(), Running()), tail) for tail in TAILS]
+    return [compare(running, 1)]
+
+
+@case
+def statistics_of_unequal_shares():
+    return [compare(running, REPLICAS + 1)]
 
 
 @case
@@ -204,7 +212,7 @@ def averaged_statistics():
         found = norm.moving_mean.numpy(), norm.moving_variance.numpy()
         return {"statistics": float(np.abs(np.subtract(found, (mean, variance))).max())}
 
-    return [difference(tail) for tail in (1, REPLICAS - 1)]
+    return [difference(tail) for tail in sorted({1, REPLICAS - 1, REPLICAS + 1})]
 
 
 @case
@@ -214,7 +222,7 @@ def synchronized_statistics():
     def build(synchronized=True):
         return sequential(keras.layers.Conv2D(3, 3), keras.layers.BatchNormalization(synchronized=synchronized))
 
-    return [compare(build, tail, replicas=1, reference=lambda: build(False)) for tail in TAILS[:1]]
+    return [compare(build, 1, replicas=1, reference=lambda: build(False))]
 
 
 def function_of(known):

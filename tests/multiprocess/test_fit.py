@@ -69,9 +69,11 @@ OPTIMIZERS = [
 HALVES = ["mixed_bfloat16", "mixed_float16", "inf_on_one_replica"]
 EXACT = [*INPUTS, *LOSSES, *EXECUTIONS, *OPTIMIZERS]
 ALL = [*EXACT, *HALVES, *PYTHON_DATA]
+TRAINED = [*ALL, *(f"bare {case}" for case in BARE)]
 # Each of these goes the way of another one, or of two together: the nearer ones are in `make test-all`, the others in the
 # slow tier.
 FULL = [
+    "dict_arrays",
     "text_vectorization",
     "five_dimensions",
     "short_last_batch_of_masked_words",
@@ -84,9 +86,12 @@ FULL = [
     "executions_cut_by_the_epoch",
     "executions_of_unknown_data",
     "compiled",
+    "eager",  # trained so in test_strategies.py and tests/step/test_loss_divisors.py
+    "global_clipnorm",  # as rows_of_words has it
     "moving_average_overwrites",
     "accumulation_of_embeddings",
     "mixed_float16",
+    "bare own_steps",  # as test_model_methods.py has it
 ]
 SLOW = [
     "tuple_arrays",
@@ -138,19 +143,19 @@ BETWEEN_WORKERS = [
     "accumulation_with_everything",
     "accumulation_of_embeddings",
     "rows_of_words",
-    "loss_scale_and_accumulation",
     "inf_on_one_replica",
 ]
 
 
 def marks(strategy, case):
-    """The mark of the tier in which a case runs with a strategy."""
-    elsewhere = (case in BETWEEN_WORKERS) != (strategy == "multi_worker_mirrored")
-    if strategy == "stock" or case in PYTHON_DATA:  # which workers refuse
+    """The mark of the tier in which a case, maybe with a bare fit, runs with a strategy."""
+    name = case.removeprefix("bare ")
+    elsewhere = (name in BETWEEN_WORKERS) != (strategy == "multi_worker_mirrored")
+    if strategy == "stock" or name in PYTHON_DATA:  # which workers refuse
         elsewhere = False
-    if case in SLOW or elsewhere:
+    if name in SLOW or elsewhere:
         return pytest.mark.slow
-    return pytest.mark.full if case in FULL else ()
+    return pytest.mark.full if name in FULL or case in FULL else ()
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +163,8 @@ def ranks(runs, stock):
     """Returns a function: strategy, case -> each rank's results, of a run of all cases of the same tier."""
 
     def find(strategy, case):
-        alike = [each for each in ALL if marks(strategy, each) == marks(strategy, case)]
+        every = ALL if strategy == "stock" else TRAINED
+        alike = [each for each in every if marks(strategy, each) == marks(strategy, case)]
         return [stock(*alike)] if strategy == "stock" else runs(strategy, "fit_program", *alike)[0]
 
     return find
@@ -170,10 +176,10 @@ def plain(ranks):
     return lambda case: ranks("stock", case)[0][case]
 
 
-def with_two_replicas(cases):
+def with_two_replicas(cases, bare=""):
     """A test's parameters `strategy` and `case`."""
     parameters = [
-        pytest.param(strategy, case, marks=marks(strategy, case))
+        pytest.param(strategy, case, marks=marks(strategy, bare + case))
         for strategy in ("mirrored", "multi_worker_mirrored")
         for case in cases
     ]
@@ -183,7 +189,7 @@ def with_two_replicas(cases):
 def test_no_case_is_left_out():
     program = (harness.ROOT / "tests/multiprocess/fit_program.py").read_text()
     assert set(re.findall(r"^@case\ndef (\w+)", program, re.MULTILINE)) == set(ALL)
-    assert set(ALL) > {*BETWEEN_WORKERS, *FULL, *SLOW, *BARE}
+    assert set(TRAINED) > {*BETWEEN_WORKERS, *FULL, *SLOW, *BARE}
     assert not {*FULL} & {*SLOW}
 
 
@@ -207,9 +213,9 @@ def test_two_replicas_train_what_one_process_does(plain, ranks, strategy, case):
         assert difference(results[case]["slots"], plain(case)["slots"]) < 1e-4
 
 
-@with_two_replicas(BARE)
+@with_two_replicas(BARE, "bare ")
 def test_so_does_a_bare_fit(plain, ranks, strategy, case):
-    for results in ranks(strategy, case):
+    for results in ranks(strategy, f"bare {case}"):
         for name, values in plain(case)["history"].items():
             if np.ndim(values) == 1:  # of a vector of numbers Keras logs the mean, with several workers
                 assert difference(results[f"bare {case}"]["history"][name], values) < 1e-5

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers import tiers
 from tests.multiprocess import harness
 
 pytestmark = pytest.mark.timeout(600)
@@ -14,11 +15,10 @@ def parity(tmp_path_factory):
     done = {}
 
     def find(case):
-        slow = case in SLOW
-        if slow not in done:
-            cases = [each for each in FIT_CASES if (each in SLOW) == slow]
-            done[slow] = harness.run_roles("ps_fit_program", tmp_path_factory.mktemp("ps_fit"), 1, *cases)[0]
-        return done[slow][case]
+        if (tier := tier_of(case)) not in done:
+            cases = [each for each in FIT_CASES if tier_of(each) == tier]
+            done[tier] = harness.run_roles("ps_fit_program", tmp_path_factory.mktemp("ps_fit"), 1, *cases)[0]
+        return done[tier][case]
 
     return find
 
@@ -55,13 +55,18 @@ FIT_CASES = [
     "masks",
     "output_losses",
 ]
-# Each of these goes the way of another one.
+# Each of these goes the way of others: the first ones of executions, texts, amid and predict_first.
+FULL = ("arrays", "dataset", "inside")
 SLOW = ("validation_split_nadam", "steps", "class_weight", "schedule", "stopping", "own_step", "on_batches")
-PARITY = [
-    pytest.param(case, marks=pytest.mark.slow if case in SLOW else ())
-    for case in FIT_CASES
-    if case not in ("placement", "masks", "output_losses")
-]
+PARITY = tiers.cases(
+    [case for case in FIT_CASES if case not in ("placement", "masks", "output_losses")],
+    quick=[case for case in FIT_CASES if case not in (*FULL, *SLOW)],
+    slow=SLOW,
+)
+
+
+def tier_of(case):
+    return "slow" if case in SLOW else "full" if case in FULL else "quick"
 
 
 @pytest.mark.parametrize("case", PARITY)

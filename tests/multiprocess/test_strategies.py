@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.helpers import tiers
+from tests.multiprocess import models
 from tests.multiprocess.conftest import SYNCHRONOUS
-from tests.multiprocess.models import CASES
+from tests.multiprocess.models import CASES, QUICK_CASES
 
 # Every run of the two programs takes up to a minute on two cores.
 pytestmark = pytest.mark.timeout(600)
@@ -26,74 +28,95 @@ def difference(a, b):
     return float(np.abs(np.asarray(a, np.float64) - b).max(initial=0))
 
 
+# Mirrored replicas do all this in the tests of one process, too: tests/strategies, tests/step, tests/fuzz.
+FURTHER_MIRRORED = (
+    pytest.param("central_storage", marks=pytest.mark.slow),
+    pytest.param("mirrored", marks=pytest.mark.full),
+    "multi_worker_mirrored",
+)
+
+
 def bitwise_equal(a, b):
     return difference(a, b) == 0
 
 
-@pytest.mark.parametrize("case", WITHOUT_BATCH_NORM)
-def test_weights_and_losses_equal_one_process(single, ranks, case):
-    for results in ranks:
-        assert difference(results["parity"][case], single["parity"][case]) < 1e-5
+def parity(found, strategy, case):
+    """Returns what each rank has trained in a case."""
+    scenario = "parity" if case in QUICK_CASES else "further_parity"
+    return [results[case] for results in found(strategy, scenario)]
+
+
+@pytest.mark.parametrize("case", tiers.cases(WITHOUT_BATCH_NORM, quick=QUICK_CASES))
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_weights_and_losses_equal_one_process(found, strategy, case):
+    for results in parity(found, strategy, case):
+        assert difference(results, parity(found, "one_device", case)[0]) < 1e-5
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
-def test_weights_and_losses_equal_tf_keras_on_two_workers(runs, strategy, case):
+def test_weights_and_losses_equal_tf_keras_on_two_workers(runs, found, strategy, case):
     legacy = runs("multi_worker_mirrored", "legacy_program")[0][0]
-    for results in runs(strategy)[0]:
-        assert difference(results["parity"][case], legacy[case]) < 1e-5
+    for results in parity(found, strategy, case):
+        assert difference(results, legacy[case]) < 1e-5
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_mirrored_equals_multi_worker_bitwise(runs, case):
-    (mirrored,), multi_worker = runs("mirrored")[0], runs("multi_worker_mirrored")[0]
-    for results in multi_worker:
-        assert bitwise_equal(results["parity"][case], mirrored["parity"][case])
+@pytest.mark.parametrize("case", tiers.cases(CASES, quick=QUICK_CASES))
+def test_mirrored_equals_multi_worker_bitwise(found, case):
+    (mirrored,) = parity(found, "mirrored", case)
+    for results in parity(found, "multi_worker_mirrored", case):
+        assert bitwise_equal(results, mirrored)
 
 
-def test_trainer_fit_equals_bare_fit(ranks):
-    for results in ranks:
-        assert difference(results["trainer_fit"], results["parity"]["cnn_sgd"]) < 1e-6
+@pytest.mark.parametrize("strategy", FURTHER_MIRRORED)
+def test_trainer_fit_equals_bare_fit(found, strategy):
+    for results, bare in zip(found(strategy, "trainer_fit"), parity(found, strategy, "cnn_sgd"), strict=True):
+        assert difference(results, bare) < 1e-6
 
 
-def test_training_moved_the_weights_and_the_statistics(single):
-    for case in CASES:
-        losses = single["parity"][case]["history"]["loss"]
-        assert losses[-1] < losses[0] - 0.01
-    _, mean, variance = single["parity"]["cnn_sgd"]["weights"][2:5]
-    assert np.abs(variance - 1).max() > 0.01 and np.abs(mean).max() > 0.01
+@pytest.mark.parametrize("case", tiers.cases(CASES, quick=QUICK_CASES))
+def test_training_moved_the_weights_and_the_statistics(found, case):
+    (trained,) = parity(found, "one_device", case)
+    losses = trained["history"]["loss"]
+    assert losses[-1] < losses[0] - 0.01
+    if case == "cnn_sgd":
+        _, mean, variance = trained["weights"][2:5]
+        assert np.abs(variance - 1).max() > 0.01 and np.abs(mean).max() > 0.01
 
 
-@pytest.mark.parametrize("size", [1, 5, 32, 33, 63, 77, "files"])
-def test_evaluate_and_predict_equal_one_process(single, ranks, size):
-    expected = single["inference"][size]
+@pytest.mark.parametrize("size", tiers.cases(models.SIZES, quick=models.QUICK_SIZES))
+@pytest.mark.parametrize("strategy", FURTHER_MIRRORED)
+def test_evaluate_and_predict_equal_one_process(found, strategy, size):
+    scenario = "inference" if size in models.QUICK_SIZES else "further_inference"
+    expected = found("one_device", scenario)[0][size]
     length = 28 if size == "files" else size
-    for results in ranks:
-        for kind, (evaluation, predictions) in results["inference"][size].items():
+    for results in found(strategy, scenario):
+        for kind, (evaluation, predictions) in results[size].items():
             assert predictions.shape == (length, 3)
             assert difference(predictions, expected[kind][1]) < 1e-5, kind
             assert difference(evaluation, expected[kind][0]) < 1e-5, kind
 
 
-def test_an_unseeded_shuffled_epoch_has_each_example_once(ranks):
+@pytest.mark.parametrize("strategy", FURTHER_MIRRORED)
+def test_an_unseeded_shuffled_epoch_has_each_example_once(found, strategy):
     numbers = np.arange(96, dtype=np.float64)
-    for results in ranks:
+    for results in found(strategy, "coverage"):
         for exponent in range(4):
-            sums = results["coverage"][f"power{exponent}"]
+            sums = results[f"power{exponent}"]
             assert np.allclose(sums, (numbers**exponent).sum(), rtol=1e-6), exponent
 
 
-def masks(runs, strategy):
-    return np.concatenate([results["dropout"] for results in runs(strategy)[0]], axis=2)
+def masks(found, strategy):
+    return np.concatenate(found(strategy, "dropout"), axis=2)
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
-def test_dropout_masks_differ_between_replicas_and_steps_and_not_between_runs(runs, strategy):
-    found = masks(runs, strategy)
-    assert found.shape == (2, 2, 2, 8, 40)
-    assert (found[0] == found[1]).all(), "two runs of one seed"
-    views = [found[0][step, replica] for step in range(2) for replica in range(2)]
+def test_dropout_masks_differ_between_replicas_and_steps_and_not_between_runs(found, strategy):
+    drawn = masks(found, strategy)
+    assert drawn.shape == (2, 2, 2, 8, 40)
+    assert (drawn[0] == drawn[1]).all(), "two runs of one seed"
+    views = [drawn[0][step, replica] for step in range(2) for replica in range(2)]
     for i, a in enumerate(views):
         assert 0.35 < a.mean() < 0.65
         for b in views[:i]:
@@ -101,16 +124,17 @@ def test_dropout_masks_differ_between_replicas_and_steps_and_not_between_runs(ru
             assert 0.35 < (a == b).mean() < 0.65
 
 
-def test_dropout_masks_are_those_of_another_program_with_the_seed(runs):
-    assert (masks(runs, "mirrored") == masks(runs, "multi_worker_mirrored")).all()
+def test_dropout_masks_are_those_of_another_program_with_the_seed(found):
+    assert (masks(found, "mirrored") == masks(found, "multi_worker_mirrored")).all()
 
 
-@pytest.mark.parametrize("way", ["trainer", "bare", "eager"])
-@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
-def test_replicas_and_steps_draw_numbers_of_their_own(runs, strategy, way):
+# A bare fit runs the step that the Trainer's does.
+@pytest.mark.parametrize("way", tiers.cases(["trainer", "bare", "eager"], quick=["trainer", "eager"]))
+@pytest.mark.parametrize("strategy", FURTHER_MIRRORED[1:])
+def test_replicas_and_steps_draw_numbers_of_their_own(found, strategy, way):
+    noise = found(strategy, "bare_noise" if way == "bare" else "noise")
     first, again = (
-        np.concatenate([results["noise"]["draws"][way, attempt] for results in runs(strategy)[0]], axis=1)
-        for attempt in range(2)
+        np.concatenate([results["draws"][way, attempt] for results in noise], axis=1) for attempt in range(2)
     )
     assert first.shape == (3, 2, 5, 16)
     assert (first == again).all(), "two runs of one seed"
@@ -119,9 +143,9 @@ def test_replicas_and_steps_draw_numbers_of_their_own(runs, strategy, way):
         assert len(np.unique(views, axis=0)) == 6, kind
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
-def test_a_state_tree_gives_each_replica_its_seed_back(runs, strategy):
-    noise = [results["noise"] for results in runs(strategy)[0]]
+@pytest.mark.parametrize("strategy", FURTHER_MIRRORED[1:])
+def test_a_state_tree_gives_each_replica_its_seed_back(found, strategy):
+    noise = found(strategy, "noise")
     assert [each["after"] for each in noise] == [each["before"] for each in noise]
     assert len({state[0] for each in noise for state in each["after"]}) == 2
 
@@ -129,9 +153,10 @@ def test_a_state_tree_gives_each_replica_its_seed_back(runs, strategy):
 # The Trainer: equal ranks, one file, anybody's callbacks.
 
 
-@pytest.fixture(scope="module", params=["mirrored", "multi_worker_mirrored"])
+@pytest.fixture(scope="module", params=FURTHER_MIRRORED[1:])
 def run(request, runs):
-    return runs(request.param)
+    further = models.FURTHER[request.param] if request.param == "mirrored" else ()
+    return runs(request.param, "program", *further)
 
 
 # In one process there is nobody for a callback to wait for, and nobody who lacks it.
@@ -227,6 +252,7 @@ def test_progress_is_shown_on_the_chief_alone(runs):
     assert "Epoch" not in (out / "logs" / "worker-1.log").read_text()
 
 
-def test_fine_tuning_a_loaded_model_equals_one_process(run, single):
+def test_fine_tuning_a_loaded_model_equals_one_process(run, found):
+    (expected,) = found("one_device", "fine_tuning")
     for results in run[0]:
-        assert difference(results["fine_tuning"], single["fine_tuning"]) < 1e-5
+        assert difference(results["fine_tuning"], expected) < 1e-5

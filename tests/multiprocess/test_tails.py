@@ -2,10 +2,14 @@
 
 import pytest
 
+from tests.helpers import tiers
+
 # Every run of the program takes some minutes on two cores.
 pytestmark = pytest.mark.timeout(900)
 
-QUICK = ["convolution", "statistics", "averaged_statistics", "functions"]
+QUICK = ["statistics", "averaged_statistics", "functions"]
+# "functions" has the model of the first and "statistics" its data, "averaged_statistics" the batches of the second.
+FULL = ["convolution", "statistics_of_unequal_shares"]
 SLOW = [
     "compiled_convolution",
     "eager_convolution",
@@ -14,13 +18,13 @@ SLOW = [
     "synchronized_statistics",
     "functions_in_executions",
 ]
-CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = tiers.cases([*QUICK, *FULL, *SLOW], QUICK, SLOW)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", [pytest.param("mirrored", marks=pytest.mark.full), "multi_worker_mirrored"])
 def test_replicas_without_examples_change_nothing(runs, strategy, case):
-    alike = QUICK if case in QUICK else SLOW
+    (alike,) = (tier for tier in (QUICK, FULL, SLOW) if case in tier)
     for results in runs(strategy, "tails_program", *alike)[0]:
         for differences in results[case]:
             assert max(differences.values()) < 2e-6, differences
