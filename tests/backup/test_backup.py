@@ -123,20 +123,14 @@ SLOW = ("arrays", "several_epochs_a_pass", "generator", "endless", "finite_funct
 SLOW += ("executions_that_do_not_divide", "metrics_with_state", "loss_scale")
 
 
-def build(trainer, optimizer=None, units=8, compression=None, **compiled):
+def build(trainer, optimizer=None, units=8, compression=None, state=True, **compiled):
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     trainer.compression = compression
     with trainer.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(units, use_bias=False),
-                keras.layers.BatchNormalization(momentum=0.8),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(3),
-            ]
-        )
+        layers = [keras.layers.BatchNormalization(momentum=0.8), keras.layers.Dropout(0.3)] if state else []
+        hidden = keras.layers.Dense(units, use_bias=False)
+        model = keras.Sequential([keras.Input((6,)), hidden, *layers, keras.layers.Dense(3)])
         optimizer = optimizer() if optimizer else keras.optimizers.Adam(0.01)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         compiled = {name: value() if callable(value) else value for name, value in compiled.items()}
@@ -176,6 +170,24 @@ def life(trainer, backup, interrupt=None, given="function", epochs=3, callbacks=
     }, interrupt.batches
 
 
+@pytest.fixture(scope="module")
+def undisturbed(trainer):
+    """What `life` trains if nothing is said and nothing interrupts."""
+    return life(trainer, None)[0]
+
+
+def fit_line(trainer, *callbacks, epochs=2, **how):
+    """Trains a model of one layer, for tests of when backups are written and removed, and returns it."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    trainer.compression = None
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    trainer.fit(model, **DATA["function"](), epochs=epochs, verbose=0, callbacks=[*callbacks], **how)
+    return model
+
+
 def backup(folder, save_freq=3, **how):
     return tfdist.BackupAndRestore(folder / "backup", save_freq, **{"save_before_preemption": False, **how})
 
@@ -213,19 +225,12 @@ def test_keras_own_callback_is_replaced(trainer, tmp_path, capsys):
     assert differences(results, expected) == []
     assert not [*folder.glob("step-*")], "removed when fit ends, as by Keras"
     assert "takes the place of keras.callbacks.BackupAndRestore" in capsys.readouterr().out
-    kept = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
-    life(trainer, kept, given="dataset", epochs=1)
+    fit_line(trainer, keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False), epochs=1)
     assert [*folder.glob("step-*")]
 
 
 def test_keras_own_callback_is_left_out_beside_a_backup(trainer, tmp_path, capsys):
-    life(
-        trainer,
-        backup(tmp_path),
-        given="dataset",
-        epochs=1,
-        callbacks=[keras.callbacks.BackupAndRestore(tmp_path / "other")],
-    )
+    fit_line(trainer, keras.callbacks.BackupAndRestore(tmp_path / "other"), backup(tmp_path), epochs=1)
     assert not (tmp_path / "other").exists() and [*(tmp_path / "backup").glob("step-*")]
     assert "left keras.callbacks.BackupAndRestore out" in capsys.readouterr().out
 
@@ -270,7 +275,8 @@ def test_a_validation_of_moving_averages_may_be_told_to_go(trainer, tmp_path, sw
         saved = backup(folder, 1000, **how)
         swaps = keras.callbacks.SwapEMAWeights(swap_on_epoch)
         averages = {"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)}
-        return life(trainer, saved, callbacks=[swaps, *callbacks], validation=(X[:24], Y[:24]), **averages)
+        validation = (X[:24], Y[:24])
+        return life(trainer, saved, callbacks=[swaps, *callbacks], validation=validation, state=False, **averages)
 
     expected, _ = train(folder=tmp_path / "other")
     with pytest.raises(SystemExit) as left:
@@ -313,13 +319,14 @@ def test_logs_that_a_step_computes_from_metrics_are_the_epochs(trainer, tmp_path
             model = OwnLogs(inputs=inputs, outputs=keras.layers.Dense(1)(inputs))
             model.compile(keras.optimizers.SGD(0.1))
         saved = backup(folder, 1000, **how)
-        given = {"batch_size": 5, "epochs": 3, "shuffle": False, "validation_data": (X[:24], Y[:24])}
+        # One replica has an example more than the other.
+        given = {"batch_size": 11, "epochs": 3, "shuffle": False, "validation_data": (X[:22], Y[:22])}
         return model.fit(X[:33], Y[:33] / 2.0, verbose=0, callbacks=[*callbacks, saved], **given).history
 
     expected = train(folder=tmp_path / "other")
     assert np.allclose(np.square(expected["root"]), expected["loss"]), "of both replicas, not the mean of theirs"
     with pytest.raises(SystemExit):
-        train(Told(6), **PREEMPTED)
+        train(Told(3), **PREEMPTED)  # amid the second validation
     assert train() == expected
 
 
@@ -452,8 +459,7 @@ def test_a_fit_that_was_interrupted_may_be_called_again_in_the_same_program(trai
 
 def test_backups_stay_until_the_model_is_written(trainer, tmp_path):
     saved = backup(tmp_path)
-    model = build(trainer)
-    trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[saved])
+    model = fit_line(trainer, saved)
     assert (tmp_path / "backup" / f"step-{2 * STEPS}-end" / "manifest.json").exists()
     with pytest.raises(FileExistsError):
         (tmp_path / "model.keras").touch()
@@ -465,15 +471,14 @@ def test_backups_stay_until_the_model_is_written(trainer, tmp_path):
     assert not (tmp_path / "backup").exists()
 
     kept = backup(tmp_path, delete_checkpoint=False)
-    trainer.fit(build(trainer), **DATA["function"](), epochs=1, verbose=0, callbacks=[kept])
+    trainer.fit(model, **DATA["function"](), epochs=1, verbose=0, callbacks=[kept])
     trainer.delete_backup()
     assert (tmp_path / "backup").exists()
 
 
 def test_time_is_a_reason_to_save(trainer, tmp_path):
     saved = backup(tmp_path, 10**6, save_every_seconds=1e-6, keep=100)
-    model = build(trainer)
-    trainer.fit(model, **DATA["function"](), epochs=1, verbose=0, callbacks=[saved])
+    fit_line(trainer, saved, epochs=1)
     assert len(list((tmp_path / "backup").glob("step-*"))) == STEPS + 1, "each step's, and the epoch's"
 
 
@@ -532,15 +537,14 @@ def test_the_only_backup_is_not_written_over(trainer, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Storage, "write_part", watched)
     # The last step's and the epoch's are of the same step.
-    life(trainer, backup(tmp_path, STEPS, keep=1), epochs=2)
+    fit_line(trainer, backup(tmp_path, STEPS, keep=1))
     assert [path.name for path in (tmp_path / "backup").glob("step-*")] == [f"step-{2 * STEPS}-end"]
 
 
 def test_each_fit_finds_its_own_backups_though_others_are_deleted(trainer, tmp_path):
     for attempt in range(2):
         trainer = tfdist.Trainer(trainer.strategy, backup_dir=tmp_path / "backup")
-        model = build(trainer)
-        trainer.fit(model, **DATA["function"](), epochs=2, verbose=0)
+        model = fit_line(trainer)
         trainer.save(model, tmp_path / "first.keras")
         assert model.optimizer.iterations.numpy() == 2 * STEPS
         second = Interrupt(step=None if attempt else STEPS + 1)
@@ -565,13 +569,12 @@ class Second(keras.callbacks.Callback):
             self.monkeypatch.undo()
 
 
-def test_of_two_runs_with_one_folder_the_first_ends_and_spoils_nothing(trainer, tmp_path, monkeypatch):
+def test_of_two_runs_with_one_folder_the_first_ends_and_spoils_nothing(trainer, tmp_path, undisturbed, monkeypatch):
     folder = tmp_path / "backup"
     with pytest.raises(ConfigError, match="is another run's, which began later: process 1 on elsewhere"):
         life(trainer, backup(tmp_path, 3), callbacks=[Second(folder, monkeypatch)])
     assert [path.name for path in folder.glob("step-*")] == ["step-3"]
-    expected, _ = life(trainer, None)
-    assert differences(life(trainer, backup(tmp_path, 3))[0], expected) == []
+    assert differences(life(trainer, backup(tmp_path, 3))[0], undisturbed) == []
     assert not (folder / snapshot_writer.OWNERSHIP_FILE).exists()
 
 
@@ -717,7 +720,7 @@ def test_a_field_that_an_older_version_did_not_have_counts_as_its_default(traine
         shutil.copytree(interrupted, folder / "backup")
         given = backup(folder, config={**newer, "schedule": schedule}, defaults=newer)
         if schedule is None:
-            life(trainer, given)
+            life(trainer, given, epochs=1)
         else:
             with pytest.raises(ConfigError, match=r"schedule is 'cosine', and was None"):
                 life(trainer, given)
@@ -770,7 +773,7 @@ def protect(disk):
 
 
 @pytest.mark.parametrize("how", tiers.cases([fill, protect], quick=[fill]))
-def test_a_backup_that_cannot_be_written_ends_the_training_and_leaves_the_one_before(trainer, disk, how):
+def test_a_backup_that_cannot_be_written_ends_the_training_and_leaves_the_one_before(trainer, disk, undisturbed, how):
     with pytest.raises(
         BackupError, match=r"The backup .*step-6.* could not be written: .*The backups before it are left"
     ):
@@ -783,7 +786,7 @@ def test_a_backup_that_cannot_be_written_ends_the_training_and_leaves_the_one_be
         (disk / "junk").unlink()
     results, steps = life(trainer, backup(disk))
     assert steps[0] == (0, 3)
-    assert differences(results, life(trainer, None)[0]) == []
+    assert differences(results, undisturbed) == []
 
 
 @pytest.mark.full
@@ -830,7 +833,7 @@ class Captures(Counter):
 def test_a_validation_after_a_backup_needs_no_second_copy(trainer, tmp_path, freq):
     """The state is taken before a validation only if none of that step is saved already."""
     captures = Captures()
-    life(trainer, backup(tmp_path, freq, **PREEMPTED), callbacks=[captures], validation=(X[:24], Y[:24]), epochs=2)
+    fit_line(trainer, captures, backup(tmp_path, freq, **PREEMPTED), validation_data=(X[:24], Y[:24]))
     # Once to check it, after the last step of each epoch, and at the end of all.
     assert captures.captures == 1 + 2 + 1
 
