@@ -43,6 +43,8 @@ ALL = {
 BUCKET_BYTES = 2000  # so that some of SHAPES are cut
 # A codec in a wrapper that others have, too; of what is not in these, each codec and each wrapper is there once.
 COMBINED = ["powersgd_feedback", "topk_feedback"]
+# Between processes each of these goes the way of another one: bf16, powersgd, warmup, topk_sampled.
+SIMILAR = ["fp16", "powersgd_cold", *COMBINED]
 FEEDBACK = ["int8_feedback", "powersgd_feedback", "topk_feedback", "topk_sampled", "warmup"]
 RANKS = tiers.cases([1, 2, 3], quick=[2])
 DENORMAL = 1e-70  # the squares of what may count as zero

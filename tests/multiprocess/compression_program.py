@@ -61,6 +61,10 @@ def exchanges(compressor):
     return found
 
 
+def exchanges_of(names):
+    return {name: exchanges(test_compressors.ALL[name]) for name in names}
+
+
 def tower(name):
     """Returns a classifier whose variables are called by its name."""
     return [
@@ -300,7 +304,11 @@ def of(names):
 
 BETWEEN_TASKS = bool(trainer.cluster)
 PARTS = {
-    "exchanges": lambda: {name: exchanges(compressor) for name, compressor in test_compressors.ALL.items()},
+    "exchanges": lambda: exchanges_of(test_compressors.ALL),
+    "quick_exchanges": lambda: exchanges_of(
+        [name for name in test_compressors.ALL if name not in test_compressors.SIMILAR]
+    ),
+    "further_exchanges": lambda: exchanges_of(test_compressors.SIMILAR),
     "trained": lambda: train_all(of(TRAINED)),
     "options": lambda: {name: options(optimizer, name) for name, optimizer in ADAM.items()},
     "rows": lambda: {name: rows(compressor) for name, compressor in of(("none", "bf16", "int8")).items()},

@@ -1,6 +1,6 @@
 """A program for every task of a parameter-server cluster; its chief runs what `test_parameter_server.py` asserts.
 
-Arguments: a folder for the results.
+Arguments: a folder for the results, names of scenarios (without any, those of the default tier).
 """
 
 import os
@@ -185,7 +185,7 @@ def train_digits():
 
 
 def evaluate_and_predict():
-    """(number of examples, kind of data) -> results here and in plain Keras."""
+    """Of some sizes as `of_sizes`, and how long slow data take."""
     model = dense()
 
     def batches(count, pause=0.0):
@@ -197,10 +197,21 @@ def evaluate_and_predict():
     board, began = TensorBoard(OUT / "curves_of_slow_data", 10), time.monotonic()
     trainer.fit(model, batches(10, PAUSE), steps_per_epoch=10, verbose=0, callbacks=[board])
     slow_data = time.monotonic() - began
+    return {"slow_data": slow_data, **of_sizes(model, (1, 11, 41))}
+
+
+def further_sizes():
+    model = dense()
+    trainer.fit(model, X, Y, verbose=0)
+    return of_sizes(model, (10, 19, 20))
+
+
+def of_sizes(model, sizes):
+    """(number of examples, kind of data) -> results here and in plain Keras."""
     trainer.save(model, OUT / "dense.keras")
     plain = keras.models.load_model(OUT / "dense.keras")
-    results = {"slow_data": slow_data}
-    for size in (1, 10, 11, 19, 20, 41):
+    results = {}
+    for size in sizes:
         x, y = X[:size], Y[:size]
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
 
@@ -447,7 +458,7 @@ def save_files():
 
 if __name__ == "__main__":
     results = {}
-    for scenario in (
+    quick = (
         train_digits,
         evaluate_and_predict,
         faults,
@@ -456,7 +467,8 @@ if __name__ == "__main__":
         save_files,
         lose_a_worker_in_training,
         lose_a_worker_in_evaluation,
-    ):
+    )
+    for scenario in [globals()[name] for name in sys.argv[2:]] or quick:
         started = time.monotonic()
         results[scenario.__name__] = scenario()
         print(f"{scenario.__name__}: {time.monotonic() - started:.1f} s", flush=True)

@@ -54,8 +54,14 @@ STRATEGIES = {
 @pytest.fixture(scope="module", **STRATEGIES)
 def ranks(request, tmp_path_factory, isolated):
     """What a step does: each rank's results, and the folder."""
-    parts = ("exchanges", "rows", "refused", "kinds", "waiting", "waiting_optimizer")
+    parts = ("quick_exchanges", "rows", "refused", "kinds", "waiting", "waiting_optimizer")
     return run(request.param, tmp_path_factory.mktemp(request.param[0]), isolated, *parts)
+
+
+@pytest.fixture(scope="module", **STRATEGIES)
+def further_ranks(request, tmp_path_factory, isolated):
+    """The same of more compressors."""
+    return run(request.param, tmp_path_factory.mktemp(request.param[0]), isolated, "further_exchanges")
 
 
 @pytest.fixture(scope="module", **STRATEGIES)
@@ -75,13 +81,23 @@ DIGITS |= {
 }  # orthogonal columns magnify the last digit
 
 
-@pytest.mark.parametrize("name", test_compressors.ALL)
+@pytest.mark.parametrize("name", [name for name in test_compressors.ALL if name not in test_compressors.SIMILAR])
 def test_processes_do_what_the_simulation_does(ranks, name):
-    """To the bit where whole numbers are sent. A sum of more than two others depends on the order of the ranks, which
-    TensorFlow chooses: by the last of their digits."""
-    size = sum(len(results["exchanges"][name][0]) for results in ranks[0])
+    check_exchanges([results["quick_exchanges"][name] for results in ranks[0]], name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", test_compressors.SIMILAR)
+def test_so_they_do_with_more_compressors(further_ranks, name):
+    check_exchanges([results["further_exchanges"][name] for results in further_ranks[0]], name)
+
+
+def check_exchanges(ranks, name):
+    """Compares ranks with a simulation: to the bit where whole numbers are sent. A sum of more than two others depends on the
+    order of the ranks, which TensorFlow chooses: by the last of their digits."""
+    size = sum(len(steps[0]) for steps in ranks)
     run = test_compressors.Run(test_compressors.ALL[name], size)
-    steps = zip(*(results["exchanges"][name] for results in ranks[0]), strict=True)
+    steps = zip(*ranks, strict=True)
     for step, (kind, found) in enumerate(zip(("normal", "heavy_tails", "ties", "normal"), steps, strict=True)):
         rng = np.random.default_rng(step)
         values = [
@@ -101,7 +117,7 @@ def test_processes_do_what_the_simulation_does(ranks, name):
 
 @pytest.mark.parametrize("name", ["none", "bf16", "int8", "topk_feedback"])
 def test_gradients_of_any_type_and_shape_are_summed_in_buckets(ranks, name):
-    size = sum(len(results["exchanges"]["none"][0]) for results in ranks[0])
+    size = sum(len(results["quick_exchanges"]["none"][0]) for results in ranks[0])
     for results in ranks[0]:
         shapes = [(50, 40), (), (30, 40), (7,), (50, 40)]
         for number, (parts, shape) in enumerate(zip(results["kinds"][name], shapes, strict=True)):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.helpers import tiers
 from tests.monitoring.test_tensorboard import curves
 from tests.multiprocess import harness
 from tfdist.parameter_server import scheduler
@@ -126,13 +127,22 @@ def test_bytes_per_server_are_those_of_the_variables(program):
     assert sum(results["train_digits"]["report"]["bytes_per_server"].values()) == expected
 
 
-SIZES = (1, 10, 11, 19, 20, 41)
+# In batches of 10: less than one, a whole and a short one, several.
+QUICK_SIZES = (1, 11, 41)
+
+
+@pytest.fixture(scope="module")
+def further_sizes(tmp_path_factory):
+    return harness.run_roles("ps_program", tmp_path_factory.mktemp("ps"), 2, "further_sizes")[0]["further_sizes"]
 
 
 @pytest.mark.parametrize("kind", ["function", "arrays or dataset"])
-@pytest.mark.parametrize("size", SIZES)
-def test_evaluate_and_predict_equal_one_process(results, size, kind):
-    cases = results["evaluate_and_predict"]
+@pytest.mark.parametrize("size", tiers.cases([1, 10, 11, 19, 20, 41], quick=QUICK_SIZES))
+def test_evaluate_and_predict_equal_one_process(request, size, kind):
+    if size in QUICK_SIZES:
+        cases = request.getfixturevalue("results")["evaluate_and_predict"]
+    else:
+        cases = request.getfixturevalue("further_sizes")
     (found,) = (result for key, result in cases.items() if key[0] == size and key[1] in kind)
     assert np.allclose(found["evaluation"], found["expected"], rtol=0, atol=1e-6)
     assert found["predictions"].shape == found["expected_predictions"].shape == (size, 3)
