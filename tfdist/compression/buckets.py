@@ -37,7 +37,7 @@ def part_sizes(count: int, granularity: int, most: int) -> list[int]:
 
     Args:
         count: How many numbers the gradient has.
-        run_length: How many in a row stay together; 0 means all.
+        granularity: How many numbers in a row stay together; 0 means all.
         most: Bytes; 0 means no limit.
     """
     if not (granularity and most) or count * _BYTES <= most:
