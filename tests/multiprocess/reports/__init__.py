@@ -1,0 +1,1 @@
+"""Cases of public bug reports and questions, by kind."""

@@ -1,0 +1,16 @@
+"""Runs cases of public reports. Arguments: strategy (none under parameter servers), output folder, kind, names of cases."""
+
+import sys
+
+import tfdist
+from tests.multiprocess import harness
+from tests.multiprocess.reports import cases
+
+words = sys.argv[1:]
+strategy = words.pop(0) if words[0] in (cases.MIRRORED, cases.WORKERS) else cases.SERVERS
+out, kind, *names = words
+
+trainer = tfdist.Trainer(strategy, **({"devices": 2} if strategy == cases.MIRRORED else {}))
+world = cases.World(trainer, strategy)
+known = cases.of_kind(kind)
+harness.store(out, world.rank, {name: cases.evaluate(known[name], world) for name in names})
