@@ -32,7 +32,7 @@ def expected(runs):
 @pytest.mark.parametrize(
     ("situation", "size", "transport", "reason"),
     [
-        ("as it is", 2, "shared_memory", MEASURED.format("grpc")),
+        ("slow grpc", 2, "shared_memory", MEASURED.format("grpc")),
         ("apart", 2, "grpc", HOSTS),
         pytest.param("as it is", 3, "shared_memory", "all workers share a host", marks=pytest.mark.full),
         pytest.param("no memory", 2, "grpc", NO_MEMORY, marks=pytest.mark.full),
