@@ -22,7 +22,7 @@ _START_TIMEOUT = 40.0
 _SPARE = 30.0
 # The launcher's last word on a task, and a reason that is a sentence of ours: no traceback of TensorFlow's.
 _SENTENCE = re.compile(
-    r"^tfdist: (?:chief|worker|ps):\d (?:was killed by SIG\w+|failed with exit code \d+: "
+    r"^tfdist: (?:chief|worker|ps):\d (?:was killed by SIG\w+(?:; all \d+ restarts are spent; .*)?|failed with exit code \d+: "
     r"(?:tfdist\.errors\.(?:Cluster|Backup|Config)Error|tfdist): .*)$",
     re.MULTILINE,
 )
