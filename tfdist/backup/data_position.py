@@ -107,7 +107,7 @@ class LoopTracker:
             steps: The number of steps of an epoch, if known; Keras counts beyond them.
         """
         place = self.position
-        done = min(end_step + 1, steps or end_step + 1)
+        done = end_step + 1 if steps is None else min(end_step + 1, steps)
         new, place.epoch_step = done - place.epoch_step, done
         place.step += new
         place.drawn += new

@@ -192,7 +192,7 @@ class ReplicaStep:
             return data
         fed = tf.debugging.Assert(tf.equal(num_empty_replicas, 0), [BATCH_NORM_WITHOUT_EXAMPLES], summarize=1)
         with tf.control_dependencies([fed] if fed is not None else []):
-            return tf.nest.map_structure(tf.identity, data, expand_composites=True)
+            return tf.nest.map_structure(tf.identity, data)
 
     def _pack(self, logs: Any) -> dict[str, tf.Tensor]:
         """Concatenates the numbers of the logs, so that one collective reduces them all."""
