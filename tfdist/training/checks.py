@@ -203,7 +203,8 @@ def check_data_consistency(ranks: Ranks, data: Any, arguments: Mapping[str, Any]
             f"own rows in x must be the same on all workers of a call. Received: {_by_worker(own[:, 0])}."
         )
     if arrays.differ(digests):
-        raise ConfigError(arrays.difference_message(ranks, digests))
+        faults = [arrays.difference_message(ranks, digests)]
+        raise ConfigError(faults)
 
 
 def check_class_weight(data: Any, class_weight: Any) -> None:
