@@ -292,6 +292,11 @@ def test_keras_divides_a_loss_by_what_the_strategy_says(strategy):
 
 def test_keras_tells_where_data_come_from():
     moved = "arrays: Keras has renamed its adapters"
+    count = inspect.getsource(tf_dataset_adapter.TFDatasetAdapter.num_batches.fget)
+    assert f"self.{keras_loops.KERAS_ADAPTER_DATA}.cardinality" in count, moved
+    assert f"self.{keras_loops.KERAS_NUM_BATCHES} = self.{keras_loops.KERAS_ADAPTER}.num_batches" in inspect.getsource(
+        keras_epochs.EpochIterator.__init__
+    ), moved
     assert keras_loops.KERAS_ADAPTER in inspect.getsource(keras_epochs.EpochIterator.__init__), moved
     for name in keras_loops.KERAS_SELF_FEEDING:
         assert name in inspect.getsource(data_adapters), moved

@@ -58,7 +58,7 @@ PUBLIC = {
         "StrategyTraits",
         "TrainConfig",
     ],
-    "tfdist.data": ["epochs"],
+    "tfdist.data": ["epochs", "own_rows"],
     "tfdist.launch": ["Launcher"],
     "tfdist.monitoring": ["Goodput", "TensorBoard", "Throughput", "WireBytes"],
 }

@@ -133,6 +133,19 @@ def build():
 x, y, validation = x[:EXAMPLES], y[:EXAMPLES], (validation[0][:64], validation[1][:64])
 plain = tf.data.Dataset.from_tensor_slices((x, y))
 STEPS = EXAMPLES // BATCH
+
+
+def mine():
+    """Which examples are this worker's own; the workers have unequal numbers."""
+    return slice(0, 200) if RANK == 0 else slice(200, EXAMPLES)
+
+
+def own_dataset():
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return tf.data.Dataset.from_tensor_slices((x[mine()], y[mine()])).shuffle(100).batch(BATCH).with_options(options)
+
+
 DATA = {
     "function": lambda: {"x": lambda c: data_lib.epochs((x, y), c, BATCH, 5), "steps_per_epoch": STEPS},
     "arrays": lambda: {"x": x, "y": y, "batch_size": BATCH},
@@ -154,6 +167,8 @@ DATA = {
             plain.shard(c.num_input_pipelines, c.input_pipeline_id).shuffle(50).batch(BATCH // c.num_replicas_in_sync)
         )
     },
+    "off": lambda: {"x": own_dataset()},
+    "own_rows": lambda: {"x": data_lib.own_rows(x[mine()], y[mine()]), "batch_size": BATCH},
     "generator": lambda: {
         "x": itertools.cycle([(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, EXAMPLES, BATCH)]),
         "steps_per_epoch": STEPS,

@@ -195,6 +195,17 @@ def test_errors_that_are_fed_back_are_the_same_after_a_kill(tmp_path):
     np.testing.assert_array_equal(*q)
 
 
+@pytest.mark.parametrize("data", ["off", pytest.param("own_rows", marks=pytest.mark.full)])
+def test_data_of_which_each_worker_has_its_own_resume_where_they_were(data, tmp_path):
+    code, text, expected = run("multi_worker_mirrored", tmp_path / "whole", save_freq=0, data=data)
+    assert code == 0, text
+    kills = [[1, "step", 13 + 4]]  # an epoch has 13 steps: 200 examples of the first worker, in pieces of 16
+    code, text, results = run("multi_worker_mirrored", tmp_path / "killed", save_freq=SAVE_FREQ, data=data, kills=kills)
+    assert code == 0, text
+    assert results[0]["restarts"] == 1 and "exact" not in text
+    check_equal(results, expected)
+
+
 @pytest.mark.slow
 def test_files_that_are_shuffled_and_interleaved_come_in_the_same_order(tmp_path):
     """A shuffle below another one begins a new order when it is read, not when an iterator is made."""

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import optimizer_search
+from tfdist.data.worker_rows import is_own
 from tfdist.errors import ConfigError, format_value, list_first
 
 _ABSENT = object()
@@ -29,7 +30,8 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
 def describe_data(x: Any, y: Any) -> dict[str, Any]:
     """Returns the form and size of training data, as far as they tell."""
     if isinstance(x, tf.data.Dataset):
-        return {"elements": str(x.element_spec), "batches": int(x.cardinality())}
+        size = {} if is_own(x) else {"batches": int(x.cardinality())}  # which differs between workers
+        return {"elements": str(x.element_spec), **size}
     shapes = {name: str(value.shape) for name, value in (("x", x), ("y", y)) if hasattr(value, "shape")}
     return shapes
 

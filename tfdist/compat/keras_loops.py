@@ -12,12 +12,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator, concat, reduce_per_replica
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 from keras.src.utils.python_utils import pythonify_logs
 
-__all__ = ["GeneratorDataAdapter", "PyDatasetAdapter", "make_class_weight_map_fn", "pythonify_logs"]
+__all__ = [
+    "ArrayDataAdapter",
+    "GeneratorDataAdapter",
+    "PyDatasetAdapter",
+    "make_class_weight_map_fn",
+    "pythonify_logs",
+]
 
 DEFAULT_BATCH_SIZE = 32  # Keras' own, of arrays for which none is given
 
@@ -29,6 +36,8 @@ Method = Callable[..., Any]
 KERAS_ADAPTER = "data_adapter"
 KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoaderAdapter", "GrainDatasetAdapter")
 KERAS_DATA = "_distributed_dataset"
+KERAS_ADAPTER_DATA = "_dataset"
+KERAS_NUM_BATCHES = "_num_batches"
 
 
 def is_loop(value: Any) -> bool:
@@ -49,6 +58,13 @@ def reads_python(value: Any) -> bool:
 def distributed_dataset(loop: Any) -> Any:
     """Returns the dataset that a strategy has made for a loop, or None."""
     return getattr(loop, KERAS_DATA, None)
+
+
+def count_steps_of(loop: Any, distributed: Any) -> None:
+    """Makes a loop over a dataset take the number of its steps from what a strategy has made of the dataset."""
+    adapter = getattr(loop, KERAS_ADAPTER)
+    setattr(adapter, KERAS_ADAPTER_DATA, distributed)
+    setattr(loop, KERAS_NUM_BATCHES, adapter.num_batches)
 
 
 # How a model is built before its first step

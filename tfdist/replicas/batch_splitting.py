@@ -71,7 +71,7 @@ def split_batches(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int])
 
     @tf.autograph.experimental.do_not_convert
     def take(part: Any, *element: Any) -> SplitBatch:
-        return _part(_batch(dataset, element), part, replicas)
+        return _part(batch_of(dataset, element), part, replicas)
 
     @tf.autograph.experimental.do_not_convert
     def take_all(*element: Any) -> tf.data.Dataset:
@@ -98,14 +98,14 @@ def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     @tf.autograph.experimental.do_not_convert
     def counted(*element: Any) -> SplitBatch:
-        batch = _batch(dataset, element)
-        size = tf.cast(_size(batch), tf.int64)
+        batch = batch_of(dataset, element)
+        size = tf.cast(num_rows(batch), tf.int64)
         return SplitBatch(batch, tf.stack([[size, tf.cast(size > 0, tf.int64)]]))
 
     @tf.autograph.experimental.do_not_convert
     def never_none(last: Any, dealt: Any) -> tuple[Any, SplitBatch]:
         batch, counts = dealt
-        found = tf.cond(counts[0, 0] > 0, lambda: (flat(_rows(batch, 0, 1)), flat(batch)), lambda: (last, last))
+        found = tf.cond(counts[0, 0] > 0, lambda: (flat(rows_of(batch, 0, 1)), flat(batch)), lambda: (last, last))
         return found[0], SplitBatch(tf.nest.pack_sequence_as(spec, found[1], expand_composites=True), counts)
 
     def flat(batch: Any) -> tuple[tf.Tensor, ...]:  # `scan` takes no sparse or ragged tensors
@@ -140,6 +140,16 @@ def is_over(batch: Any, strategy: tf.distribute.Strategy) -> bool:
     return isinstance(batch, SplitBatch) and int(count_examples(batch, strategy)[0]) == 0
 
 
+def is_own(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> bool:
+    """Whether a batch was made of what each worker has of its own, so that none knows the others' rows."""
+    return bool(strategy.experimental_local_results(dealt.counts)[0].shape[1] == 2)
+
+
+def local_rows(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> list[int]:
+    """Returns how many rows of a batch count, of each replica of this worker. Outside of replicas, eagerly."""
+    return [int(counts[0, 0]) for counts in strategy.experimental_local_results(dealt.counts)]
+
+
 def part_of_batch(batch: Any, strategy: tf.distribute.Strategy) -> SplitBatch:
     """Returns this replica's part of a batch that all replicas are given. In a replica."""
     return _part(batch, _part_number(strategy), num_replicas(strategy))
@@ -147,7 +157,7 @@ def part_of_batch(batch: Any, strategy: tf.distribute.Strategy) -> SplitBatch:
 
 def counted_rows(outputs: Any, dealt: SplitBatch) -> Any:
     """Returns those of a replica's outputs that are of examples that count."""
-    return outputs if dealt.counts is None else _rows(outputs, 0, dealt.counts[0, 0])
+    return outputs if dealt.counts is None else rows_of(outputs, 0, dealt.counts[0, 0])
 
 
 def place_in_batch(strategy: tf.distribute.Strategy, size: Any) -> tuple[tf.Tensor, Any]:
@@ -172,7 +182,7 @@ def relax_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     @tf.autograph.experimental.do_not_convert
     def each(*element: Any) -> Any:
-        return relax_size(_batch(dataset, element))
+        return relax_size(batch_of(dataset, element))
 
     return dataset.map(each)
 
@@ -191,11 +201,11 @@ def relax_size(batch: Any) -> Any:
     return tf.nest.map_structure(relaxed, batch)
 
 
-def _batch(dataset: tf.data.Dataset, element: tuple[Any, ...]) -> Any:
+def batch_of(dataset: tf.data.Dataset, element: tuple[Any, ...]) -> Any:
     return element if isinstance(dataset.element_spec, tuple) else element[0]
 
 
-def _size(batch: Any) -> Any:
+def num_rows(batch: Any) -> Any:
     first = tf.nest.flatten(batch)[0]
     if isinstance(first, tf.RaggedTensor):
         return first.nrows()
@@ -204,15 +214,15 @@ def _size(batch: Any) -> Any:
 
 def _part(batch: Any, part: Any, replicas: int) -> SplitBatch:
     """Returns the examples of one of `replicas` even parts, numbered in order; of an empty one the batch's first."""
-    size = tf.cast(_size(batch), tf.int64)
+    size = tf.cast(num_rows(batch), tf.int64)
     part, rows, longer = tf.cast(part, tf.int64), size // replicas, size % replicas
     mine = rows + tf.cast(part < longer, tf.int64)
     begin = tf.where(mine > 0, part * rows + tf.minimum(part, longer), 0)
-    taken = _rows(batch, begin, begin + tf.maximum(mine, 1))
+    taken = rows_of(batch, begin, begin + tf.maximum(mine, 1))
     return SplitBatch(taken, tf.stack([[mine, size, tf.minimum(size, replicas)]]))
 
 
-def _rows(batch: Any, begin: Any, end: Any) -> Any:
+def rows_of(batch: Any, begin: Any, end: Any) -> Any:
     """Returns the examples from `begin` up to, but not, `end`."""
 
     def take(values: Any) -> Any:

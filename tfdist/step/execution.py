@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import Compressor
+from tfdist.data import worker_rows
 from tfdist.engine import Engine, RunningMeans
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.gradients import optimizer as optimizer_lib
@@ -251,9 +252,13 @@ class Prediction:
 
     Args:
         model: The model.
+
+    Attributes:
+        own_rows: Of each batch that no worker had in whole, the rows of each replica of this worker. For the caller to clear.
     """
 
     def __init__(self, model: keras.Model):
+        self.own_rows: list[list[int]] = []
         self._model = model
         self._strategy = model.distribute_strategy
         self._step = model.predict_step
@@ -277,6 +282,8 @@ class Prediction:
                 break
             try:
                 each.append(self._run(batch, is_whole))
+                if isinstance(batch, SplitBatch) and batch_splitting.is_own(batch, self._strategy):
+                    self.own_rows.append(batch_splitting.local_rows(batch, self._strategy))
             except StopIteration as e:
                 raise stop_iteration_error("The model's predict_step", e) from e
         if not each:
@@ -416,10 +423,14 @@ class SynchronousEngine(Engine):
         """As of `Engine`."""
         return self._strategy.split_batches_from_function(make)
 
+    def _has_peers(self) -> bool:
+        return self._strategy.traits.several_processes and self._strategy.num_workers > 1
+
     def data_to_predict(self, model: keras.Model, data: Any, steps: int | None) -> Any:
-        """As of `Engine`; a dataset is sharded by batches."""
+        """As of `Engine`; a dataset is sharded by batches, unless each worker has its own."""
         ends_within_execution = bool(steps and steps % model.steps_per_execution)
-        if isinstance(data, tf.data.Dataset):
+        shares = not (worker_rows.is_own(data) and self._has_peers())
+        if isinstance(data, tf.data.Dataset) and shares:
             options = tf.data.Options()
             options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
             data = data.with_options(options)
@@ -427,6 +438,6 @@ class SynchronousEngine(Engine):
         if ends_within_execution:
             raise ConfigError(
                 f"steps={steps} of predict must be a multiple of steps_per_execution={model.steps_per_execution} "
-                "unless the data are a tf.data.Dataset."
+                "unless the data are a tf.data.Dataset of which workers have shares."
             )
         return data

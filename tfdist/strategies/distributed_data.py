@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from tfdist.compat import call_stack, keras_loops, unsupported
 from tfdist.compat.tf_internals import num_replicas
-from tfdist.data import resume
+from tfdist.data import arrays, resume, worker_rows
 from tfdist.data.graph import walk
 from tfdist.data.random_state import python_functions
-from tfdist.replicas import batch_splitting
+from tfdist.errors import ConfigError
+from tfdist.replicas import batch_splitting, own_batches
 from tfdist.replicas.moving_statistics import MovingStatistics
 
 
@@ -31,7 +32,11 @@ class DataDistribution(tf.distribute.Strategy):
         """Splits each (global) batch of `dataset` over the replicas, in order.
 
         TensorFlow's AUTO sharding deals out whole files where it can, which permutes the results of `predict`
-        and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept.
+        and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept. OFF means, for Keras, that each
+        worker reads all of its own dataset, and that a step has as many of its examples as the global batch for each worker.
+
+        Raises:
+            ConfigError: The policy is FILE, and TensorFlow cannot share the dataset's files.
         """
         loop = call_stack.caller_self()
         unsupported.check_data(self, loop)
@@ -40,7 +45,11 @@ class DataDistribution(tf.distribute.Strategy):
             sharding_options = tf.data.Options()
             sharding_options.experimental_distribute.auto_shard_policy = policy.DATA
             dataset = dataset.with_options(sharding_options)
-        distribute, elements = super().experimental_distribute_dataset, 1
+        if keras_loops.is_loop(loop) and worker_rows.is_own(dataset) and self._has_peers():
+            distributed = self._distribute_own(dataset)
+            keras_loops.count_steps_of(loop, distributed)
+            return distributed
+        distribute, elements = self._share, 1
         if keras_loops.is_loop(loop) and self._splits_batches(dataset):  # of a model's fit, evaluate or predict
             distribute, elements = self._split, len(self.extended.worker_devices)
 
@@ -55,13 +64,42 @@ class DataDistribution(tf.distribute.Strategy):
         distributed.parts = num_replicas(self)  # of each batch
         return distributed
 
+    def _has_peers(self) -> bool:
+        """Whether there are several workers."""
+        return num_replicas(self) > len(self.extended.worker_devices)
+
+    def _share(self, dataset: tf.data.Dataset, options: Any) -> Any:
+        """As TensorFlow's own `experimental_distribute_dataset`."""
+        try:
+            return super().experimental_distribute_dataset(dataset, options)
+        except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as e:
+            policy = dataset.options().experimental_distribute.auto_shard_policy
+            if policy != tf.data.experimental.AutoShardPolicy.FILE:
+                raise
+            raise ConfigError(
+                "AutoShardPolicy.FILE gives each worker whole files, and TensorFlow finds no files that this dataset reads "
+                f"({str(e).partition(':')[0]}). Leave the policy out, and each worker trains on its share of every batch, or set "
+                "AutoShardPolicy.OFF if each worker makes a dataset of its own files."
+            ) from e
+
+    def _distribute_own(self, dataset: tf.data.Dataset) -> Any:
+        """Distributes to this worker its own dataset of batches of the global size. A collective."""
+        replicas = len(self.extended.worker_devices)
+        workers = num_replicas(self) // replicas
+        size, pieces = arrays.batch_size(dataset), worker_rows.count_pieces(dataset, workers)
+
+        def mine(_: tf.distribute.InputContext) -> tf.data.Dataset:
+            return own_batches.split_own_batches(dataset, size, workers, replicas, pieces)
+
+        return self._distribute_function(mine, None, deals=True, counts=True)
+
     def _splits_batches(self, dataset: tf.data.Dataset) -> bool:
         """Whether batches are split here: not where TensorFlow does it evenly, nor where each worker reads its own."""
         replicas = num_replicas(self)
         if replicas == 1 or not batch_splitting.is_splittable(dataset.element_spec):
             return False
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        if replicas > len(self.extended.worker_devices):  # several workers
+        if self._has_peers():
             if policy != tf.data.experimental.AutoShardPolicy.DATA:
                 return False
             if int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY:
@@ -90,7 +128,17 @@ class DataDistribution(tf.distribute.Strategy):
         """
         return self._distribute_function(dataset_fn, None, deals=True)
 
-    def _distribute_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any, deals: bool) -> Any:
+    def _distribute_function(
+        self, dataset_fn: Callable[..., tf.data.Dataset], options: Any, deals: bool, counts: bool = False
+    ) -> Any:
+        """Distributes what a function makes for each worker.
+
+        Args:
+            dataset_fn: The function.
+            options: As of TensorFlow.
+            deals: Whether no replica may be without an example.
+            counts: Whether batches of endless datasets may be empty, too.
+        """
         elements = len(self.extended.worker_devices)  # of a step
         made: dict[int, tf.data.Dataset] = {}  # once, as a second one would shuffle otherwise
         steps: list[int] = []
@@ -99,7 +147,7 @@ class DataDistribution(tf.distribute.Strategy):
             dataset = made[context.input_pipeline_id] = dataset_fn(context)
             sizes, batches = self._gather_batch_sizes(dataset)
             steps.append(int(-(-batches.max() // elements)) if (batches >= 0).all() else tf.data.UNKNOWN_CARDINALITY)
-            return self._with_equal_steps(dataset, sizes, batches, deals)
+            return self._with_equal_steps(dataset, sizes, batches, deals, counts)
 
         def starting_at(number: int, done: int, ready: Callable[[], None]) -> Any:
             def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -107,8 +155,8 @@ class DataDistribution(tf.distribute.Strategy):
                 resume.replay(dataset, number - 1)
                 sizes, batches = self._gather_batch_sizes(dataset)
                 if deals and (batches != tf.data.INFINITE_CARDINALITY).any():  # as it may have ended before
-                    return self._with_equal_steps(dataset, sizes, batches, deals).skip(done * elements)
-                return self._with_equal_steps(resume.skip(dataset, done * elements), sizes, batches, deals)
+                    return self._with_equal_steps(dataset, sizes, batches, deals, counts).skip(done * elements)
+                return self._with_equal_steps(resume.skip(dataset, done * elements), sizes, batches, deals, counts)
 
             distributed = self._with_synchronized_statistics(distribute(rest, options), elements)
             ready()
@@ -128,7 +176,7 @@ class DataDistribution(tf.distribute.Strategy):
             else None
         )
         found = tf.constant([[-1 if size is None else size, int(dataset.cardinality())]], tf.int64)
-        if num_replicas(self) > len(self.extended.worker_devices):
+        if self._has_peers():
             values = self.experimental_distribute_values_from_function(lambda _: found)
             found = self.gather(values, axis=0)
         sizes, batches = found.numpy().T
@@ -136,14 +184,14 @@ class DataDistribution(tf.distribute.Strategy):
 
     @staticmethod
     def _with_equal_steps(
-        dataset: tf.data.Dataset, sizes: np.ndarray, batches: np.ndarray, deals: bool
+        dataset: tf.data.Dataset, sizes: np.ndarray, batches: np.ndarray, deals: bool, counts: bool
     ) -> tf.data.Dataset:
         """Returns a worker's dataset, such that all workers do the same steps."""
         dataset = copy_python_data(dataset)
         endless = (batches == tf.data.INFINITE_CARDINALITY).all()
-        if endless and (len(sizes) == 1 or (sizes[0] >= 0 and (sizes == sizes[0]).all())):
+        if endless and not counts and (len(sizes) == 1 or (sizes[0] >= 0 and (sizes == sizes[0]).all())):
             return dataset
-        if not endless and deals and batch_splitting.is_splittable(dataset.element_spec):
+        if (counts or not endless) and deals and batch_splitting.is_splittable(dataset.element_spec):
             return batch_splitting.repeat_empty_batches(dataset)
         if (batches != batches[0]).any():
             dataset = dataset.filter(lambda *_: True)  # None is told its own number: all end when the last one does.

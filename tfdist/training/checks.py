@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,8 +16,9 @@ from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import unsupported
 from tfdist.config import StrategyConfig, validation
-from tfdist.data import graph
+from tfdist.data import graph, worker_rows
 from tfdist.errors import ConfigError, unknown_name_message
+from tfdist.training import array_digest
 from tfdist.training.callback_kinds import place_attribute
 
 _COMPARED_NUMBERS = (
@@ -164,9 +165,12 @@ def check_consistency(ranks: Ranks, data: Any, validation_data: Any, arguments: 
         return
     own = {name: _number(arguments.get(name)) for name in _COMPARED_NUMBERS}
     own |= {f"{name} given": float(value is not None) for name, value in _present(validation_data, arguments)}
-    own |= {f"length of {name}": _length(value) for name, value in (("x", data), ("validation_data", validation_data))}
+    for name, value in (("x", data), ("validation_data", validation_data)):
+        own |= {f"own rows in {name}": float(worker_rows.is_own(value)), f"length of {name}": _length(value)}
     orders = [*_data_order(data), *_data_order(validation_data)]
-    gathered = ranks.gather(*own.values(), *(float(zlib.crc32(text.encode())) for text in orders))
+    arrays = _Arrays(data, validation_data, arguments)
+    numbers = *own.values(), *(float(zlib.crc32(text.encode())) for text in orders)
+    gathered, digests = np.split(ranks.gather(*numbers, *arrays.digests()), [len(numbers)], axis=1)
     unlike = [len(set(column)) > 1 for column in gathered.T]
     faults = [
         f"{name} must be the same on all workers of a fit. Received: {_by_worker(column)}."
@@ -175,8 +179,120 @@ def check_consistency(ranks: Ranks, data: Any, validation_data: Any, arguments: 
     ]
     if not faults and any(unlike):
         faults = [_order_difference_message(ranks, orders[unlike.index(True) - len(own)])]
+    if arrays.differ(digests) and (not faults or all(fault.startswith("length of") for fault in faults)):
+        faults.append(arrays.difference_message(ranks, digests))
     if faults:
         raise ConfigError(faults)
+
+
+def check_data_consistency(ranks: Ranks, data: Any, arguments: Mapping[str, Any]) -> None:
+    """Checks before `evaluate` and `predict` that all workers gave the same arrays, or declared their own. A collective.
+
+    Args:
+        ranks: The workers.
+        data: What they were given as `x`.
+        arguments: The other arguments.
+
+    Raises:
+        ConfigError: The workers gave different ones; on all workers.
+    """
+    arrays = _Arrays(data, None, arguments)
+    own, digests = np.split(ranks.gather(float(worker_rows.is_own(data)), *arrays.digests()), [1], axis=1)
+    if len(set(own[:, 0])) > 1:
+        raise ConfigError(
+            f"own rows in x must be the same on all workers of a call. Received: {_by_worker(own[:, 0])}."
+        )
+    if arrays.differ(digests):
+        faults = [arrays.difference_message(ranks, digests)]
+        raise ConfigError(faults)
+
+
+def check_class_weight(data: Any, class_weight: Any) -> None:
+    """Checks that data can be weighted by their classes.
+
+    Args:
+        data: What `fit` was given as `x`.
+        class_weight: What it was given as `class_weight`.
+
+    Raises:
+        ConfigError: The data are distributed already.
+    """
+    if class_weight is not None and isinstance(data, tf.distribute.DistributedDataset):
+        raise ConfigError(
+            "class_weight cannot weight data that are distributed already (by experimental_distribute_dataset or "
+            "distribute_datasets_from_function). Give fit the tf.data.Dataset itself, or have it yield (x, y, sample_weight)."
+        )
+
+
+def own_sizes(ranks: Ranks, data: Any) -> list[int] | None:
+    """Returns the number of each worker's own examples or batches, None where workers share the data. A collective.
+
+    Args:
+        ranks: The workers, which have all been given data of the same kind.
+        data: What `fit` was given as `x`.
+    """
+    if ranks.size == 1 or not worker_rows.is_own(data):
+        return None
+    size = int(data.cardinality()) if isinstance(data, tf.data.Dataset) else _length(data.x)
+    return [int(each) for each in ranks.gather(float(size))[:, 0]]
+
+
+class _Arrays:
+    """The arrays that a worker was given, by argument, and their comparison with those of the others.
+
+    Args:
+        data: What it was given as `x`.
+        validation_data: What it was given as `validation_data`.
+        arguments: The other arguments.
+    """
+
+    def __init__(self, data: Any, validation_data: Any, arguments: Mapping[str, Any]):
+        own = {
+            "x": data,
+            "y": arguments.get("y"),
+            "sample_weight": arguments.get("sample_weight"),
+            "validation_data": validation_data,
+        }
+        opaque = (tf.data.Dataset, tf.distribute.DistributedDataset, worker_rows.OwnRows)
+        self._given = own
+        self._kinds = {name: array_digest.kinds(_rows(value)) for name, value in own.items()}
+        self._own = {name: None if isinstance(value, opaque) else value for name, value in own.items()}
+
+    def digests(self) -> list[float]:
+        """Returns this worker's numbers: for each argument, one of the types and shapes, and one of the values."""
+        kinds = [float(zlib.crc32(kind.encode())) for kind in self._kinds.values()]
+        return [*kinds, *map(array_digest.digest, self._own.values())]
+
+    def differ(self, digests: np.ndarray) -> bool:
+        """Whether workers have different arrays.
+
+        Args:
+            digests: Those of each worker.
+        """
+        return bool(self._unlike(digests).any())
+
+    def difference_message(self, ranks: Ranks, digests: np.ndarray) -> str:
+        """Returns what differs first. A collective."""
+        name = [*self._own, *self._own][self._unlike(digests).argmax()]
+        if isinstance(self._given[name], worker_rows.OwnRows):
+            return (
+                "own_rows must hold arrays of the same types, with rows of the same shape, on all workers. Received: "
+                f"{_texts_by_worker(ranks, self._kinds[name], 'no arrays')}."
+            )
+        mine = array_digest.describe(self._own[name])
+        return (
+            f"The arrays in {name} must be the same on all workers, of which each trains on its share of every batch. Received: "
+            f"{_texts_by_worker(ranks, mine, 'no arrays')}. Give all workers the same arrays, in the same order. Or, if each worker has "
+            "rows of its own, such as x[rank::size], declare it: tfdist.data.own_rows(x, y) in place of x and y."
+        )
+
+    def _unlike(self, digests: np.ndarray) -> np.ndarray:
+        spread = digests.max(0) - digests.min(0)
+        return spread > array_digest.TOLERANCE * np.maximum(1, np.abs(digests).max(0))
+
+
+def _rows(data: Any) -> Any:
+    return (data.x, data.y, data.sample_weight) if isinstance(data, worker_rows.OwnRows) else data
 
 
 def _present(validation_data: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -189,14 +305,17 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float, np.number)) else _NO_NUMBER
 
 
-def _by_worker(column: Sequence[float]) -> str:
+def _by_worker(column: Iterable[float]) -> str:
     return ", ".join(
         f"{'none' if number == _NO_NUMBER else f'{number:g}'} on worker:{rank}" for rank, number in enumerate(column)
     )
 
 
 def _length(data: Any) -> float:
-    """Returns how many examples arrays have, or batches a dataset; those of a function may differ."""
+    """Returns how many examples arrays have, or batches a dataset; whether it ends where each worker has its own."""
+    if worker_rows.is_own(data):
+        endless = isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
+        return float(tf.data.INFINITE_CARDINALITY) if endless else 0.0
     if isinstance(data, tf.data.Dataset):
         return float(data.cardinality())
     first = next((each for each in tf.nest.flatten(data) if hasattr(each, "shape")), None)
@@ -206,22 +325,25 @@ def _length(data: Any) -> float:
 def _data_order(data: Any) -> list[str]:
     """Returns `_MOST_TRANSFORMATIONS` texts of how a dataset orders its elements; empty ones where workers have datasets of their own."""
     texts = []
-    if isinstance(data, tf.data.Dataset):
-        policy = data.options().experimental_distribute.auto_shard_policy
-        if policy != tf.data.experimental.AutoShardPolicy.OFF:
-            texts = graph.describe_order(data)
+    if isinstance(data, tf.data.Dataset) and not worker_rows.is_own(data):
+        texts = graph.describe_order(data)
     last = _MOST_TRANSFORMATIONS - 1
     return [*texts[:last], *[""] * (last - len(texts)), " ".join(texts[last:])]
 
 
 def _order_difference_message(ranks: Ranks, mine: str) -> str:
     """Returns what differs first between the workers' datasets. A collective."""
-    gathered = ranks.gather(*mine.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
-    texts = (bytes(map(int, row)).decode(errors="replace").strip() or "no more transformations" for row in gathered)
     return (
         "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received: "
-        f"{', '.join(f'{text} on worker:{rank}' for rank, text in enumerate(texts))}. Seeds differ if a worker has drawn a random "
+        f"{_texts_by_worker(ranks, mine, 'no more transformations')}. Seeds differ if a worker has drawn a random "
         "number, or made a dataset, that the others have not: make the same calls on all workers before, or give a seed to `shuffle` "
         "and its like. If each worker has data of its own, set experimental_distribute.auto_shard_policy of the dataset's "
-        "options to AutoShardPolicy.OFF."
+        "options to AutoShardPolicy.OFF: then each worker reads all of its own dataset, of batches of the global size."
     )
+
+
+def _texts_by_worker(ranks: Ranks, mine: str, nothing: str) -> str:
+    """Returns the beginning of each worker's text, by worker. A collective."""
+    gathered = ranks.gather(*mine.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+    texts = (bytes(map(int, row)).decode(errors="replace").strip() or nothing for row in gathered)
+    return ", ".join(f"{text} on worker:{rank}" for rank, text in enumerate(texts))

@@ -9,11 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives.ranks import Ranks
 from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE, GeneratorDataAdapter, make_class_weight_map_fn
 from tfdist.data import arrays
+from tfdist.data.worker_rows import OwnRows
 from tfdist.engine import Engine
+from tfdist.errors import ConfigError
+from tfdist.replicas.own_batches import split_own_batches
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -40,6 +45,81 @@ def distribute(
         return batches.map(make_class_weight_map_fn(class_weight)) if class_weight else batches
 
     return engine.distribute(dataset)
+
+
+def unpack_own_rows(data: Any, arguments: dict[str, Any]) -> Any:
+    """Returns the inputs of `own_rows` in one process, where they are plain arrays, and puts the others into the arguments.
+
+    Args:
+        data: What the user gave as `x`.
+        arguments: The other arguments, which are changed.
+    """
+    if not isinstance(data, OwnRows):
+        return data
+    arguments |= {
+        name: value for name, value in (("y", data.y), ("sample_weight", data.sample_weight)) if value is not None
+    }
+    return data.x
+
+
+def check_own_rows(data: Any, arguments: dict[str, Any]) -> None:
+    """Checks the arguments beside `own_rows`.
+
+    Args:
+        data: What the user gave as `x`.
+        arguments: The other arguments.
+
+    Raises:
+        ConfigError: There are targets, weights or a split beside it.
+    """
+    both = [name for name in ("y", "sample_weight") if arguments.get(name) is not None]
+    both += ["validation_split"] if arguments.get("validation_split") else []
+    if isinstance(data, OwnRows) and both:
+        raise ConfigError(
+            f"own_rows(x, y, sample_weight) holds targets and weights. Received {both[0]} beside it: give own_rows all that belongs "
+            "to the rows, and validation data as validation_data=own_rows(...)."
+        )
+
+
+def as_function(data: Any, batch_size: int | None, shuffle: Any = False) -> Any:
+    """Returns the dataset function of `own_rows`, and other data as they are.
+
+    Args:
+        data: What the user gave.
+        batch_size: The global batch size; None is Keras' own default.
+        shuffle: As of `fit`.
+    """
+    if not isinstance(data, OwnRows):
+        return data
+
+    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        workers, replicas = context.num_input_pipelines, context.num_replicas_in_sync // context.num_input_pipelines
+        mine = data.dataset(-(-(batch_size or DEFAULT_BATCH_SIZE) // workers), shuffle)
+        if replicas == 1:
+            return mine
+        return split_own_batches(mine, None, 1, replicas, int(mine.cardinality()))
+
+    return make
+
+
+def order_by_worker(outputs: Any, rows: list[list[int]], ranks: Ranks) -> Any:
+    """Returns the outputs for the first worker's own rows, then those for the second one's, and so on. A collective.
+
+    Args:
+        outputs: Arrays, in the order of steps, in each of replicas within their workers, and in each of workers.
+        rows: The rows that each replica of this worker had, for each step.
+        ranks: The workers.
+    """
+    mine = np.asarray(rows, np.int64)
+    gathered = ranks.gather(*mine.ravel()).reshape(ranks.size, *mine.shape)
+    counts = gathered.transpose(1, 2, 0).astype(np.int64)
+    workers = np.broadcast_to(np.arange(ranks.size), counts.shape)
+    order = np.argsort(np.repeat(workers.ravel(), counts.ravel()), kind="stable")
+
+    def sort(values: Any) -> Any:
+        return values[order] if isinstance(values, np.ndarray) else tf.gather(values, order)
+
+    return tf.nest.map_structure(sort, outputs)
 
 
 def from_generator(generator: types.GeneratorType) -> tf.data.Dataset:

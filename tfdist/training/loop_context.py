@@ -127,8 +127,18 @@ class LoopContext:
         """
         if backup is None:
             return LoopTracker(model, is_backed_up=False).track()
-        names = ("batch_size", "class_weight", "initial_epoch", "shuffle", "steps_per_epoch", "validation_split")
+        names = (
+            "batch_size",
+            "class_weight",
+            "initial_epoch",
+            "shuffle",
+            "steps_per_epoch",
+            "validation_split",
+            "own_sizes",
+        )
         same = {name: fit_arguments[name] for name in names if name in fit_arguments}
+        if same.get("own_sizes") is None:
+            same.pop("own_sizes", None)
         same["data"] = compatibility.describe_data(data, fit_arguments.get("y"))
         return backup.training(model, self.ranks, same, self.engine, self.task.name)
 

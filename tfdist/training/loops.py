@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.compat import unsupported
 from tfdist.compat.keras_internals import BATCH_HOOKS
+from tfdist.data import worker_rows
 from tfdist.errors import stop_iteration_error
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard
@@ -72,10 +73,24 @@ def training(
     data, validation = arguments.pop(x, None), arguments.pop("validation_data", None)
     for each in (data, validation):
         unsupported.check_data(context.strategy, each)
+    input_data.check_own_rows(data, arguments)
+    checks.check_class_weight(data, arguments.get("class_weight"))
+    if context.ranks.size == 1:
+        data = input_data.unpack_own_rows(data, arguments)
+        if isinstance(validation, worker_rows.OwnRows):
+            validation = (validation.x, validation.y, validation.sample_weight)
     with context.watching_workers():
         checks.check_consistency(context.ranks, data, validation, arguments)
+        sizes = checks.own_sizes(context.ranks, data)
+    global_batch_size = input_data.batch_size(data, arguments)
     if arguments.get("verbose", "auto") != 0:
-        context.print_replicas(input_data.batch_size(data, arguments))
+        context.print_replicas(global_batch_size)
+    described = {**arguments, "own_sizes": sizes}  # as a backup has them
+    batch_size = arguments.get("batch_size")
+    if isinstance(data, worker_rows.OwnRows):
+        data = input_data.as_function(data, batch_size, arguments.pop("shuffle", True))
+        arguments.pop("batch_size", None)
+    validation = input_data.as_function(validation, arguments.get("validation_batch_size") or batch_size)
     steps, validation_steps = arguments.get("steps_per_epoch"), arguments.get("validation_steps")
     if isinstance(data, tf.data.Dataset) and input_data.ends_within_execution(model, steps):
         # Keras would count the steps that it does not run, and end before the data does.
@@ -85,12 +100,12 @@ def training(
     callbacks = input_data.as_list(arguments.pop("callbacks", None))
     for each in callbacks:
         if isinstance(each, TensorBoard):
-            each.fit_batch_size = input_data.batch_size(data, arguments)
+            each.fit_batch_size = global_batch_size
     class_weight = arguments.pop("class_weight", None) if input_data.is_function(data) else None
     limit = execution.StepLimit(steps, validation_steps)
     backup, callbacks, ends_with_fit = _choose_backup(callbacks, context.backup)
     redirected = callback_kinds.redirect_to_temporary_files([] if context.is_chief else callbacks)
-    with context.running(context.engine.running(model)), context.backing_up(backup, model, data, arguments), redirected:
+    with context.running(context.engine.running(model)), context.backing_up(backup, model, data, described), redirected:
         stops = [_NonFiniteStop()] if context.engine.nan_policy == "stop" else []
         callbacks = [limit, *stops, *_synchronized(context, callbacks)]
         callbacks += callback_kinds.guard_log_files(callbacks)
@@ -136,6 +151,7 @@ def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any
     arguments = input_data.bind_arguments(keras.Model.evaluate, method, model, args, kwargs)
     x = input_data.data_argument(method, arguments)
     unsupported.check_data(context.strategy, arguments.get(x))
+    data = _own_as_function(context, arguments.pop(x, None), arguments, takes_targets=True)
     callbacks = [
         execution.StepLimit(None, arguments.get("steps")),
         *input_data.as_list(arguments.pop("callbacks", None)),
@@ -143,7 +159,7 @@ def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any
     with context.running(context.engine.running(model)), _stop_iteration_as_error(callbacks):
         return method(
             model,
-            **{x: _distribute(context, arguments.pop(x, None))},
+            **{x: _distribute(context, data)},
             callbacks=callbacks,
             verbose=_verbosity(context, arguments),
             **arguments,
@@ -167,13 +183,21 @@ def predict(context: LoopContext, method: Method, model: keras.Model, args: Any,
     x = input_data.data_argument(method, arguments)
     data, steps = arguments.pop(x), arguments.get("steps")
     unsupported.check_data(context.strategy, data)
+    own = worker_rows.is_own(data) and context.ranks.size > 1
+    data = _own_as_function(context, data, arguments, takes_targets=False)
     if input_data.takes(method, "callbacks"):
         arguments["callbacks"] = [execution.StepLimit(), *input_data.as_list(arguments.pop("callbacks", None))]
     data = context.engine.data_to_predict(model, data, steps)
     guarded = _stop_iteration_as_error(arguments.get("callbacks", ()))
     with context.running(context.engine.predicting(model, steps)), guarded:
         data = _distribute(context, data)
-        return method(model, **{x: data}, verbose=_verbosity(context, arguments), **arguments)
+        rows = (
+            getattr(model.make_predict_function(), "own_rows", None) if own else None
+        )  # a model may have a function of its own
+        if rows:
+            rows.clear()
+        outputs = method(model, **{x: data}, verbose=_verbosity(context, arguments), **arguments)
+        return input_data.order_by_worker(outputs, rows, context.ranks) if rows else outputs
 
 
 def on_batch(context: LoopContext, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
@@ -283,6 +307,17 @@ class _ProgressReporter(keras.callbacks.Callback):
         done = min(batch + 1, self.params["steps"] or batch + 1)  # Keras counts beyond them
         self._done, self._epoch_step = self._done + done - self._epoch_step, done
         self._progress.write(done=self._done)
+
+
+def _own_as_function(context: LoopContext, data: Any, arguments: dict[str, Any], takes_targets: bool) -> Any:
+    """Returns data that `evaluate` and `predict` take, once all workers have given the same, or declared their own. A collective."""
+    input_data.check_own_rows(data, arguments)
+    if context.ranks.size == 1:
+        return input_data.unpack_own_rows(data, arguments if takes_targets else {})
+    with context.watching_workers():
+        checks.check_data_consistency(context.ranks, data, arguments)
+    batch_size = arguments.pop("batch_size", None) if isinstance(data, worker_rows.OwnRows) else None
+    return input_data.as_function(data, batch_size)
 
 
 def _distribute(context: LoopContext, data: Any, class_weight: dict[int, float] | None = None) -> Any:

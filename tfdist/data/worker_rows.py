@@ -1,0 +1,91 @@
+"""Data of which each worker has its own: `own_rows`, and datasets whose options say `AutoShardPolicy.OFF`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compat import tf_internals
+from tfdist.compat.keras_loops import ArrayDataAdapter
+from tfdist.data import arrays
+
+# Transformations that keep the number of elements, by TensorFlow's name.
+_KEEP_COUNT = ("Map", "Prefetch", "Options", "Cache", "Shuffle")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnRows:
+    """Arrays of which each worker has its own; made by `own_rows`.
+
+    Attributes:
+        x: The inputs, as `fit` takes them.
+        y: The targets, or None.
+        sample_weight: The weights of the examples, or None.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+
+    def dataset(self, batch_size: int, shuffle: Any = False) -> tf.data.Dataset:
+        """Returns the dataset that Keras makes of the arrays.
+
+        Args:
+            batch_size: Examples in a batch of this worker.
+            shuffle: As of `fit`.
+        """
+        adapter = ArrayDataAdapter(self.x, self.y, self.sample_weight, batch_size=batch_size, shuffle=shuffle)
+        return adapter.get_tf_dataset().apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
+
+
+def own_rows(x: Any, y: Any = None, sample_weight: Any = None) -> OwnRows:
+    """Declares that each worker has arrays of its own, all of which are used.
+
+        model.fit(tfdist.data.own_rows(x[rank::size], y[rank::size]), batch_size=64, epochs=3)
+
+    Without it all workers give the same arrays, and each trains on its share. With it a step has `batch_size / workers`
+    examples of each worker, rounded up. The arrays may be of unequal length: a worker whose examples have ended contributes none
+    for the rest of the epoch, and every example of any worker counts once in losses and metrics. `predict` returns the outputs of
+    the first worker's examples, then those of the second one's, and so on, on every rank. In one process it is the same as the arrays.
+
+    Args:
+        x: The inputs, as the first argument of `fit`: an array, or a list, tuple or dict of arrays.
+        y: The targets.
+        sample_weight: The weights of the examples.
+
+    Returns:
+        What `fit`, `evaluate` and `predict`, and `validation_data`, take in place of `x`. Their `batch_size` and `shuffle` hold.
+    """
+    return OwnRows(x, y, sample_weight)
+
+
+def is_own(data: Any) -> bool:
+    """Whether each worker has its own data: `own_rows`, or a dataset that is not to be sharded."""
+    if isinstance(data, tf.data.Dataset):
+        policy = data.options().experimental_distribute.auto_shard_policy
+        return bool(policy == tf.data.experimental.AutoShardPolicy.OFF)
+    return isinstance(data, OwnRows)
+
+
+def count_pieces(dataset: tf.data.Dataset, workers: int) -> int:
+    """Returns how many pieces the batches of a dataset are cut into, or a negative cardinality.
+
+    Args:
+        dataset: A dataset of batches.
+        workers: Each piece has the size that its dataset gives to `batch` by so many, rounded up, or less.
+    """
+    batches, size = int(dataset.cardinality()), arrays.batch_size(dataset)
+    if batches <= 0 or workers == 1:
+        return batches
+    while tf_internals.dataset_kind(dataset) in _KEEP_COUNT:
+        (dataset,) = tf_internals.inputs(dataset)
+    if size is None or tf_internals.own_batch_size(dataset) is None:
+        return tf.data.UNKNOWN_CARDINALITY
+    rows = int(tf_internals.inputs(dataset)[0].cardinality())
+    if rows < 0:
+        return tf.data.UNKNOWN_CARDINALITY
+    piece = -(-size // workers)
+    last = rows - (batches - 1) * size
+    return (batches - 1) * -(-size // piece) + -(-min(last, size) // piece)

@@ -1,0 +1,52 @@
+"""Cuts the batches of a worker's own dataset into what its replicas are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.replicas import batch_splitting
+
+
+def split_own_batches(
+    dataset: tf.data.Dataset, size: int | None, workers: int, replicas: int, pieces: int
+) -> tf.data.Dataset:
+    """Cuts each batch of the global size into pieces, one for a step, and each piece into even parts for the worker's replicas.
+
+    A piece has a batch's size by the number of workers, rounded up; the last piece of a batch may have fewer rows. Pieces never
+    join rows of two batches, which may be padded to different lengths.
+
+    Args:
+        dataset: This worker's dataset, of batches.
+        size: The number of rows of its full batches; None takes that of each batch.
+        workers: The number of workers.
+        replicas: The replicas of this worker.
+        pieces: The number of pieces of the whole dataset, or a negative cardinality.
+
+    Returns:
+        A dataset of batches, successive ones for successive replicas. A part may be empty.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def split(*element: Any) -> tf.data.Dataset:
+        batch = batch_splitting.batch_of(dataset, element)
+        rows = tf.cast(batch_splitting.num_rows(batch), tf.int64)
+        full = rows if size is None else tf.constant(size, tf.int64)
+        piece = tf.maximum(-(-full // workers), 1)
+
+        @tf.autograph.experimental.do_not_convert
+        def part(number: tf.Tensor) -> Any:
+            begin, which = number // replicas * piece, number % replicas
+            mine = tf.minimum(piece, rows - begin)
+            begin += which * (mine // replicas) + tf.minimum(which, mine % replicas)
+            return batch_splitting.rows_of(
+                batch, begin, begin + mine // replicas + tf.cast(which < mine % replicas, tf.int64)
+            )
+
+        return tf.data.Dataset.range(-(-rows // piece) * replicas).map(part)
+
+    parts = dataset.flat_map(split)
+    if pieces != tf.data.UNKNOWN_CARDINALITY:
+        parts = parts.apply(tf.data.experimental.assert_cardinality(pieces if pieces < 0 else pieces * replicas))
+    return parts.prefetch(replicas)

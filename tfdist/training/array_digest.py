@@ -1,0 +1,93 @@
+"""Numbers by which workers compare the arrays that they were given: nearly equal for arrays that are nearly equal."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_ROWS = 128  # of each array, spread over it
+_ROW_VALUES = 256  # of each such row, spread over it
+TOLERANCE = 1e-5  # between digests of equal arrays, which processors of two kinds may have computed
+
+
+def describe(data: Any) -> str:
+    """Returns the types and shapes of the arrays in a structure, and their first values; empty without arrays."""
+    return "; ".join(f"{_kind(each)}{_first(each)}" for each in _arrays(data))
+
+
+def kinds(data: Any) -> str:
+    """Returns the types of the arrays in a structure, and the shapes of their rows."""
+    return "; ".join(f"{_dtype(each)} {tuple(each.shape[1:])}" for each in _arrays(data))
+
+
+def digest(data: Any) -> float:
+    """Returns a number made of some rows of each array in a structure; 0 without arrays.
+
+    For arrays of numbers it is a random projection, made with the same signs on all workers, so that rounding changes it little.
+    """
+    return sum((number + 1) * _digest(each) for number, each in enumerate(_arrays(data)))
+
+
+def _arrays(data: Any) -> Iterator[Any]:
+    for each in tf.nest.flatten(data):
+        if getattr(each, "shape", None) is not None and len(each.shape):
+            yield each
+
+
+def _digest(array: Any) -> float:
+    values = _sample(array)
+    if values.dtype.kind not in "biufc":
+        return 1000 * zlib.crc32(repr(values.tolist()).encode()) / 2**32
+    values = np.nan_to_num(values.view(values.real.dtype) if values.dtype.kind == "c" else values.astype(np.float64))
+    norm = float(np.linalg.norm(values))
+    if not norm:
+        return 0.0
+    signs = np.random.Generator(np.random.PCG64(1)).integers(0, 2, len(values)) * 2 - 1
+    return float(signs @ values) / norm + math.log(norm)
+
+
+def _sample(array: Any) -> np.ndarray:
+    """Returns values of some rows, flat."""
+    if isinstance(array, tf.SparseTensor):
+        return _sample(array.values)
+    if isinstance(array, tf.RaggedTensor):
+        return _sample(array.flat_values)
+    if hasattr(array, "tocsr"):  # of SciPy
+        return _sample(array.tocsr().data)
+    rows = np.unique(np.linspace(0, max(int(array.shape[0]) - 1, 0), _ROWS).astype(np.int64))
+    if not array.shape[0]:
+        return np.zeros(0)
+    if hasattr(array, "iloc"):  # of pandas
+        taken = array.iloc[rows].to_numpy()
+    elif tf.is_tensor(array):
+        taken = tf.gather(array, rows).numpy()
+    elif hasattr(array, "detach"):  # of PyTorch
+        taken = array.detach()[rows].cpu().numpy()
+    elif isinstance(array, np.ndarray):
+        size = max(array.size // len(array), 1)
+        return np.concatenate([array[row].reshape(-1)[:: -(-size // _ROW_VALUES)] for row in rows])
+    else:
+        taken = np.asarray(array[rows])
+    taken = taken.reshape(len(rows), -1)
+    return taken[:, :: -(-max(taken.shape[1], 1) // _ROW_VALUES)].ravel()
+
+
+def _kind(array: Any) -> str:
+    return f"{_dtype(array)} {tuple(array.shape)}"
+
+
+def _dtype(array: Any) -> str:
+    dtype = getattr(array, "dtype", None)
+    return str(getattr(dtype, "name", dtype) or type(array).__name__)
+
+
+def _first(array: Any) -> str:
+    values = _sample(array)[:1]
+    if not len(values):
+        return ""
+    return f" from {values[0]:g}" if values.dtype.kind in "biuf" else f" from {values[0]!r}"
