@@ -19,7 +19,11 @@ from typing import Any
 import numpy as np
 
 MIRRORED, WORKERS, SERVERS = "mirrored", "multi_worker_mirrored", "parameter_server"
-KINDS = ("reading",)
+KINDS = (
+    "reading",
+    "metrics",
+    "own_division",
+)
 Pairs = dict[str, tuple[Any, Any]]
 
 
