@@ -26,7 +26,15 @@ from tensorflow.python.eager import context
 
 import tfdist
 from tfdist.backup import unsaved_randomness
-from tfdist.compat import call_stack, keras_internals, keras_loops, keras_losses, tf_cluster, tf_internals
+from tfdist.compat import (
+    call_stack,
+    keras_internals,
+    keras_loops,
+    keras_losses,
+    keras_metrics,
+    tf_cluster,
+    tf_internals,
+)
 from tfdist.data import graph as graph_lib
 from tfdist.data import python_generators, random_state
 from tfdist.parameter_server import strategy as strategy_lib
@@ -237,6 +245,30 @@ def test_traced_functions_tell_their_random_operations():
     (line,) = unsaved_randomness.step_doubts(traced)
     assert "RandomStandardNormal (test_keras_internals.py:" in line and "RandomUniform" in line
     assert not list(unsaved_randomness.step_doubts(tf.function(lambda: tf.random.stateless_normal([2], [1, 2]))))
+
+
+def test_keras_keeps_metrics_where_they_are_looked_for():
+    moved = "seam metrics: Keras' metrics have moved"
+    metric = keras.metrics.PearsonCorrelation(axis=0)
+    function, arguments = keras_metrics.function(metric)
+    assert keras_metrics.is_keras_code(function) and arguments == {"axis": 0}, moved
+    assert keras_metrics.is_keras_code(type(metric).update_state), moved
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[metric])
+    assert not keras_metrics.compiled_metrics(model).built, moved
+    model.evaluate(np.zeros([2, 1]), np.zeros([2, 1]), verbose=0)
+    assert any(each is metric for each in keras_metrics.metrics(model)), moved
+    assert "self.build(y_true, y_pred)" in inspect.getsource(compile_utils.CompileMetrics.update_state), moved
+
+
+def test_tensorflow_averages_losses_by_functions_of_one_module():
+    source = inspect.getsource(tf_internals.average_losses.compute_average_loss)
+    moved = "seam average loss: TensorFlow divides losses elsewhere"
+    assert (
+        f"{tf_internals.TF_AVERAGE_ARITHMETIC}.{tf_internals.TF_AVERAGE_DIVISION}(loss, global_batch_size)" in source
+    ), moved
+    assert source.count(f"{tf_internals.TF_AVERAGE_COUNTED} = ") == 1, moved
+    assert tf.nn.compute_average_loss is tf_internals.average_losses.compute_average_loss, moved
 
 
 def test_keras_sums_and_logs_losses_where_the_step_does():

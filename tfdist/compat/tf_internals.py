@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.config import is_op_determinism_enabled
+from tensorflow.python.ops import nn_impl_distribute as average_losses
 from tensorflow.python.ops import script_ops
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "RepeatDataset",
     "ShuffleDataset",
     "SyncOnReadVariable",
+    "average_losses",
     "eager_context",
     "is_op_determinism_enabled",
     "regroup",
@@ -247,6 +250,59 @@ def replacing_dataset_sources(slices: Callable[..., Any], tensors: Callable[...,
         finally:
             for name, own in before.items():
                 setattr(tf.data.Dataset, name, own)
+
+
+# Average losses
+
+TF_AVERAGE_ARITHMETIC = "math_ops"
+TF_AVERAGE_DIVISION = "div_no_nan"
+TF_AVERAGE_COUNTED = "num_replicas"  # a variable of `tf.nn.compute_average_loss` where it counts the examples itself
+
+_averaging = threading.Lock()
+
+
+class _AverageArithmetic:
+    """The arithmetic of `tf.nn.compute_average_loss`, which hands on what it has divided by a given batch size.
+
+    The function finds it by a name of its module, so that it is found however a program has imported the function.
+    """
+
+    def __init__(self, own: Any, correct: Callable[[Any], Any]):
+        self._own = own
+        self._correct = correct
+        self.uses = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def div_no_nan(self, loss: Any, size: Any) -> Any:
+        """As TensorFlow's; of a batch size that the caller was given, the result goes through `correct`."""
+        value = self._own.div_no_nan(loss, size)
+        return value if TF_AVERAGE_COUNTED in sys._getframe(1).f_locals else self._correct(value)
+
+
+@contextlib.contextmanager
+def correcting_average_losses(correct: Callable[[Any], Any]) -> Iterator[None]:
+    """Within it, a loss that `tf.nn.compute_average_loss` divides by the `global_batch_size` that it is given is corrected.
+
+    Several threads may be within it at once; the first one's function holds for all, so give the same one.
+
+    Args:
+        correct: Returns what takes the place of a loss. It is called in all threads.
+    """
+    with _averaging:
+        current = getattr(average_losses, TF_AVERAGE_ARITHMETIC)
+        if not isinstance(current, _AverageArithmetic):
+            current = _AverageArithmetic(current, correct)
+            setattr(average_losses, TF_AVERAGE_ARITHMETIC, current)
+        current.uses += 1
+    try:
+        yield
+    finally:
+        with _averaging:
+            current.uses -= 1
+            if not current.uses:
+                setattr(average_losses, TF_AVERAGE_ARITHMETIC, current._own)
 
 
 # Checkpoints

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,12 +25,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_internals, optimizer_search
+from tfdist.compat import keras_internals, keras_metrics, optimizer_search
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.replicas import batch_splitting, random_seeds
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import graph_copies, losses
 
+logger = logging.getLogger(__name__)
+
+_NO_SUM = (
+    "The metric {} keeps what is no sum, such as a maximum. Parameter servers add up what the steps have counted, each from zero, so it "
+    "is wrong under parameter_server: evaluate it with another strategy, or write it with sums."
+)
 # Added to a seed once per step; odd, so that steps do not meet for 2**64 of them.
 _SEED_STRIDE = 0x5851F42D4C957F2D
 _RESULTS_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
@@ -67,6 +74,7 @@ class WorkerStep:
         self._attempt_ids = itertools.count(1)
         self._seed_values: list[int] = []
         self._started: list[int] = []
+        self._no_sums: set[str] = set()  # metrics of which it has warned
         self._per_step = [1] * len(self._iterations)  # how often each optimizer updates in a step, as far as is known
 
     def begin(self) -> None:
@@ -189,6 +197,7 @@ class WorkerStep:
             if all(scope.state_mapping.get(id(v)) is start.get(id(v)) for v in metric.variables)
         }
         own = {name: value for name, value in result.items() if name not in results or name in idle}
+        self._warn_of_metrics(scope, start)
         held = {id(value := scope.get_current_value(v)): value for v in self._metrics}
         computed = {
             name: own.pop(name)
@@ -205,6 +214,17 @@ class WorkerStep:
             return packed
         self._tracing.results.write(inputs[0], inputs[1], packed)  # type: ignore[union-attr]
         return ()
+
+    def _warn_of_metrics(self, scope: keras.StatelessScope, start: dict[int, tf.Tensor]) -> None:
+        """Warns once of a metric to which the chief cannot add what each step has counted."""
+        for metric in keras_metrics.metrics(self._model):
+            state = [start[id(v)] for v in metric.variables if id(v) in start]
+            ends = [scope.get_current_value(v) for v in metric.variables if id(v) in start]
+            if metric.name not in self._no_sums and not all(
+                graph_copies.adds_to(each, end, state) for each, end in zip(state, ends, strict=True)
+            ):
+                self._no_sums.add(metric.name)
+                logger.warning(_NO_SUM.format(metric.name))
 
     def _numbers(self, own: Any) -> list[tf.Tensor]:
         values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(own)]

@@ -23,6 +23,7 @@ class StepContext:
             the replicas have batches of their own.
         number: Which step of an execution it is, from 0.
         data: Its part of the batch.
+        graph: The graph in which the step is traced; None where it runs eagerly.
         is_compiled: Whether XLA compiles the step.
         is_alone: Whether there is one replica.
         optimizer: The one that the model is compiled with.
@@ -40,6 +41,7 @@ class StepContext:
     place: Callable[[], tuple[tf.Tensor, Any]] | None = None
     number: Any = 0
     data: Any = None
+    graph: Any = None
     is_compiled: bool = False
     is_alone: bool = False
     optimizer: Any = None

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_metrics
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.replicas import batch_splitting
 
@@ -19,6 +20,11 @@ from tfdist.replicas import batch_splitting
 def metric_variables(model: keras.Model) -> list[tf.Variable]:
     """Returns the variables in which a model's metrics add up what they have seen."""
     return [variable.value for metric in model.metrics for variable in metric.variables]
+
+
+def has_seen_whole_batch(metric: keras.metrics.Metric) -> bool:
+    """Whether the step that is being traced has updated a metric with the whole batch (`step.metrics`), on all replicas."""
+    return getattr(metric.update_state, "has_seen_whole_batch", False)
 
 
 def moving_statistic_variables(model: keras.Model) -> list[tf.Variable]:
@@ -52,8 +58,11 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
     before = _cond(some, lambda: flat(both), lambda: none(both))
 
     def set_back() -> list[tf.Tensor]:
+        every = keras_metrics.metrics(model)
+        whole = {id(v.value) for metric in every if has_seen_whole_batch(metric) for v in metric.variables}
         for variable, value in zip(both, before, strict=True):
-            variable.assign(tf.reshape(value, variable.shape))
+            if id(variable) not in whole:
+                variable.assign(tf.reshape(value, variable.shape))
         return []
 
     def moved() -> list[tf.Tensor]:

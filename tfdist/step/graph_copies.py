@@ -134,6 +134,29 @@ def depends_on(given: Any, value: tf.Tensor) -> bool:
     return False
 
 
+def adds_to(start: tf.Tensor, value: tf.Tensor, state: Sequence[tf.Tensor]) -> bool:
+    """Whether `value` is `start` plus or minus what does not depend on it.
+
+    Args:
+        start: What a variable held.
+        value: What it holds now, in the same graph.
+        state: What all variables held that the addends must not depend on, `start` among them.
+    """
+    if value is start:
+        return True
+    op = value.op
+    if op.type == "Identity":
+        return adds_to(start, op.inputs[0], state)
+    inputs = list(op.inputs)
+    if op.type == "Sub":
+        return adds_to(start, inputs[0], state) and not depends_on(state, inputs[1])
+    if op.type not in ("Add", "AddV2", "AddN"):
+        return False
+    rest = [each for each in inputs if not depends_on(start, each)]
+    own = [each for each in inputs if depends_on(start, each)]
+    return len(own) == 1 and adds_to(start, own[0], state) and not any(depends_on(state, each) for each in rest)
+
+
 def trace_apart(fn: Callable[..., Any], specs: Sequence[Any]) -> Any:
     """Traces a function in a graph that is never run. Returns the function's result.
 

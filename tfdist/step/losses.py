@@ -11,14 +11,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import call_stack, keras_internals, keras_losses
+from tfdist.compat import call_stack, keras_internals, keras_losses, tf_internals
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
 from tfdist.replicas import step_context
 from tfdist.replicas.step_context import StepContext
-from tfdist.step import whole_batch
+from tfdist.step import metrics, whole_batch
 from tfdist.step.graph_copies import depends_on, trace_apart
-from tfdist.step.totals import divide_by_share, is_total
+from tfdist.step.totals import divide_by_share, is_total, total
 
 _MEANS = ("sum_over_batch_size", "mean")
 _NONE = ("none", None)
@@ -47,7 +47,9 @@ def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[
     - The logs `loss` and those of single outputs are means over examples. Keras weighs an output's loss by its batch only
       where the size of the batch is known when the step is traced, which differs between the steps of one execution.
     - A replica without examples adds nothing, also where its loss is NaN.
+    - A sum that `tf.nn.compute_average_loss` divides by the `global_batch_size` that it is given is a sum, too.
     - A number that an own step adds to a `keras.metrics.Mean` counts by this replica's share.
+    - A metric that is no sum over examples is computed of the whole batch, too (`metrics`).
 
     Args:
         model: Compiled.
@@ -71,8 +73,15 @@ def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[
     for metric in model.metrics:
         if type(metric).update_state is keras.metrics.Mean.update_state and "update_state" not in vars(metric):
             metric.update_state = _Mean(metric)
-    with step_context.running(step):
+    if not step.is_alone:
+        metrics.give_whole_batch(model)
+    with step_context.running(step), tf_internals.correcting_average_losses(_total_of_step):
         yield
+
+
+def _total_of_step(value: Any) -> Any:
+    """Returns a sum divided by the size of the whole batch as `total` does, but in a replica's step only."""
+    return value if step_context.current() is None else total(value)
 
 
 def _replace_losses(compiled: Any) -> None:
@@ -163,7 +172,7 @@ class _CompiledLoss:
         strategy = tf.distribute.get_strategy()
         limit = getattr(strategy, "gather_loss_bytes", 0)
         given = [each for each in (y_true, y_pred, sample_weight) if each is not None]
-        if (why := whole_batch.obstacle(step, self.loss, given, limit)) is not None:
+        if (why := whole_batch.obstacle(step, self.loss.dtype, given, limit)) is not None:
             if not self._warned:
                 warnings.warn(_MEAN_TRAINED.format(self.loss.name, why), stacklevel=2)
             self._warned = True

@@ -177,6 +177,7 @@ class ReplicaStep:
             place=place,
             number=self.number,
             data=data,
+            graph=None if tf.executing_eagerly() else tf.compat.v1.get_default_graph(),
             is_compiled=self._compiles,
             is_alone=self._replicas == 1,
             optimizer=self.model.optimizer,

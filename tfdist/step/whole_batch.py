@@ -1,6 +1,6 @@
-"""Gives every replica the whole batch of a loss, so that a loss of any kind is what one process computes.
+"""Gives every replica the whole batch of a loss or metric, so that one of any kind is what one process computes.
 
-Each replica gathers the labels, predictions and weights of all, and puts its own predictions in their place. The gradient of the loss
+Of a loss each replica gathers the labels, predictions and weights of all, and puts its own predictions in their place. The gradient of the loss
 flows through these alone, so that the replicas' gradients add up to that of one process.
 """
 
@@ -23,19 +23,20 @@ from tfdist.step.totals import divide_by_share
 
 # Found in the message of the error with which a step ends.
 ROWS_ARE_NOT_EXAMPLES = (
-    "A loss that returns one number for a batch is given the whole batch of all replicas, so each row of its y_true, y_pred and "
-    "sample_weight must be an example; some have more or fewer rows. Give the output a row for each example, such as "
-    "[batch, 2, size] in place of [2 * batch, size], or return one value for each example."
+    "A loss that returns one number for a batch is given the whole batch of all replicas, and so is such a metric, or one of a class of "
+    "your own. Each row of its y_true, y_pred and sample_weight must be an example; some have more or fewer rows. Give the output a row "
+    "for each example, such as [batch, 2, size] in place of [2 * batch, size], return one value for each example, or, if a metric's class "
+    "counts each row by itself, set `sums_examples = True` in it."
 )
 
 
-def obstacle(step: StepContext, loss: keras.losses.Loss, arguments: Sequence[Any], limit: int) -> str | None:
-    """Returns why a loss cannot be given the whole batch; None if it can.
+def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int) -> str | None:
+    """Returns why a loss or metric cannot be given the whole batch; None if it can.
 
     Args:
         step: The context of this replica's step.
-        loss: The loss.
-        arguments: Its `y_true`, `y_pred` and `sample_weight`.
+        dtype: The type in which it computes.
+        arguments: Its `y_true`, `y_pred` and `sample_weight`, or what else it is given.
         limit: The most bytes of one example that may be sent.
     """
     strategy = tf.distribute.get_strategy()
@@ -53,7 +54,7 @@ def obstacle(step: StepContext, loss: keras.losses.Loss, arguments: Sequence[Any
     shapes = [each.shape[1:] for each in given]
     if step.place is None and not all(shape.is_fully_defined() for shape in shapes):
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
-    size = tf.as_dtype(loss.dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
+    size = tf.as_dtype(dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
     if size > limit:
         return f"{size:,} bytes of an example are more than strategy.gather_loss_bytes ({limit:,}); raise it"
     return None
@@ -72,16 +73,8 @@ def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: An
     masks = [keras_losses.mask(each) for each in tf.nest.flatten(y_pred)]
     own = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
     own = tf.nest.map_structure(lambda v: None if v is None else keras.ops.convert_to_tensor(v, loss.dtype), own)
-    sent = [each for each in tf.nest.flatten(own) if each is not None]
-    with tf.control_dependencies([_check_rows(each, step.rows) for each in sent]):
-        flat = [tf.reshape(each, [step.rows, -1]) for each in sent]
-    mine = tf.cast(step.examples, tf.int32)
-    all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:mine], step)
-    columns = tf.split(all_rows, [tf.shape(each)[1] for each in flat], axis=1, num=len(flat))
-    whole = iter(
-        tf.ensure_shape(tf.reshape(column, tf.concat([[-1], tf.shape(each)[1:]], 0)), [None, *each.shape[1:]])
-        for column, each in zip(columns, sent, strict=True)
-    )
+    columns, before = _gather_columns(step, [each for each in tf.nest.flatten(own) if each is not None])
+    mine, whole = tf.cast(step.examples, tf.int32), iter(columns)
     given, found_masks = tf.nest.map_structure(lambda each: None if each is None else next(whole), own)
 
     def with_own(others: Any, mine_alone: Any, mask: Any) -> Any:
@@ -95,6 +88,33 @@ def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: An
     return [given[0], tf.nest.pack_sequence_as(given[1], joined), given[2]]
 
 
+def gathered_values(step: StepContext, values: Any) -> Any:
+    """Returns what a metric is given, of the whole batch, in its order and its types; gradients do not flow through it. A collective.
+
+    Args:
+        step: The context of this replica's step.
+        values: Tensors with a row for each example, perhaps with masks of Keras', in any structure; other values stay as they are.
+    """
+    tensors = [each for each in tf.nest.flatten(values) if tf.is_tensor(each)]
+    masks = [mask for each in tensors if (mask := keras_losses.mask(each)) is not None]
+    sent = [*tensors, *masks]
+    # float32 holds the integers of up to 16 bits.
+    wide = tf.float64 if any(each.dtype.size > 2 and each.dtype != tf.float32 for each in sent) else tf.float32
+    columns, _ = _gather_columns(step, [tf.cast(each, wide) for each in sent])
+    whole = [tf.cast(column, each.dtype) for column, each in zip(columns, sent, strict=True)]
+    found, found_masks = iter(whole), iter(whole[len(tensors) :])
+
+    def of_whole_batch(value: Any) -> Any:
+        if not tf.is_tensor(value):
+            return value
+        joined = next(found)
+        if keras_losses.mask(value) is not None:
+            keras_losses.set_mask(joined, next(found_masks))
+        return joined
+
+    return tf.nest.map_structure(of_whole_batch, values)
+
+
 def divide_gradient(value: tf.Tensor, part: Any) -> tf.Tensor:
     """Returns a loss of the whole batch as it is, whose gradient is divided by this replica's share, which it will be multiplied by."""
 
@@ -103,6 +123,25 @@ def divide_gradient(value: tf.Tensor, part: Any) -> tf.Tensor:
         return tf.identity(x), lambda upstream: divide_by_share(upstream, part)
 
     return identity(value)
+
+
+def _gather_columns(step: StepContext, sent: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Returns tensors of the whole batch, and how many of its examples come before this replica's. A collective.
+
+    Args:
+        step: The context of this replica's step.
+        sent: Of one type, with a row for each example.
+    """
+    with tf.control_dependencies([_check_rows(each, step.rows) for each in sent]):
+        flat = [tf.reshape(each, [step.rows, -1]) for each in sent]
+    mine = tf.cast(step.examples, tf.int32)
+    all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:mine], step)
+    columns = tf.split(all_rows, [tf.shape(each)[1] for each in flat], axis=1, num=len(flat))
+    whole = [
+        tf.ensure_shape(tf.reshape(column, tf.concat([[-1], tf.shape(each)[1:]], 0)), [None, *each.shape[1:]])
+        for column, each in zip(columns, sent, strict=True)
+    ]
+    return whole, before
 
 
 def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tensor]:

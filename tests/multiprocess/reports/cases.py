@@ -23,6 +23,8 @@ KINDS = (
     "reading",
     "policies",
     "own_slices",
+    "metrics",
+    "own_division",
 )
 Pairs = dict[str, tuple[Any, Any]]
 

@@ -1,0 +1,32 @@
+"""What tfdist uses of Keras' metrics beyond their public interfaces; see `keras_internals.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+KERAS_FUNCTION = "_fn"
+KERAS_FUNCTION_ARGUMENTS = "_fn_kwargs"
+KERAS_COMPILED_METRICS = "_compile_metrics"
+
+
+def function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Returns the function whose values a metric averages, and the arguments that the metric adds."""
+    return getattr(metric, KERAS_FUNCTION), getattr(metric, KERAS_FUNCTION_ARGUMENTS)
+
+
+def compiled_metrics(model: keras.Model) -> Any:
+    """Returns Keras' container of the metrics that a model is compiled with, or None."""
+    return getattr(model, KERAS_COMPILED_METRICS, None)
+
+
+def metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Returns a model's metrics, among them those that its container of compiled metrics holds, once it is built."""
+    return [*model.metrics, *getattr(compiled_metrics(model), "metrics", ())]
+
+
+def is_keras_code(function: Any) -> bool:
+    """Whether a function is Keras' own; False for an object that is called like one."""
+    return hasattr(function, "__code__") and function.__module__.startswith("keras.")

@@ -1,0 +1,190 @@
+"""Metrics that are no sum over examples: each replica updates them with the whole batch.
+
+Keras adds up the variables of a metric over the replicas. That is right if a metric counts each example by itself, as those of
+`keras.metrics` do. It is wrong for a function that returns one number for a batch (Dice), for a correlation along the batch, and for a class
+that keeps a maximum or adds one number for a batch. Such a metric is given the whole batch on each replica (`whole_batch`), so that it
+computes what one process computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import keras_metrics
+from tfdist.compat.tf_internals import num_replicas
+from tfdist.replicas import step_context
+from tfdist.replicas.step_context import StepContext
+from tfdist.step import whole_batch
+from tfdist.step.graph_copies import trace_apart
+
+logger = logging.getLogger(__name__)
+
+# Keras' own functions whose values depend on the other examples of a batch.
+_OF_BATCHES = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
+_PARTS_COUNTED = (
+    "The metric {} is counted on each replica's part of the batch, and the parts are added up: {}. That is right only if it counts each "
+    "example by itself. If it does, set `sums_examples = True` in its class, or let its function return one value for each example; "
+    "otherwise evaluate it with one replica."
+)
+
+Kind = Literal["examples", "mean", "state"]
+
+
+def kind(metric: keras.metrics.Metric) -> Kind | None:
+    """Returns how the replicas compute a metric; None if that depends on what its function returns.
+
+    Args:
+        metric: The metric.
+
+    Returns:
+        - `"examples"`: it counts each example by itself, so each replica counts its own. Keras' own classes do, and those that say so
+          by an attribute `sums_examples = True`.
+        - `"mean"`: it is the mean of a function, which is given the whole batch.
+        - `"state"`: its class updates its variables in its own way, with the whole batch.
+    """
+    if getattr(metric, "sums_examples", False):
+        return "examples"
+    if not keras_metrics.is_keras_code(type(metric).update_state):
+        return "state"
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return "examples"
+    function, arguments = keras_metrics.function(metric)
+    if not keras_metrics.is_keras_code(function):
+        return None
+    return "mean" if function in _OF_BATCHES or arguments.get("axis", -1) != -1 else "examples"
+
+
+def give_whole_batch(model: keras.Model) -> None:
+    """Makes a model's metrics right for a step on one of several replicas. In place.
+
+    Args:
+        model: Compiled.
+    """
+    compiled = keras_metrics.compiled_metrics(model)
+    if compiled is not None and not compiled.built and "build" not in vars(compiled):
+        compiled.build = _BuildMetrics(compiled)
+    _replace_updates(keras_metrics.metrics(model))
+
+
+def _replace_updates(metrics: Iterable[keras.metrics.Metric]) -> None:
+    for metric in metrics:
+        if "update_state" not in vars(metric) and (known := kind(metric)) != "examples":
+            metric.update_state = _WholeBatchUpdate(metric, known)
+            if known == "state":
+                metric.result = _StateResult(metric)
+
+
+class _BuildMetrics:
+    """`CompileMetrics.build`."""
+
+    def __init__(self, compiled: Any):
+        self._compiled = compiled
+        self._build = compiled.build
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._build(*args, **kwargs)
+        _replace_updates(self._compiled.metrics)
+
+
+class _WholeBatchUpdate:
+    """`update_state` of a metric that is no sum over examples.
+
+    Attributes:
+        has_seen_whole_batch: Whether the metric was updated with the whole batch when a step was last traced. All replicas then
+            take part, also one without examples.
+    """
+
+    def __init__(self, metric: keras.metrics.Metric, known: Kind | None):
+        self._metric = metric
+        self._update = metric.update_state
+        self._kind = known
+        self._warned = False
+        self.has_seen_whole_batch = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = step_context.current()
+        if step is None or step.is_alone:
+            return self._update(*args, **kwargs)
+        self._kind = self._kind or self._kind_of_function(*args, **kwargs)
+        if self._kind == "examples":
+            return self._update(*args, **kwargs)
+        if (why := self._obstacle(step, args, kwargs)) is not None:
+            self.has_seen_whole_batch = False
+            if not self._warned:
+                logger.warning(_PARTS_COUNTED.format(self._metric.name, why))
+            self._warned = True
+            return self._update(*args, **kwargs)
+        self.has_seen_whole_batch = True
+        whole_args, whole_kwargs = whole_batch.gathered_values(step, (args, kwargs))
+        variables = self._metric.variables
+        before = [tf.zeros(v.shape, v.dtype) for v in variables] if self._kind == "mean" else summed(variables)
+        with step_context.running(None), _holding(variables, before) as scope:
+            self._update(*whole_args, **whole_kwargs)
+        after = [scope.get_current_value(v) for v in variables]
+        context = tf.distribute.get_replica_context()
+        for variable, value in zip(variables, after, strict=True):
+            if self._kind == "mean":  # each replica adds its part of what all of them have computed
+                variable.assign_add(value / num_replicas(context.strategy))
+            else:  # a sum over replicas, of which one has everything
+                is_first = tf.equal(context.replica_id_in_sync_group, 0)
+                variable.assign(tf.where(is_first, value, tf.zeros_like(value)))
+        return None
+
+    def _kind_of_function(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Kind:
+        """Returns whether the function of a `MeanMetricWrapper` has a value for each example. It is traced apart from the step."""
+        function, arguments = keras_metrics.function(self._metric)
+        if tf.executing_eagerly():  # where it may do what cannot be traced
+            return "mean"
+        rows = tf.nest.map_structure(tf.type_spec_from_value, (y_true, y_pred))
+        try:
+            value = trace_apart(lambda *rows: function(*rows, **arguments), rows)
+        except Exception:  # the step will raise it, too, if it is the function's
+            return "mean"
+        return "examples" if tf.convert_to_tensor(value).shape.rank else "mean"
+
+    def _obstacle(self, step: StepContext, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        given = [each for each in tf.nest.flatten((args, kwargs), expand_composites=False) if each is not None]
+        if step.graph is not None and step.graph is not tf.compat.v1.get_default_graph():
+            return "it is updated within tf.cond, a loop or a tf.function, where replicas gather nothing"
+        limit = getattr(tf.distribute.get_strategy(), "gather_loss_bytes", 0)
+        return whole_batch.obstacle(step, self._metric.dtype, given, limit)
+
+
+class _StateResult:
+    """`result` of a metric whose variables one replica holds: the same on all replicas."""
+
+    def __init__(self, metric: keras.metrics.Metric):
+        self._metric = metric
+        self._result = metric.result
+
+    def __call__(self) -> Any:
+        step = step_context.current()
+        if step is None or step.is_alone or not self._metric.update_state.has_seen_whole_batch:
+            return self._result()
+        variables = self._metric.variables
+        with _holding(variables, summed(variables)):  # a variable that it returns is to be read here, too
+            return tf.nest.map_structure(tf.convert_to_tensor, self._result())
+
+
+def summed(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """Returns what variables of a metric hold: the sums over replicas. A collective."""
+    if not variables:
+        return []
+    context = tf.distribute.get_replica_context()
+    # One message; float64 holds counts, too.
+    own = tf.concat([tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables], 0)
+    total = context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+    context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
+    parts = tf.split(total, [math.prod(v.shape) for v in variables])
+    return [tf.cast(tf.reshape(part, v.shape), v.dtype) for part, v in zip(parts, variables, strict=True)]
+
+
+def _holding(variables: Sequence[keras.Variable], values: Sequence[Any]) -> keras.StatelessScope:
+    """Returns a scope in which variables hold other values, and what is assigned to them is kept."""
+    return keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True)))
