@@ -408,7 +408,7 @@ def test_rows_that_are_no_examples_are_refused(trainer):
         x = keras.Input((3,))
         model = keras.Model(x, keras.layers.Lambda(lambda v: tf.concat([v, -v], 0))(keras.layers.Dense(2)(x)))
         model.compile("sgd", twice)
-    with pytest.raises(ConfigError, match=r"each row of its y_true, y_pred and sample_weight must be an example"):
+    with pytest.raises(ConfigError, match=r"Each row of its y_true, y_pred and sample_weight must be an example"):
         trainer.fit(model, X, Y, batch_size=BATCH, verbose=0)
 
 
