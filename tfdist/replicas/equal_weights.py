@@ -15,8 +15,12 @@ import tensorflow as tf
 
 from tfdist.compat.tf_internals import EagerTensor
 from tfdist.errors import ConfigError, format_value
+from tfdist.replicas import declared_weights
 
 _ASSIGNED = "_tfdist_assigned_on_replica"  # an attribute of guarded variables
+EQUAL_ON_REPLICAS = (
+    "tfdist_whole_batch"  # names operations whose results are the same on all replicas, though they depend on data
+)
 _READS = ("ReadVariableOp", "VarHandleOp")
 _ROUNDING = 1e-5  # devices of different kinds may part by it
 
@@ -47,6 +51,7 @@ def guard(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> bool:
         if (
             isinstance(variable, tf.distribute.DistributedValues)
             and variable.aggregation == tf.VariableAggregation.NONE
+            and declared_weights.declared(variable) is None
         ):
             integers |= variable.dtype.is_integer
             if not hasattr(variable, _ASSIGNED):

@@ -32,6 +32,7 @@ class StepContext:
             for two optimizers, or apply gradients of a loss that was not scaled.
         deferred: Where the arguments of `apply` are kept, instead of being applied; None where they are applied.
         is_applying: Whether an optimizer that reduces first is applying gradients.
+        graph: The graph in which the step is traced, where collectives may be; None where the step runs eagerly.
     """
 
     examples: tf.Tensor | None
@@ -47,6 +48,9 @@ class StepContext:
     weighs_loss: bool = False
     deferred: list[tuple[Any, Any]] | None = None
     is_applying: bool = False
+    graph: Any = dataclasses.field(
+        default_factory=lambda: None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    )
 
 
 _replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
@@ -58,10 +62,10 @@ def current() -> StepContext | None:
 
 
 @contextlib.contextmanager
-def running(context: StepContext | None) -> Iterator[None]:
-    """Within it, this is the `current` context; None hides that a step is traced."""
+def running(context: StepContext) -> Iterator[StepContext]:
+    """Within it, this is the `current` context."""
     before, _replica.context = current(), context
     try:
-        yield
+        yield context
     finally:
         _replica.context = before

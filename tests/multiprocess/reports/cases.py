@@ -19,7 +19,10 @@ from typing import Any
 import numpy as np
 
 MIRRORED, WORKERS, SERVERS = "mirrored", "multi_worker_mirrored", "parameter_server"
-KINDS = ("reading",)
+KINDS = (
+    "assigned",
+    "reading",
+)
 Pairs = dict[str, tuple[Any, Any]]
 
 
