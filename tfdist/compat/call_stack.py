@@ -15,6 +15,7 @@ from typing import Any
 KERAS_APPLY = "_distributed_tf_update_step"
 # The function that creates a Keras variable's tf.Variable, and where optimizers are.
 KERAS_CREATE = ("keras.src.backend.tensorflow.core", "_initialize")
+KERAS_VARIABLES = ("keras.src.backend.tensorflow.core", "keras.src.backend.common.variables")
 KERAS_OPTIMIZERS = "keras.src.optimizers."
 # The modules of Keras' own steps and compiled losses.
 KERAS_STEP_MODULES = ("keras.src.backend.", "keras.src.trainers.")
@@ -23,6 +24,14 @@ KERAS_STEP_MODULES = ("keras.src.backend.", "keras.src.trainers.")
 def called_from_keras_step() -> bool:
     """Whether the caller is in one of the modules of Keras' own steps and compiled losses."""
     return bool(sys._getframe(2).f_globals["__name__"].startswith(KERAS_STEP_MODULES))
+
+
+def is_assigned_by_users() -> bool:
+    """Whether the code that assigns a variable, whose method has called the caller, is neither Keras' own nor tfdist's."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and _module(frame).startswith(KERAS_VARIABLES):
+        frame = frame.f_back
+    return frame is not None and not _module(frame).startswith(("keras.", "tfdist."))
 
 
 def is_creating_keras_weight() -> bool:

@@ -86,6 +86,7 @@ class Execution:
             first, self.logs = self.logs is None, self._execute(iterator)
             if first:
                 equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
+                equal_weights.warn_of_averages(self._strategy)
             return self.logs
         except StopIteration as e:  # TensorFlow's iterators raise OutOfRangeError
             raise stop_iteration_error(f"The model's {self.step_name}", e) from e

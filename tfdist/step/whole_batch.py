@@ -72,13 +72,7 @@ def whole_batch(tensor: Any) -> Any:
 
 
 def _whole_batch(tensor: tf.Tensor, step: StepContext) -> tf.Tensor:
-    why = _cannot_gather(step)
-    if why is None and not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not step.graph:
-        why = "it is within tf.cond, tf.while_loop or a tf.function, where replicas cannot wait for each other; call it before"
-    if why is None and (step.rows is None or step.examples is None):
-        why = "the number of examples of this batch is not known"
-    if why is None and step.place is None and not tensor.shape[1:].is_fully_defined():
-        why = "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
+    why = _gather_obstacle(step) or _rows_obstacle(tensor, step)
     if why is not None:
         raise ConfigError(f"tfdist.whole_batch cannot gather the rows of all replicas: {why}.")
     dtype = tensor.dtype
@@ -88,7 +82,7 @@ def _whole_batch(tensor: tf.Tensor, step: StepContext) -> tf.Tensor:
         raise ConfigError(
             f"tfdist.whole_batch takes a tensor with a row for each example. Received: shape {format_value(tensor.shape.as_list())}."
         )
-    with tf.control_dependencies([_check_rows(tensor, step.rows, GATHERED_ROWS_ARE_NOT_EXAMPLES)]):
+    with tf.control_dependencies([_check_rows(tensor, step.rows, of_loss=False)]):
         sent = _to_floats(tf.stop_gradient(tensor))
     mine = tf.cast(step.examples, tf.int32)
     rows, before = _all_gather(tf.reshape(sent, [step.rows, -1])[:mine], step)
@@ -97,6 +91,17 @@ def _whole_batch(tensor: tf.Tensor, step: StepContext) -> tf.Tensor:
     if dtype.is_floating:
         whole = _with_gradient(whole, tensor, before, mine, step)
     return tf.identity(whole, name=equal_weights.EQUAL_ON_REPLICAS)
+
+
+def _rows_obstacle(tensor: tf.Tensor, step: StepContext) -> str | None:
+    """Returns why the rows of all replicas cannot be gathered where the step is now; None if they can."""
+    if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not step.graph:
+        return "it is within tf.cond, tf.while_loop or a tf.function, where replicas cannot wait for each other; call it before"
+    if step.rows is None or step.examples is None:
+        return "the number of examples of this batch is not known"
+    if step.place is None and not tensor.shape[1:].is_fully_defined():
+        return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
+    return None
 
 
 def _to_floats(tensor: tf.Tensor) -> tf.Tensor:
@@ -145,7 +150,7 @@ def _with_gradient(
     return identity(own, whole)
 
 
-def _cannot_gather(step: StepContext) -> str | None:
+def _gather_obstacle(step: StepContext) -> str | None:
     """Returns why replicas cannot gather anything in a step; None if they can."""
     strategy = tf.distribute.get_strategy()
     if not traits_of(strategy).gathers:
@@ -166,7 +171,7 @@ def obstacle(step: StepContext, loss: keras.losses.Loss, arguments: Sequence[Any
         arguments: Its `y_true`, `y_pred` and `sample_weight`.
         limit: The most bytes of one example that may be sent.
     """
-    if (why := _cannot_gather(step)) is not None:
+    if (why := _gather_obstacle(step)) is not None:
         return why
     given = [each for each in tf.nest.flatten(arguments, expand_composites=False) if each is not None]
     if step.rows is None or any(not isinstance(each, tf.Tensor) or not each.shape.rank for each in given):
@@ -258,11 +263,14 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
     return tf.cast(tf.gather(every[:, 1:], tf.argsort(every[:, 0])), rows.dtype), before
 
 
-def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, message: str = ROWS_ARE_NOT_EXAMPLES) -> Any:
+def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, of_loss: bool = True) -> Any:
     """Returns an operation that fails if a tensor has other than so many rows. Raises ConfigError if that is known now."""
     known, wanted = tensor.shape[0], tf.get_static_value(rows)
     if known is not None and wanted is not None:
         if known != wanted:
-            raise ConfigError(message)
+            if of_loss:
+                raise ConfigError(ROWS_ARE_NOT_EXAMPLES)
+            raise ConfigError(GATHERED_ROWS_ARE_NOT_EXAMPLES)
         return tf.no_op()
+    message = ROWS_ARE_NOT_EXAMPLES if of_loss else GATHERED_ROWS_ARE_NOT_EXAMPLES
     return tf.debugging.Assert(tf.equal(tf.shape(tensor)[0], rows), [message], summarize=1) or tf.no_op()

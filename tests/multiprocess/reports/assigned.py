@@ -404,3 +404,55 @@ def a_scalar_is_rejected(world):
 @case(error="whole_batch is called by a replica outside of a step")
 def a_gather_outside_of_steps_is_rejected(world):
     world.trainer.strategy.run(lambda: tfdist.whole_batch(tf.ones([2, 1])))
+
+
+class Undeclared(keras.layers.Layer):
+    """What the report has: a count, a maximum and a queue of this replica's rows."""
+
+    def build(self, shape):
+        def add(shape, name, **how):
+            return self.add_weight(shape=shape, name=name, initializer="zeros", trainable=False, **how)
+
+        self.n, self.steps, self.rate = add((), "n"), add((), "steps"), add((), "rate")
+        self.seen = add((), "seen", aggregation="mean")
+
+    def call(self, a):
+        self.n.assign_add(ops.cast(ops.shape(a)[0], "float32"))
+        self.steps.assign_add(1.0)
+        self.rate.assign(0.5 * self.rate + 1)
+        self.seen.assign(ops.mean(a))
+        return a
+
+
+class OwnNorm(keras.layers.BatchNormalization):
+    """Keras' own code assigns its weights."""
+
+
+@case(warning=r"^The weight Undeclared: .*/n is assigned .*aggregation=\"sum\".*tfdist\.whole_batch")
+def a_count_that_declares_nothing_gets_a_warning(world):
+    with world.scope():
+        layer = Undeclared()
+        model = keras.Sequential([keras.Input((1,)), layer, OwnNorm(), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    fit(model)
+    return {"n": (layer.n.numpy(), 11.5), "steps": (layer.steps.numpy(), 4)}
+
+
+@case()
+def what_keras_assigns_or_is_the_same_everywhere_gets_none(world):
+    class Steps(keras.layers.Layer):
+        def build(self, shape):
+            self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
+            self.whole = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
+
+        def call(self, x):
+            self.steps.assign_add(1.0)
+            self.whole.assign_add(ops.shape(tfdist.whole_batch(x))[0])
+            return x
+
+    with world.scope():
+        layer, norm = Steps(), OwnNorm(momentum=0.5)
+        model = keras.Sequential([keras.Input((1,)), layer, norm, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(ROWS[:12], ROWS[:12], batch_size=12, shuffle=False, verbose=0)
+    return {"count": (layer.whole.numpy(), 12), "norm": (norm.moving_mean.numpy(), [3.25])}
