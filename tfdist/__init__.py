@@ -25,6 +25,7 @@ _HOMES = {
     "distribute_optimizer": "gradients.optimizer",
     "find_cluster": "cluster.resolvers.discovery",
     "total": "step.totals",
+    "whole_batch": "step.whole_batch",
 }
 
 _WITH_KERAS = ("backup", "gradients", "step", "strategies", "training")
@@ -46,6 +47,7 @@ __all__ = [
     "distribute_optimizer",
     "find_cluster",
     "total",
+    "whole_batch",
 ]
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from tfdist.errors import BackupError, ClusterError, ConfigError
     from tfdist.gradients.optimizer import distribute_optimizer
     from tfdist.step.totals import total
+    from tfdist.step.whole_batch import whole_batch
     from tfdist.strategies.factory import create_strategy
     from tfdist.tasks.base import Task
     from tfdist.training.export_best import ExportBest

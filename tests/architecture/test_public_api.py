@@ -28,6 +28,7 @@ PUBLIC = {
         "distribute_optimizer",
         "find_cluster",
         "total",
+        "whole_batch",
     ],
     "tfdist.cluster": ["ClusterSpec", "TaskSpec", "free_ports", "from_tf_config", "local_cluster"],
     "tfdist.compression": [

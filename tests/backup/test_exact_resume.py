@@ -291,3 +291,24 @@ def test_another_seed_gives_other_weights(trainer):
     """Or equal weights would prove nothing."""
     first, second = (train(trainer, data=lambda n=n: (np.random.seed(n), Shuffled())[1]) for n in (1, 2))
     assert not any(map(np.array_equal, first, second))
+
+
+class Counts(keras.layers.Layer):
+    """Counts examples, and adds them to a weight that the model reads."""
+
+    def build(self, shape):
+        how = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.count = self.add_weight(aggregation="sum", name="count", **how)
+        self.first = self.add_weight(aggregation="only_first_replica", name="first", **how)
+
+    def call(self, x):
+        self.count.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        self.first.assign(tf.reduce_sum(x[0]))
+        return x * (1 + self.count / 100)
+
+
+def test_a_resumed_training_counts_on(trainer, tmp_path):
+    expected = train(trainer, layer=Counts)
+    got = resume(trainer, tmp_path, {"layer": Counts}, *MOMENTS["amid"])
+    assert all(map(np.array_equal, got, expected))
+    assert EXAMPLES * 3 in [float(value) for value in got if value.shape == ()]

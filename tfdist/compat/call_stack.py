@@ -13,6 +13,10 @@ from typing import Any
 
 # Names of Keras' functions.
 KERAS_APPLY = "_distributed_tf_update_step"
+# The function that creates a Keras variable's tf.Variable, and where optimizers are.
+KERAS_CREATE = ("keras.src.backend.tensorflow.core", "_initialize")
+KERAS_VARIABLES = ("keras.src.backend.tensorflow.core", "keras.src.backend.common.variables")
+KERAS_OPTIMIZERS = "keras.src.optimizers."
 # The modules of Keras' own steps and compiled losses.
 KERAS_STEP_MODULES = ("keras.src.backend.", "keras.src.trainers.")
 
@@ -20,6 +24,32 @@ KERAS_STEP_MODULES = ("keras.src.backend.", "keras.src.trainers.")
 def called_from_keras_step() -> bool:
     """Whether the caller is in one of the modules of Keras' own steps and compiled losses."""
     return bool(sys._getframe(2).f_globals["__name__"].startswith(KERAS_STEP_MODULES))
+
+
+def is_assigned_by_users() -> bool:
+    """Whether the code that assigns a variable, whose method has called the caller, is neither Keras' own nor tfdist's."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and _module(frame).startswith(KERAS_VARIABLES):
+        frame = frame.f_back
+    return frame is not None and not _module(frame).startswith(("keras.", "tfdist."))
+
+
+def is_creating_keras_weight() -> bool:
+    """Whether a `keras.Variable` that no optimizer has asked for is being created, as by `add_weight`."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (_module(frame), frame.f_code.co_name) != KERAS_CREATE:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    while frame is not None and _module(frame).startswith("keras."):
+        if _module(frame).startswith(KERAS_OPTIMIZERS):
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _module(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def applying_optimizer() -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, symbolic_scope
 
 # Names of variables.
 SEED_STATE = "seed_generator_state"
@@ -196,6 +196,11 @@ KERAS_GLOBAL_GENERATOR = "global_seed_generator"
 def raw_value(variable: keras.Variable) -> Any:
     """Returns the TensorFlow variable of a Keras variable, whatever StatelessScope is entered."""
     return getattr(variable, KERAS_VALUE)
+
+
+def in_symbolic_scope() -> bool:
+    """Whether Keras is computing the shapes of a layer's outputs, not the outputs."""
+    return bool(symbolic_scope.in_symbolic_scope())
 
 
 def global_generator() -> Any:

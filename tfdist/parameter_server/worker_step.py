@@ -7,6 +7,7 @@ The step runs in `keras.StatelessScope`, which records what it assigns to Keras'
 - seed generators start from the step's own seed, so that each step has its own masks, and the same ones if it is repeated;
   so does the global generator, from which `keras.random.*` draws without a seed;
 - with several workers `tf.random.*` ignores TensorFlow's seed, from which all of them would draw the same numbers;
+- what it adds to a weight with `aggregation="sum"` is added on its server, so that workers lose no other's;
 - everything else that it assigned (BatchNorm's moving statistics) is assigned on the servers: if two workers assign at
   once, the later value holds.
 
@@ -63,6 +64,8 @@ class WorkerStep:
         self._scalars = [v for v in others if v.name in keras_internals.OPTIMIZER_SCALARS]
         self._seeds = [v for v in model.variables if v.name == keras_internals.SEED_STATE]
         known = {id(v) for v in (*self._metrics, *self._iterations, *self._scalars, *self._seeds)}
+        weights = [v for v in model.non_trainable_variables if id(v) not in known]
+        self._sums = [v for v in weights if v.aggregation == "sum" and v.value.dtype != tf.bool]
         self._servers = [v for v in _unique((*model.variables, *others)) if id(v) not in known]
         self._functions = {
             returns: tf.function(functools.partial(self._run, returns), reduce_retracing=True, autograph=False)
@@ -175,17 +178,18 @@ class WorkerStep:
         stride = tf.stack([tf.cast(number, tf.int64) * _SEED_STRIDE, tf.constant(0, tf.int64)])
         for place, v in enumerate(self._seeds):
             mapped.append((v, tf.cast(tf.cast(seeds[2 * place : 2 * place + 2], tf.int64) + stride, v.dtype)))
+        sums = [(v, v.value.read_value()) for v in self._sums]
         if len(self._model.distribute_strategy.cluster.jobs["worker"]) > 1:
             random_seeds.use_entropy_per_worker()
         generator = random_seeds.StepSeedGenerator(number)
-        with generator.installed(), _Scope([*counted, *mapped], collect_losses=True) as scope:
+        with generator.installed(), _Scope([*counted, *mapped, *sums], collect_losses=True) as scope:
             examples = batch_splitting.examples(data)
             examples = None if examples is None else tf.convert_to_tensor(examples)
             alone = StepContext(examples, lambda: None, is_alone=True)
             with losses.scale_losses_for_replica(self._model, alone):  # outputs' logs are means over examples
                 result = self._step(data)
             results = {} if self._predicts else self._model.get_metrics_result()
-        self._assign(scope)
+        self._assign(scope, sums)
         if self._predicts:
             self._tracing = TracedStep()
             return result
@@ -236,10 +240,18 @@ class WorkerStep:
                 )
         return values
 
-    def _assign(self, scope: keras.StatelessScope) -> None:
-        """Assigns to the servers' variables the values that the step has recorded."""
+    def _assign(self, scope: keras.StatelessScope, sums: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
+        """Assigns to the servers' variables the values that the step has recorded.
+
+        Args:
+            scope: What has recorded them.
+            sums: Variables to which the step's change is added, and their values when it began.
+        """
+        for variable, start in sums:
+            if (new := scope.state_mapping[id(variable)]) is not start:
+                variable.value.assign_add(tf.cast(new, start.dtype) - start)
         for variable in self._servers:
-            if id(variable) in scope.state_mapping:
+            if id(variable) in scope.state_mapping and all(variable is not summed for summed, _ in sums):
                 variable.value.assign(scope.state_mapping[id(variable)])
         known = {id(v) for v in (*self._servers, *self._metrics, *self._iterations, *self._scalars, *self._seeds)}
         if set(scope.state_mapping) - known:

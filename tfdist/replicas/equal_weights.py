@@ -2,7 +2,8 @@
 
 TensorFlow lets each replica assign its own copy, from its own part of the batch, and reads one of them. A count that depends on the
 data would be that of one replica, also where all have equally many examples: that is refused when the step is traced. Other
-weights are compared after the first step and after each epoch.
+weights are compared after the first step and after each epoch. Untrained floating-point weights are averaged (`MovingStatistics`), which is
+right for a moving mean: a class that assigns one what depends on the data, and does not declare so, gets a warning.
 """
 
 from __future__ import annotations
@@ -10,19 +11,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.tf_internals import EagerTensor
+from tfdist.compat import call_stack, keras_internals
+from tfdist.compat.tf_internals import EagerTensor, num_replicas
 from tfdist.errors import ConfigError, format_value
+from tfdist.replicas import declared_weights
+from tfdist.runtime.log import logger
 
 _ASSIGNED = "_tfdist_assigned_on_replica"  # an attribute of guarded variables
+EQUAL_ON_REPLICAS = (
+    "tfdist_whole_batch"  # names operations whose results are the same on all replicas, though they depend on data
+)
 _READS = ("ReadVariableOp", "VarHandleOp")
 _ROUNDING = 1e-5  # devices of different kinds may part by it
 
 _COUNT = (
-    "The integer weight {} is assigned what depends on the data, and each replica would keep its own value. Use a metric, a weight of "
-    "floating-point numbers, which is averaged, or a tf.Variable, of which each replica keeps its own."
+    "The integer weight {} is assigned what depends on the data, and each replica would keep its own value. Create it with "
+    'aggregation="sum" if it counts, or compute what it is assigned from tfdist.whole_batch(tensor).'
+)
+_AVERAGED = (
+    "{} assigned what depends on the data, and declared no aggregation: with several replicas the value is the mean of the replicas' own "
+    'values. If it is a moving mean, create it with aggregation="mean"; if it counts or adds up, with aggregation="sum"; for a maximum, a '
+    "queue or a codebook compute it from tfdist.whole_batch(tensor)."
 )
 _BY_HAND = (
     "The weight {} is not the same on all replicas: a step assigns it what a replica computes from its own part of the batch. Apply "
@@ -47,6 +60,7 @@ def guard(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> bool:
         if (
             isinstance(variable, tf.distribute.DistributedValues)
             and variable.aggregation == tf.VariableAggregation.NONE
+            and declared_weights.declared(variable) is None
         ):
             integers |= variable.dtype.is_integer
             if not hasattr(variable, _ASSIGNED):
@@ -70,7 +84,10 @@ def _guarded(strategy: tf.distribute.Strategy, weight: Any, own: Callable[..., A
 
 
 def _depends_on_data(values: Iterable[Any]) -> bool:
-    """Whether one of the values comes from an argument of a traced function, from an iterator, or from anything else stateful."""
+    """Whether one of the values comes from an argument of a traced function, from an iterator, or from anything else stateful.
+
+    What comes from the whole batch is the same on all replicas, and does not count.
+    """
     pending, seen = list(values), set()
     while pending:
         tensor = pending.pop()
@@ -78,6 +95,8 @@ def _depends_on_data(values: Iterable[Any]) -> bool:
             continue
         seen.add(id(tensor))
         op = tensor.op
+        if EQUAL_ON_REPLICAS in op.name:
+            continue
         if op.type == "Placeholder":
             outer = [outside for outside, inside in getattr(op.graph, "captures", ()) if inside is tensor]
             if not outer:
@@ -87,6 +106,56 @@ def _depends_on_data(values: Iterable[Any]) -> bool:
             return True
         pending += op.inputs
     return False
+
+
+def watch_averages(strategy: Any, model: keras.Model) -> None:
+    """Makes untrained floating-point weights of custom classes note if a replica assigns them what depends on the data. In place.
+
+    Those that declare an aggregation are left alone, and what Keras' own layers assign.
+
+    Args:
+        strategy: Whose statistics the weights are.
+        model: Built.
+    """
+    if num_replicas(strategy) == 1:
+        return
+    owners = {id(weight): layer for layer in keras_internals.layers(model) for weight in layer.non_trainable_variables}
+    for weight in model.non_trainable_variables:
+        variable, owner = weight.value, type(owners.get(id(weight), model))
+        if (
+            variable in strategy.statistics
+            and declared_weights.declared(variable) is None
+            and not owner.__module__.startswith("keras.")
+            and not hasattr(variable, _ASSIGNED)
+        ):
+            setattr(variable, _ASSIGNED, False)
+            for name in ("assign", "assign_add", "assign_sub"):
+                setattr(variable, name, _watched(strategy, f"{owner.__name__}: {weight.path}", getattr(variable, name)))
+
+
+def _watched(strategy: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def assign(*args: Any, **kwargs: Any) -> Any:
+        if (
+            name not in strategy.statistics.undeclared
+            and tf.distribute.get_strategy() is strategy
+            and not tf.distribute.in_cross_replica_context()
+            and _depends_on_data(tf.nest.flatten((args, kwargs), expand_composites=True))
+            and call_stack.is_assigned_by_users()
+        ):
+            strategy.statistics.undeclared[name] = False
+        return own(*args, **kwargs)
+
+    return assign
+
+
+def warn_of_averages(strategy: Any) -> None:
+    """Logs, once and on the first rank, the weights that `watch_averages` has noticed."""
+    noticed = strategy.statistics.undeclared
+    if new := [name for name, warned in noticed.items() if not warned]:
+        noticed |= dict.fromkeys(new, True)
+        if strategy.local_replicas[0] == 0:
+            weights = f"The weight {new[0]} is" if len(new) == 1 else f"The weights {', '.join(new)} are"
+            logger.warning(_AVERAGED.format(weights))
 
 
 def check_equal_on_replicas(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> None:

@@ -21,10 +21,13 @@ class MovingStatistics:
 
     Attributes:
         synchronized: Whether all replicas are known to hold the same values, so that reading them needs no peer.
+        undeclared: Weights that are assigned what depends on the data without declaring that they are averaged, and whether the user has
+            been warned of it (see `equal_weights`).
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self.synchronized = False
+        self.undeclared: dict[str, bool] = {}
         self._managed = 0
         self._strategy = strategy
         # Numbered in the order of their creation, which is the same on all workers.

@@ -23,7 +23,6 @@ class StepContext:
             the replicas have batches of their own.
         number: Which step of an execution it is, from 0.
         data: Its part of the batch.
-        graph: The graph in which the step is traced; None where it runs eagerly.
         is_compiled: Whether XLA compiles the step.
         is_alone: Whether there is one replica.
         optimizer: The one that the model is compiled with.
@@ -33,6 +32,7 @@ class StepContext:
             for two optimizers, or apply gradients of a loss that was not scaled.
         deferred: Where the arguments of `apply` are kept, instead of being applied; None where they are applied.
         is_applying: Whether an optimizer that reduces first is applying gradients.
+        graph: The graph in which the step is traced, where collectives may be; None where the step runs eagerly.
     """
 
     examples: tf.Tensor | None
@@ -41,7 +41,6 @@ class StepContext:
     place: Callable[[], tuple[tf.Tensor, Any]] | None = None
     number: Any = 0
     data: Any = None
-    graph: Any = None
     is_compiled: bool = False
     is_alone: bool = False
     optimizer: Any = None
@@ -49,6 +48,9 @@ class StepContext:
     weighs_loss: bool = False
     deferred: list[tuple[Any, Any]] | None = None
     is_applying: bool = False
+    graph: Any = dataclasses.field(
+        default_factory=lambda: None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    )
 
 
 _replica = threading.local()  # under Mirrored each replica is traced in a thread of its own
@@ -61,7 +63,7 @@ def current() -> StepContext | None:
 
 @contextlib.contextmanager
 def running(context: StepContext | None) -> Iterator[None]:
-    """Within it, this is the `current` context; None hides that a step is traced."""
+    """Within it, this is the `current` context; None hides that of the step."""
     before, _replica.context = current(), context
     try:
         yield

@@ -20,12 +20,13 @@ from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.gradients.update import deduplicate_rows_before_update
-from tfdist.replicas import batch_splitting, equal_weights
+from tfdist.replicas import batch_splitting, declared_weights, equal_weights, step_context
 from tfdist.replicas.batch_splitting import SplitBatch
+from tfdist.replicas.step_context import StepContext
 from tfdist.step import empty_replicas, model_building, synchronized_norm
 from tfdist.step.empty_replicas import metric_variables
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
-from tfdist.step.whole_batch import ROWS_ARE_NOT_EXAMPLES
+from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
 
 _NOTES = "float32"  # the type of the workers' notes, which are reduced with the logs of that type
 
@@ -86,11 +87,12 @@ class Execution:
             first, self.logs = self.logs is None, self._execute(iterator)
             if first:
                 equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
+                equal_weights.warn_of_averages(self._strategy)
             return self.logs
         except StopIteration as e:  # TensorFlow's iterators raise OutOfRangeError
             raise stop_iteration_error(f"The model's {self.step_name}", e) from e
         except tf.errors.InvalidArgumentError as e:
-            for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES):
+            for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES, GATHERED_ROWS_ARE_NOT_EXAMPLES):
                 if known in e.message:
                     raise ConfigError(known) from e
             if label := re.search(
@@ -138,10 +140,13 @@ class Execution:
             empty_replicas.average_statistics(self._replica.model, totals)
         if self._replica.counts and tf.executing_eagerly() and self.logs is None:
             self._replica.check_counts(data)
-        with self._strategy.only_known_optimizers(), undo_skipped_step(self._replica, self._stops):
-            packed, moves = self._strategy.run(self._replica, args=(data, totals))
-            if totals is not None:
-                empty_replicas.move_empty_replicas_statistics(self._replica.model, data, totals, moves)
+        counts = data.counts if isinstance(data, batch_splitting.SplitBatch) else None
+        with declared_weights.combining(self._strategy, self._replica.model) as combine:
+            with self._strategy.only_known_optimizers(), undo_skipped_step(self._replica, self._stops):
+                packed, moves = self._strategy.run(self._replica, args=(data, totals))
+                if totals is not None:
+                    empty_replicas.move_empty_replicas_statistics(self._replica.model, data, totals, moves)
+            combine(counts)
         local = self._strategy.experimental_local_results
         return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
 
@@ -231,6 +236,7 @@ def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[Non
         return
     local = model.distribute_strategy.experimental_local_results
     kept = [each.value for each in model.non_trainable_variables if each.value.dtype.is_floating]
+    kept += [each for each in declared_weights.combined_variables(model) if not each.dtype.is_floating]
     kept += [] if keeps_metrics else metric_variables(model)
     components = [component for variable in kept for component in local(variable)]
 
@@ -303,10 +309,30 @@ class Prediction:
             data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
             if not isinstance(data, SplitBatch):
                 data = batch_splitting.part_of_batch(data, self._strategy) if is_whole else SplitBatch(data, None)
-            outputs = self._step(batch_splitting.relax_size(data.batch) if counts else data.batch)
-            return batch_splitting.counted_rows(outputs, data)
+            context = self._context(data)
+            with step_context.running(context):
+                outputs = self._step(batch_splitting.relax_size(data.batch) if counts else data.batch)
+            examples = tf.constant(1) if data.counts is None else context.examples
+            return batch_splitting.counted_rows(outputs, data), examples
 
-        return keras_loops.concatenate_replicas(self._strategy.run(replica, args=(data,)), self._strategy)
+        with declared_weights.combining(self._strategy, self._model) as combine:
+            outputs, examples = self._strategy.run(replica, args=(data,))
+            combine(examples)
+        return keras_loops.concatenate_replicas(outputs, self._strategy)
+
+    def _context(self, data: SplitBatch) -> StepContext:
+        rows, place = batch_splitting.examples(data.batch), None
+        examples = rows if data.counts is None else data.counts[0, 0]
+        if data.counts is not None and data.counts.shape[1] == 3:
+            place = functools.partial(batch_splitting.place_in_batch, self._strategy, data.counts[0, 1])
+        return StepContext(
+            None if examples is None else tf.convert_to_tensor(examples),
+            lambda: None,
+            rows=rows,
+            place=place,
+            is_compiled=self._model.jit_compile and not self._model.run_eagerly,
+            is_alone=self._strategy.num_replicas_in_sync == 1,
+        )
 
 
 class StepLimit(keras.callbacks.Callback):

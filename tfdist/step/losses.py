@@ -178,7 +178,7 @@ class _CompiledLoss:
             self._warned = True
             return self.loss(y_true, y_pred, sample_weight)
         rows = whole_batch.gathered(step, self.loss, y_true, y_pred, sample_weight)
-        with step_context.running(None):
+        with step_context.running(StepContext(None, lambda: None, is_alone=True)):  # the whole batch is here
             value = self.loss(*rows)
         if value.shape.rank:
             raise ConfigError(

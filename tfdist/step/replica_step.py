@@ -32,6 +32,7 @@ class ReplicaStep:
         self.trains = step == model.train_step
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self.counts = self._replicas > 1 and equal_weights.guard(model.distribute_strategy, model.weights)
+        equal_weights.watch_averages(model.distribute_strategy, model)
         # Keras' own step scales one loss and applies its gradients once.
         self._by_loss = type(model).train_step is keras.Model.train_step
         self._is_keras = step.__func__ in (keras.Model.train_step, keras.Model.test_step)  # type: ignore[attr-defined]
@@ -77,7 +78,7 @@ class ReplicaStep:
         except Exception as e:
             raise ConfigError(
                 f"{type(self.model).__name__} has integer weights, and its {self._step.__name__} cannot be traced, which would show "
-                f"whether they depend on the data ({e}). Use weights of floating-point numbers."
+                f"whether they depend on the data ({e}). Create those that count with aggregation='sum'."
             ) from e
 
     def _run_split_batch(self, dealt: Any, totals: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
@@ -177,7 +178,6 @@ class ReplicaStep:
             place=place,
             number=self.number,
             data=data,
-            graph=None if tf.executing_eagerly() else tf.compat.v1.get_default_graph(),
             is_compiled=self._compiles,
             is_alone=self._replicas == 1,
             optimizer=self.model.optimizer,

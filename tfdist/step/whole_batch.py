@@ -1,7 +1,8 @@
-"""Gives every replica the whole batch of a loss or metric, so that one of any kind is what one process computes.
+"""Gives every replica the whole batch, so that what depends on all examples is what one process computes.
 
-Of a loss each replica gathers the labels, predictions and weights of all, and puts its own predictions in their place. The gradient of the loss
-flows through these alone, so that the replicas' gradients add up to that of one process.
+`whole_batch` gathers a tensor for a layer or a step. Metrics are given the values of all replicas. Of a loss each replica gathers the labels,
+predictions and weights of all, and puts its own predictions in their place: the gradient of the loss flows through these alone, so that the
+replicas' gradients add up to that of one process.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives.communicator import InProcessCommunicator, communicator_for
-from tfdist.compat import keras_losses
+from tfdist.compat import keras_internals, keras_losses
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.config.strategy_traits import traits_of
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, format_value
+from tfdist.replicas import equal_weights, step_context
 from tfdist.replicas.step_context import StepContext
 from tfdist.step.totals import divide_by_share
 
@@ -28,6 +30,137 @@ ROWS_ARE_NOT_EXAMPLES = (
     "for each example, such as [batch, 2, size] in place of [2 * batch, size], return one value for each example, or, if the class "
     "of a metric counts each row by itself, set `sums_examples = True` in it."
 )
+# As `ROWS_ARE_NOT_EXAMPLES`.
+GATHERED_ROWS_ARE_NOT_EXAMPLES = (
+    "tfdist.whole_batch takes a tensor with a row for each example of this replica's part of the batch, and was given more or fewer rows. "
+    "Give it each view of the examples by itself, before you concatenate them."
+)
+
+
+def whole_batch(tensor: Any) -> Any:
+    """Returns a tensor's rows of all replicas, in the order of the batch: what one process would have.
+
+    For what depends on all examples of a batch, such as a queue of features, a codebook or a maximum that a layer assigns: all replicas
+    compute the same from it. A collective, with gradients: the gradient with respect to this replica's rows is the sum of what all
+    replicas' losses add to it. With one replica, under parameter servers, and outside of replicas the tensor is returned as it is.
+
+    Args:
+        tensor: `[examples, ...]` of numbers or bools: a row for each example of this replica's part of the batch.
+
+    Returns:
+        `[examples of all replicas, ...]`, without rows of replicas that have no example.
+
+    Raises:
+        ConfigError: It is called within a replica but outside of a step, within `tf.cond`, `tf.while_loop` or a `tf.function`, under
+            `jit_compile=True`, or with a tensor that has no row for each example.
+
+    Example:
+        `self.queue.assign(keras.ops.concatenate([tfdist.whole_batch(keys), self.queue])[:4096])`
+    """
+    step = step_context.current()
+    if not (tf.is_tensor(tensor) or isinstance(tensor, keras.Variable)) or keras_internals.in_symbolic_scope():
+        return tensor
+    if step is None:
+        if tf.distribute.in_cross_replica_context() or num_replicas(tf.distribute.get_strategy()) == 1:
+            return tensor
+        raise ConfigError(
+            "tfdist.whole_batch is called by a replica outside of a step, where the replicas' parts of the batch are not known. Call it in "
+            "a layer or a step that trainer.fit or trainer.step runs."
+        )
+    if step.is_alone:
+        return tensor
+    return _whole_batch(keras.ops.convert_to_tensor(tensor), step)
+
+
+def _whole_batch(tensor: tf.Tensor, step: StepContext) -> tf.Tensor:
+    why = _gather_obstacle(step) or _rows_obstacle(tensor, step)
+    if why is not None:
+        raise ConfigError(f"tfdist.whole_batch cannot gather the rows of all replicas: {why}.")
+    dtype = tensor.dtype
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+        raise ConfigError(f"tfdist.whole_batch takes numbers or bools. Received: a tensor of {dtype.name}.")
+    if not tensor.shape.rank:
+        raise ConfigError(
+            f"tfdist.whole_batch takes a tensor with a row for each example. Received: shape {format_value(tensor.shape.as_list())}."
+        )
+    with tf.control_dependencies([_check_rows(tensor, step.rows, of_loss=False)]):
+        sent = _to_floats(tf.stop_gradient(tensor))
+    mine = tf.cast(step.examples, tf.int32)
+    rows, before = _all_gather(tf.reshape(sent, [step.rows, -1])[:mine], step)
+    shape = tf.concat([[-1], tf.shape(sent)[1:]], 0)
+    whole = tf.ensure_shape(_from_floats(tf.reshape(rows, shape), dtype), [None, *tensor.shape[1:]])
+    if dtype.is_floating:
+        whole = _with_gradient(whole, tensor, before, mine, step)
+    return tf.identity(whole, name=equal_weights.EQUAL_ON_REPLICAS)
+
+
+def _rows_obstacle(tensor: tf.Tensor, step: StepContext) -> str | None:
+    """Returns why the rows of all replicas cannot be gathered where the step is now; None if they can."""
+    if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not step.graph:
+        return "it is within tf.cond, tf.while_loop or a tf.function, where replicas cannot wait for each other; call it before"
+    if step.rows is None or step.examples is None:
+        return "the number of examples of this batch is not known"
+    if step.place is None and not tensor.shape[1:].is_fully_defined():
+        return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
+    return None
+
+
+def _to_floats(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns numbers as floating-point numbers that hold each exactly, as collectives do not take all types."""
+    if tensor.dtype.is_floating:
+        return tensor
+    if tensor.dtype.size == 8:
+        tensor = tf.bitcast(tensor, tf.int32)  # [..., 2]
+    return tf.cast(tensor, tf.float64)
+
+
+def _from_floats(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype.is_integer and dtype.size == 8:
+        return tf.bitcast(tf.cast(tensor, tf.int32), dtype)
+    return tf.cast(tensor, dtype)
+
+
+def _with_gradient(
+    whole: tf.Tensor, own: tf.Tensor, before: tf.Tensor, mine: tf.Tensor, step: StepContext
+) -> tf.Tensor:
+    """Returns `whole`, whose gradient reaches this replica's rows from the losses of all replicas.
+
+    In a step of the user's a replica's gradient is multiplied by its share at the end, also what has come from another replica, which must
+    be multiplied by that one's.
+    """
+    share = None if step.weighs_loss else step.gradient_weight
+    wide = tf.float64 if whole.dtype == tf.float64 else tf.float32
+
+    def gradient(upstream: Any) -> tuple[tf.Tensor, None]:
+        sent = tf.math.multiply_no_nan(tf.cast(upstream, wide), tf.cast(mine > 0, wide))
+        if isinstance(share, tf.Tensor):
+            sent *= tf.cast(share, wide)
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
+        context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
+        if isinstance(share, tf.Tensor):
+            total = tf.math.divide_no_nan(total, tf.cast(share, wide))
+        rows = tf.shape(own)[0]  # 1 where there is no example
+        padding = [[0, rows - mine], *[[0, 0]] * (own.shape.rank - 1)]
+        return tf.cast(tf.ensure_shape(tf.pad(total[before : before + mine], padding), own.shape), own.dtype), None
+
+    @tf.custom_gradient
+    def identity(own: tf.Tensor, whole: tf.Tensor) -> Any:
+        return tf.identity(whole), gradient
+
+    return identity(own, whole)
+
+
+def _gather_obstacle(step: StepContext) -> str | None:
+    """Returns why replicas cannot gather anything in a step; None if they can."""
+    strategy = tf.distribute.get_strategy()
+    if not traits_of(strategy).gathers:
+        return f"strategy {strategy.kind} gathers nothing amid a step"
+    if tf.executing_eagerly() and num_replicas(strategy) > (local := len(strategy.extended.worker_devices)) > 1:
+        return f"with run_eagerly=True {local} devices of a worker would wait for each other; use run_eagerly=False"
+    if step.is_compiled:
+        return "XLA, which jit_compile=True asks for, compiles no collectives; compile the model with jit_compile=False"
+    return None
 
 
 def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int) -> str | None:
@@ -39,13 +172,8 @@ def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int
         arguments: Its `y_true`, `y_pred` and `sample_weight`, or what else it is given.
         limit: The most bytes of one example that may be sent.
     """
-    strategy = tf.distribute.get_strategy()
-    if not traits_of(strategy).gathers:
-        return f"strategy {strategy.kind} gathers nothing amid a step"
-    if tf.executing_eagerly() and num_replicas(strategy) > (local := len(strategy.extended.worker_devices)) > 1:
-        return f"with run_eagerly=True {local} devices of a worker would wait for each other; use run_eagerly=False"
-    if step.is_compiled:
-        return "XLA, which jit_compile=True asks for, compiles no collectives; compile the model with jit_compile=False"
+    if (why := _gather_obstacle(step)) is not None:
+        return why
     given = [each for each in tf.nest.flatten(arguments, expand_composites=False) if each is not None]
     if step.rows is None or any(not isinstance(each, tf.Tensor) or not each.shape.rank for each in given):
         return "what it compares are no dense tensors with a row for each example"
@@ -174,11 +302,14 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
     return tf.cast(tf.gather(every[:, 1:], tf.argsort(every[:, 0])), rows.dtype), before
 
 
-def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int) -> Any:
+def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, of_loss: bool = True) -> Any:
     """Returns an operation that fails if a tensor has other than so many rows. Raises ConfigError if that is known now."""
     known, wanted = tensor.shape[0], tf.get_static_value(rows)
     if known is not None and wanted is not None:
         if known != wanted:
-            raise ConfigError(ROWS_ARE_NOT_EXAMPLES)
+            if of_loss:
+                raise ConfigError(ROWS_ARE_NOT_EXAMPLES)
+            raise ConfigError(GATHERED_ROWS_ARE_NOT_EXAMPLES)
         return tf.no_op()
-    return tf.debugging.Assert(tf.equal(tf.shape(tensor)[0], rows), [ROWS_ARE_NOT_EXAMPLES], summarize=1) or tf.no_op()
+    message = ROWS_ARE_NOT_EXAMPLES if of_loss else GATHERED_ROWS_ARE_NOT_EXAMPLES
+    return tf.debugging.Assert(tf.equal(tf.shape(tensor)[0], rows), [message], summarize=1) or tf.no_op()

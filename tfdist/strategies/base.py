@@ -20,7 +20,7 @@ from tfdist.collectives.communicator import Communicator
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
 from tfdist.config import StrategyConfig, StrategyTraits
 from tfdist.engine import Engine
-from tfdist.replicas import random_seeds
+from tfdist.replicas import declared_weights, random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
 
@@ -33,6 +33,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     - `reduce` takes the structures and the scalars with `axis=0` that Keras 3 gives it (keras#20585).
     - Non-trainable floating-point model variables (BatchNorm's moving statistics) average over the replicas.
       Keras creates them without aggregation, so that every replica keeps its own and they drift apart.
+    - A weight with `aggregation="sum"` or `"only_first_replica"` becomes one at the end of each step (see `declared_weights`).
     - Each replica draws its own dropout masks: its seed generators start from a seed of its own.
     - Each replica draws its own numbers from `tf.random.*`, `tf.nn.dropout` and `keras.random.*` without a seed.
     - Batches are dealt out evenly and in their order (see `DataDistribution`).
@@ -49,6 +50,9 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)
+        self.combined_weights: set[int] = (
+            set()
+        )  # which weights' copies become one after the step that runs: `declared_weights`
         self._view = threading.local()  # each replica runs in a thread of its own
         self._steps = 0  # of the Trainer's that are being run or traced
         self.executions = 0  # of models' functions; the same on every task whenever they are between two
@@ -113,7 +117,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             self._steps -= several
 
     @functools.cached_property
-    def _replicas(self) -> list[int]:
+    def local_replicas(self) -> list[int]:
         """The numbers of this process's replicas among all."""
         numbers = self.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
         return [int(number) for number in self.experimental_local_results(numbers)]
@@ -131,7 +135,12 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         if kwargs.get("name") == keras_internals.SEED_STATE:
             return self._create_seed(next_creator, **kwargs)
-        if not _is_statistic(kwargs):
+        kind = _declared_aggregation(kwargs)
+        if kind in ("sum", "only_first_replica") and super().num_replicas_in_sync > 1:
+            variable = self._create_copies(next_creator, **kwargs)
+            declared_weights.declare(self, variable, kind, kwargs.get("name") or "")
+            return variable
+        if not (kind == "mean" or _is_statistic(kwargs)):
             return next_creator(**kwargs)
         kwargs["aggregation"] = tf.VariableAggregation.MEAN
         if self.traits.shared_variables:  # one statistic, rather than one for each replica
@@ -139,13 +148,19 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         # Written by each replica for itself, averaged when read outside of one: no traffic in the step.
         variable = next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
         self.statistics.add(variable)
+        if kind is not None:
+            declared_weights.declare(self, variable, kind, kwargs.get("name") or "")
         return variable
+
+    def _create_copies(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        """Creates a variable of which each replica assigns its own copy, while reading it outside of replicas is local."""
+        return next_creator(**{**kwargs, "aggregation": tf.VariableAggregation.NONE})
 
     def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """Creates a seed generator's state, `[seed, counter]`, with another seed on each replica."""
         variable = next_creator(**kwargs)
         components = self.experimental_local_results(variable)
-        for replica, component in zip(self._replicas, components, strict=True):
+        for replica, component in zip(self.local_replicas, components, strict=True):
             component.assign_add(tf.constant([replica * random_seeds.SEED_STRIDE, 0], component.dtype))
         if super().num_replicas_in_sync > 1:
             own = variable.assign
@@ -153,7 +168,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
                 if tf.distribute.get_strategy() is self and not tf.distribute.in_cross_replica_context():
                     return own(value, *args, **kwargs)
-                random_seeds.assign_seed(components, self._replicas, value)
+                random_seeds.assign_seed(components, self.local_replicas, value)
                 return variable
 
             variable.assign = assign  # of Model.set_state_tree, with one value for all replicas
@@ -189,7 +204,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         """Runs `fn` on each replica, as TensorFlow's own `run`."""
         self.statistics.mark_possibly_changed()
         several = super().num_replicas_in_sync > 1
-        with random_seeds.replica_seed(self._replicas[0] if several else 0) as move:
+        with random_seeds.replica_seed(self.local_replicas[0] if several else 0) as move:
             if several and not isinstance(fn, tf.types.experimental.PolymorphicFunction):
                 fn = self._drawing(fn, move)
             return super().run(fn, args, kwargs, options)
@@ -223,6 +238,25 @@ class UniqueCollectiveKeys:
         # As TensorFlow's tests do: two strategies with the same keys take each other's collectives for their own.
         tf_internals.set_collective_keys(self, next(self._number) * _KEYS)
         super().__init__(*args, **kwargs)
+
+
+def _declared_aggregation(kwargs: dict[str, Any]) -> declared_weights.Kind | None:
+    """Returns what a Keras weight that replicas assign says of its aggregation; None for any other variable.
+
+    `tf.Variable(aggregation=...)` stays TensorFlow's, as do an optimizer's variables and means of integers.
+    """
+    kind = declared_weights.KINDS.get(kwargs.get("aggregation"))
+    if (
+        kind is None
+        or kwargs.get("trainable", True)
+        or kwargs.get("colocate_with") is not None
+        or kwargs.get("synchronization") not in (None, tf.VariableSynchronization.AUTO)
+        or not call_stack.is_creating_keras_weight()
+    ):
+        return None
+    dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
+    allowed = {"sum": not dtype.is_bool, "mean": dtype.is_floating, "only_first_replica": True}[kind]
+    return kind if allowed and dtype != tf.string else None
 
 
 def _is_statistic(kwargs: dict[str, Any]) -> bool:

@@ -37,6 +37,10 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
         kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
         return super()._create_seed(functools.partial(self._create_per_replica, next_creator), **kwargs)
 
+    def _create_copies(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        kwargs["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        return self._create_per_replica(next_creator, **kwargs)
+
     def _create_per_replica(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         components = [next_creator(**kwargs) for _ in range(self.num_replicas_in_sync)]
         if len(components) == 1:

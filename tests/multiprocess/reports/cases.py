@@ -20,6 +20,7 @@ import numpy as np
 
 MIRRORED, WORKERS, SERVERS = "mirrored", "multi_worker_mirrored", "parameter_server"
 KINDS = (
+    "assigned",
     "reading",
     "policies",
     "own_slices",

@@ -1,0 +1,140 @@
+"""Weights that say how the replicas' values become one: `add_weight(aggregation="sum")` and `aggregation="only_first_replica"`.
+
+Within a step each replica assigns its own copy, and reads it: a collective for each assignment would hang in a condition, and Keras adds
+by `assign(self + value)`, of which TensorFlow would count the old value once per replica. At the end of the step the copies become one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat.tf_internals import num_replicas, regroup
+from tfdist.errors import ConfigError
+
+Kind = Literal["sum", "mean", "only_first_replica"]
+
+KINDS: dict[Any, Kind] = {
+    tf.VariableAggregation.SUM: "sum",
+    tf.VariableAggregation.MEAN: "mean",
+    tf.VariableAggregation.ONLY_FIRST_REPLICA: "only_first_replica",
+}
+_KIND = "_tfdist_aggregation"  # an attribute of variables
+_NOT_COMBINED = (
+    "The weight {} has aggregation={!r}, and a replica assigns it where the replicas' values cannot be combined: outside of a step of the "
+    "Trainer, or in a step of a model that does not have the weight. Train with trainer.fit or trainer.step, and make the weight an "
+    "attribute of the model or of one of its layers."
+)
+
+
+def declare(strategy: Any, variable: tf.Variable, kind: Kind, name: str) -> None:
+    """Notes what a weight declares. A replica may assign it within `combining` alone. In place.
+
+    Args:
+        strategy: In whose scope it has been created.
+        variable: The variable, of which each replica has a copy.
+        kind: What it declares. A mean needs nothing further (see `MovingStatistics`).
+        name: Its name, for messages.
+    """
+    setattr(variable, _KIND, kind)
+    if kind == "mean":
+        return
+
+    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
+        def assign(*args: Any, **kwargs: Any) -> Any:
+            in_replica = tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context()
+            if in_replica and num_replicas(strategy) > 1 and id(variable) not in strategy.combined_weights:
+                raise ConfigError(_NOT_COMBINED.format(name, kind))
+            return own(*args, **kwargs)
+
+        return assign
+
+    for method in ("assign", "assign_add", "assign_sub"):
+        setattr(variable, method, checked(getattr(variable, method)))
+
+
+def declared(variable: Any) -> Kind | None:
+    """Returns the aggregation that a weight declares; None if it declares nothing, or is not a Keras weight that replicas assign."""
+    return getattr(variable, _KIND, None)
+
+
+def combined_variables(model: keras.Model) -> list[tf.Variable]:
+    """Returns a model's variables whose copies become one at the end of each step."""
+    values = [weight.value for weight in model.non_trainable_variables]
+    return [value for value in values if declared(value) in ("sum", "only_first_replica")]
+
+
+@contextlib.contextmanager
+def combining(strategy: Any, model: keras.Model) -> Iterator[Callable[[Any], None]]:
+    """Combines what the replicas of one step assign to a model's weights. Outside of replicas, around the step.
+
+    `"sum"`: the value before the step, and the sum of what each replica has added to it. `"only_first_replica"`: the value of replica 0.
+
+    Yields:
+        A function to call after the step, a collective if the model has such weights. It takes how many examples each replica had, a
+        value per replica, or None if all had some: a replica without examples changes nothing.
+    """
+    variables = combined_variables(model) if num_replicas(strategy) > 1 else []
+    if not variables:
+        yield lambda counts: None
+        return
+    local = strategy.experimental_local_results
+    before = [[component.read_value() for component in local(variable)] for variable in variables]
+
+    def combine(counts: Any) -> None:
+        some = (
+            [True] * len(before[0]) if counts is None else [tf.reshape(count, [-1])[0] > 0 for count in local(counts)]
+        )
+        changes = [_changes(strategy, *each, some) for each in zip(variables, before, strict=True)]
+        for variable, old, total in zip(variables, before, _sums(strategy, variables, changes), strict=True):
+            for component, value in zip(local(variable), old, strict=True):
+                with tf.device(component.device):
+                    new = tf.reshape(total, variable.shape)
+                    new = (
+                        value + tf.cast(new, value.dtype) if declared(variable) == "sum" else tf.cast(new, value.dtype)
+                    )
+                    component.assign(new)
+
+    strategy.combined_weights = {id(variable) for variable in variables}
+    try:
+        yield combine
+    finally:
+        strategy.combined_weights = set()
+
+
+def _changes(strategy: Any, variable: tf.Variable, before: Sequence[tf.Tensor], some: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns what each of this process's replicas adds to a sum over all, flat."""
+    found = []
+    components = strategy.experimental_local_results(variable)
+    for number, component, old, has in zip(strategy.local_replicas, components, before, some, strict=True):
+        with tf.device(component.device):
+            wire = _wire(variable.dtype)
+            new, old = (tf.reshape(tf.cast(each, wire), [-1]) for each in (component.read_value(), old))
+            if declared(variable) == "sum":
+                found.append(tf.where(has, new - old, tf.zeros_like(old)))
+            else:
+                found.append(tf.where(has, new, old) if number == 0 else tf.zeros_like(old))
+    return found
+
+
+def _sums(strategy: Any, variables: Sequence[tf.Variable], changes: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Returns the sum of each variable's changes over all replicas, by one collective for each type."""
+    found: dict[int, tf.Tensor] = {}
+    for wire in dict.fromkeys(_wire(variable.dtype) for variable in variables):
+        places = [place for place, variable in enumerate(variables) if _wire(variable.dtype) == wire]
+        packed = [tf.concat(each, 0) for each in zip(*(changes[place] for place in places), strict=True)]
+        total = strategy.reduce(tf.distribute.ReduceOp.SUM, regroup(tuple(packed)), axis=None)
+        sizes = [variables[place].shape.num_elements() for place in places]
+        found |= dict(zip(places, tf.split(total, sizes), strict=True))
+    return [found[place] for place in range(len(variables))]
+
+
+def _wire(dtype: tf.DType) -> tf.DType:
+    """Returns the type in which values of a type are summed, which holds each of them exactly."""
+    if dtype.is_floating:
+        return tf.float64 if dtype == tf.float64 else tf.float32
+    return tf.int64
