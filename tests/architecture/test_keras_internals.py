@@ -70,6 +70,13 @@ def test_keras_saves_and_trains_by_methods_of_its_model():
     assert f'getattr(self, "{tf_cluster.TF_SERVES}", False)' in inspect.getsource(several), "seam server: started again"
 
 
+def test_distributed_variables_do_not_convert_to_numbers_by_themselves():
+    moved = "seam numbers: TensorFlow converts distributed variables itself, so make_readable_as_number can go"
+    assert not {"__float__", "__int__"} & {name for kind in values.MirroredVariable.__mro__ for name in vars(kind)}, (
+        moved
+    )
+
+
 def test_tasks_are_connected_by_a_function_of_the_c_interface():
     moved = "seam connect: TensorFlow connects tasks elsewhere, with the interpreter's lock held"
     call = f"pywrap_tfe.{tf_cluster.TF_CONNECT}("

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver
@@ -22,7 +23,7 @@ from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
 from tensorflow.python.data.util import nest as dataset_nest
 from tensorflow.python.distribute.distribute_utils import regroup
-from tensorflow.python.distribute.values import SyncOnReadVariable
+from tensorflow.python.distribute.values import DistributedVariable, SyncOnReadVariable
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.config import is_op_determinism_enabled
@@ -77,6 +78,41 @@ def global_seed() -> int | None:
     """Returns the seed that `tf.random.set_seed` has set, or None."""
     seed: int | None = eager_context.global_seed()
     return seed
+
+
+class _ReadableAsNumber:
+    """The conversions that every variable of TensorFlow has except those with a copy on each replica."""
+
+    numpy: Callable[[], Any]
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.numpy(), dtype)
+
+
+_readable: dict[type, type] = {}  # by TensorFlow's class
+
+
+def make_readable_as_number(variable: tf.Variable) -> tf.Variable:
+    """Lets `float`, `int`, `complex` and NumPy read a variable with a copy on each replica. Returns the variable.
+
+    Keras reads its own variables so, as in `float(optimizer.learning_rate)`. The class of this one variable changes to
+    a subclass of the same name; TensorFlow's class stays as it is.
+    """
+    kind = type(variable)
+    if isinstance(variable, DistributedVariable) and not isinstance(variable, _ReadableAsNumber):
+        if kind not in _readable:
+            _readable[kind] = type(kind.__name__, (_ReadableAsNumber, kind), {"__module__": kind.__module__})
+        variable.__class__ = _readable[kind]
+    return variable
 
 
 # AutoGraph

@@ -35,6 +35,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
       Keras creates them without aggregation, so that every replica keeps its own and they drift apart.
     - Each replica draws its own dropout masks: its seed generators start from a seed of its own.
     - Each replica draws its own numbers from `tf.random.*`, `tf.nn.dropout` and `keras.random.*` without a seed.
+    - `float`, `int` and NumPy read a variable, as they do without a strategy.
     - Batches are dealt out evenly and in their order (see `DataDistribution`).
     """
 
@@ -125,7 +126,10 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     @contextlib.contextmanager
     def _creating_scope(self) -> Iterator[Any]:
-        with super().scope(), tf.variable_creator_scope(self._create_variable):
+        def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+            return tf_internals.make_readable_as_number(self._create_variable(next_creator, **kwargs))
+
+        with super().scope(), tf.variable_creator_scope(create):
             yield self
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
