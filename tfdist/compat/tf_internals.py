@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import script_ops
+from tensorflow.python.saved_model import save as saved_model_save
 
 __all__ = [
     "CacheDataset",
@@ -288,13 +289,17 @@ def replacing_dataset_sources(slices: Callable[..., Any], tensors: Callable[...,
 # Checkpoints
 
 
-def replace_checkpoint_writer(write: Callable[[Callable[[str], Any], str], Any], device: str | None) -> None:
+TF_OBJECT_GRAPH = "_graph_view"
+Writer = Callable[[Callable[[str], Any], str, Callable[[], Iterable[Any]]], Any]
+
+
+def replace_checkpoint_writer(write: Writer, device: str | None) -> None:
     """Has `tf.train.Checkpoint`, `CheckpointManager` and SavedModels' variables written by another function.
 
     The last call holds. Within a graph, where nothing is written yet, TensorFlow goes on as before.
 
     Args:
-        write: Is called as `write(save, prefix)`, where `save(prefix)` is TensorFlow's own.
+        write: Is called as `write(save, prefix, objects)`, where `save(prefix)` is TensorFlow's own, and `objects()` what it saves.
         device: Whose process writes and reads files, unless the user says so; None means that of each variable.
     """
     own_save, own_restore = (getattr(f, "tensorflow_own", f) for f in (TrackableSaver.save, TrackableSaver.restore))
@@ -308,7 +313,10 @@ def replace_checkpoint_writer(write: Callable[[Callable[[str], Any], str], Any],
     def save(self: Any, file_prefix: Any, *args: Any, options: Any = None, **kwargs: Any) -> Any:
         if not tf.executing_eagerly() or not isinstance(file_prefix, str) or args or kwargs:
             return own_save(self, file_prefix, *args, options=options, **kwargs)
-        return write(functools.partial(own_save, self, options=with_device(options)), file_prefix)
+        save_to = functools.partial(own_save, self, options=with_device(options))
+        return write(
+            save_to, file_prefix, lambda: tf.train.TrackableView(getattr(self, TF_OBJECT_GRAPH).root).descendants()
+        )
 
     @functools.wraps(own_restore)
     def restore(self: Any, save_path: Any, options: Any = None) -> Any:
@@ -316,3 +324,27 @@ def replace_checkpoint_writer(write: Callable[[Callable[[str], Any], str], Any],
 
     save.tensorflow_own, restore.tensorflow_own = own_save, own_restore  # type: ignore[attr-defined]
     TrackableSaver.save, TrackableSaver.restore = save, restore
+
+
+TF_WRITE_SAVED_MODEL = "save_and_return_nodes"
+
+
+def replace_saved_model_writer(write: Writer) -> None:
+    """Has `tf.saved_model.save`, and what calls it as Keras' `ExportArchive` does, write by another function.
+
+    The last call holds.
+
+    Args:
+        write: Is called as `write(save, folder, objects)`, where `save(folder)` is TensorFlow's own, and `objects()` what it saves.
+    """
+    own = getattr(saved_model_save, TF_WRITE_SAVED_MODEL)
+    own = getattr(own, "tensorflow_own", own)
+
+    @functools.wraps(own)
+    def save(obj: Any, export_dir: str, *args: Any, **kwargs: Any) -> Any:
+        return write(
+            lambda folder: own(obj, folder, *args, **kwargs), export_dir, tf.train.TrackableView(obj).descendants
+        )
+
+    save.tensorflow_own = own  # type: ignore[attr-defined]
+    setattr(saved_model_save, TF_WRITE_SAVED_MODEL, save)

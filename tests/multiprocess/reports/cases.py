@@ -19,7 +19,10 @@ from typing import Any
 import numpy as np
 
 MIRRORED, WORKERS, SERVERS = "mirrored", "multi_worker_mirrored", "parameter_server"
-KINDS = ("reading",)
+KINDS = (
+    "reading",
+    "writers",
+)
 Pairs = dict[str, tuple[Any, Any]]
 
 
@@ -40,10 +43,11 @@ class Case:
 
 @dataclasses.dataclass
 class World:
-    """A Trainer, and where its case runs."""
+    """A Trainer, where its case runs, and a folder for files, the same on all ranks."""
 
     trainer: Any
     strategy: str
+    folder: str = ""
 
     @property
     def rank(self) -> int:
