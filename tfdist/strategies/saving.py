@@ -55,7 +55,7 @@ def keras_writer(keras_own: Method) -> Method:
             return save(filepath)
         path, variables = os.fspath(filepath), lambda: saveable.variables
         if signature.bind(saveable, filepath, *args, **kwargs).arguments.get("max_shard_size") is not None:
-            by_one(strategy, path, lambda: save(path), variables)  # its index names the other files
+            by_one(strategy, path, lambda: _save_shards(save, path), variables)
         elif path.endswith(_FILES):
             with beside(path) as partial:
                 if partial.endswith((".h5", ".hdf5")):
@@ -80,6 +80,22 @@ def _strategy_of(saveable: Any) -> KerasStrategy | None:
 def _save_beside(save: Callable[[str], Any], path: str) -> None:
     with beside(path) as partial:
         save(partial)
+
+
+def _save_shards(save: Callable[[str], Any], path: str) -> None:
+    """Saves weights in several files, of which one names the others, so that they keep their names: in a folder beside `path`."""
+    partial = f"{path}.{uuid.uuid4().hex[:8]}{_PARTIAL}"
+    try:
+        tf.io.gfile.makedirs(partial)
+        save(os.path.join(partial, os.path.basename(path)))
+        names = tf.io.gfile.listdir(partial)
+        for name in sorted(names, key=lambda name: name.endswith(".json")):  # the one that names the others comes last
+            tf.io.gfile.rename(os.path.join(partial, name), os.path.join(os.path.dirname(path), name), overwrite=True)
+    except (OSError, tf.errors.OpError) as e:
+        raise write_error(path, e) from e
+    finally:
+        with contextlib.suppress(tf.errors.OpError):
+            tf.io.gfile.rmtree(partial)
 
 
 def _check_room(saveable: Any, path: str) -> None:
