@@ -22,6 +22,7 @@ MIRRORED, WORKERS, SERVERS = "mirrored", "multi_worker_mirrored", "parameter_ser
 KINDS = (
     "reading",
     "writers",
+    "messages",
 )
 Pairs = dict[str, tuple[Any, Any]]
 
