@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import pathlib
 import re
 import sys
@@ -20,6 +21,7 @@ from tfdist.version import __version__
 # Calls into TensorFlow or Keras that do not start it.
 _HARMLESS = {"config", "get_logger", "set_random_seed", "set_seed", "experimental"}
 _SHOWN_CALLERS = 3
+_LIBRARIES = f"{os.sep}site-packages{os.sep}"
 # The first one, and the first one after them; as in pyproject.toml. tools/versions.py runs the tests with both ends.
 TESTED_VERSIONS = {"tensorflow": ("2.18", "2.22"), "keras": ("3.13", "3.16")}
 
@@ -61,26 +63,34 @@ def already_started_error(what: str) -> ConfigError:
     )
     if not stack:
         return ConfigError(f"{message}.")
-    place, first = _place_to_move(stack)
-    message = f"{place}: {message}: move this call up"
+    here, first = _place_to_move(stack)
+    message = f"{here.filename}:{here.lineno}: {message}: move this call up"
     if first:
         line, code = first
         return ConfigError(f"{message}, before line {line}: {code}")
-    return ConfigError(f"{message}, to right after the imports. What has started it is none of this file's own calls.")
+    return ConfigError(
+        f"{message}, to right after the imports. What has started it is none of this file's own calls{_called_from(stack)}."
+    )
 
 
-def _place_to_move(stack: list[traceback.FrameSummary]) -> tuple[str, tuple[int, str] | None]:
-    """Returns the call that is to move, as file and line, and the line that it is to precede, if that is known.
+def _place_to_move(
+    stack: list[traceback.FrameSummary],
+) -> tuple[traceback.FrameSummary, tuple[int, str] | None]:
+    """Returns the call that is to move, and the line that it is to precede, if that is known.
 
     A function of a helper module may create the strategy: then it is a caller's line that is to move.
     """
-    for here in reversed(stack):
+    for here in (frame for frame in reversed(stack) if _LIBRARIES not in frame.filename):
         for first in _lines_that_start_tensorflow(here):
-            return f"{here.filename}:{here.lineno}", first
-    here = stack[-1]
-    callers = [f"{frame.filename}:{frame.lineno}" for frame in stack[-2::-1] if frame.filename != here.filename]
-    called = f" (called from {', '.join(callers[:_SHOWN_CALLERS])})" if callers else ""
-    return f"{here.filename}:{here.lineno}{called}", None
+            return here, first
+    return stack[-1], None
+
+
+def _called_from(stack: list[traceback.FrameSummary]) -> str:
+    """Returns the lines of the user's other files that have called the last frame's, as the end of a sentence."""
+    frames = [frame for frame in stack[-2::-1] if frame.filename != stack[-1].filename]
+    callers = [f"{frame.filename}:{frame.lineno}" for frame in frames if _LIBRARIES not in frame.filename]
+    return f" (it is called from {', '.join(callers[:_SHOWN_CALLERS])})" if callers else ""
 
 
 def _lines_that_start_tensorflow(here: traceback.FrameSummary) -> Iterator[tuple[int, str]]:
