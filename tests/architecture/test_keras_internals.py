@@ -14,6 +14,7 @@ from keras.src.losses import loss as losses
 from keras.src.trainers import compile_utils, data_adapters
 from keras.src.trainers import epoch_iterator as keras_epochs
 from keras.src.trainers.data_adapters import generator_data_adapter, tf_dataset_adapter
+from tensorflow.python.checkpoint import graph_view
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
     cross_device_ops,
@@ -76,6 +77,29 @@ def test_keras_saves_and_trains_by_methods_of_its_model():
             "seam keys: of a second strategy in one process"
         )
     assert f'getattr(self, "{tf_cluster.TF_SERVES}", False)' in inspect.getsource(several), "seam server: started again"
+
+
+def test_files_are_written_by_functions_that_are_looked_up_in_their_modules():
+    moved = "seam writers: models are written elsewhere"
+    for function in (keras.saving.save_model, keras.saving.save_weights):
+        source = inspect.getsource(inspect.getmodule(function))
+        for module, name in keras_internals.KERAS_WRITERS:
+            assert f"{module.__name__.rpartition('.')[2]}.{name}(" in source, moved
+            own = getattr(module, name)
+            assert [*inspect.signature(getattr(own, "keras_own", own)).parameters][:2] == ["model", "filepath"], moved
+    assert "tf.saved_model.save(" in inspect.getsource(keras.export.ExportArchive().write_out), moved
+    called = f"{tf_internals.TF_WRITE_SAVED_MODEL}(obj, export_dir, signatures, options)"
+    assert called in inspect.getsource(inspect.unwrap(tf.saved_model.save)), moved
+    module = tf.Module()
+    saver = tf_internals.TrackableSaver(graph_view.ObjectGraphView(module))
+    assert getattr(saver, tf_internals.TF_OBJECT_GRAPH).root is module, moved
+
+
+def test_distributed_variables_do_not_convert_to_numbers_by_themselves():
+    moved = "seam numbers: TensorFlow converts distributed variables itself, so make_readable_as_number can go"
+    assert not {"__float__", "__int__"} & {name for kind in values.MirroredVariable.__mro__ for name in vars(kind)}, (
+        moved
+    )
 
 
 def test_tasks_are_connected_by_a_function_of_the_c_interface():

@@ -20,7 +20,7 @@ ERRORS = {
     "FloatingPointError",
 }
 SAYING = {*ERRORS, "FileExistsError", "TypeError", "ValueError", "RuntimeError", "already_started_error", "check"}
-SAYING |= {"warn", "say", "info", "warning", "error", "log"}  # the last four: of a logger
+SAYING |= {"warn", "say", "info", "warning", "error", "log", "notify_once"}  # the last five: of a logger
 # Functions that yield or return sentences which others raise or log.
 _SENTENCES = re.compile(
     "fault|doubts|differences|sentence|message|hint|explain|obstacle|unreachable|cause$|failed$|unknown"

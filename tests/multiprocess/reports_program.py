@@ -11,6 +11,6 @@ strategy = words.pop(0) if words[0] in (cases.MIRRORED, cases.WORKERS) else case
 out, kind, *names = words
 
 trainer = tfdist.Trainer(strategy, **({"devices": 2} if strategy == cases.MIRRORED else {}))
-world = cases.World(trainer, strategy)
+world = cases.World(trainer, strategy, out)
 known = cases.of_kind(kind)
 harness.store(out, world.rank, {name: cases.evaluate(known[name], world) for name in names})

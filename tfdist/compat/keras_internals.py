@@ -11,6 +11,8 @@ from typing import Any
 
 import keras
 from keras.src.backend.common import global_state, symbolic_scope
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
 
 # Names of variables.
 SEED_STATE = "seed_generator_state"
@@ -62,6 +64,29 @@ def has_replaced_moments(layer: keras.layers.Layer) -> bool:
 def replace_moments(layer: keras.layers.Layer, new: Method) -> None:
     """Replaces the method with which a BatchNormalization layer computes mean and variance."""
     setattr(layer, KERAS_MOMENTS, new)
+
+
+# Files
+
+# The writers behind `Model.save`, `save_weights`, `keras.saving.*` and `keras.models.save_model`, which look them up here.
+KERAS_WRITERS = (
+    (saving_lib, "save_model"),
+    (saving_lib, "save_weights_only"),
+    (legacy_h5_format, "save_model_to_hdf5"),
+)
+
+
+def replace_writers(make: Callable[[Method], Method]) -> None:
+    """Replaces the functions with which Keras writes models and weights. The first call is enough.
+
+    Args:
+        make: Returns another writer for one of Keras' own, which is called as `own(saveable, filepath, ...)`.
+    """
+    for module, name in KERAS_WRITERS:
+        if not hasattr(own := getattr(module, name), "keras_own"):
+            writer = make(own)
+            writer.keras_own = own  # type: ignore[attr-defined]
+            setattr(module, name, writer)
 
 
 # Optimizers

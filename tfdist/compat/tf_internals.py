@@ -11,9 +11,10 @@ import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver
@@ -23,12 +24,13 @@ from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
 from tensorflow.python.data.util import nest as dataset_nest
 from tensorflow.python.distribute.distribute_utils import regroup
-from tensorflow.python.distribute.values import SyncOnReadVariable
+from tensorflow.python.distribute.values import DistributedVariable, SyncOnReadVariable
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import nn_impl_distribute as average_losses
 from tensorflow.python.ops import script_ops
+from tensorflow.python.saved_model import save as saved_model_save
 
 __all__ = [
     "CacheDataset",
@@ -80,6 +82,41 @@ def global_seed() -> int | None:
     """Returns the seed that `tf.random.set_seed` has set, or None."""
     seed: int | None = eager_context.global_seed()
     return seed
+
+
+class _ReadableAsNumber:
+    """The conversions that every variable of TensorFlow has except those with a copy on each replica."""
+
+    numpy: Callable[[], Any]
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.numpy(), dtype)
+
+
+_readable: dict[type, type] = {}  # by TensorFlow's class
+
+
+def make_readable_as_number(variable: tf.Variable) -> tf.Variable:
+    """Lets `float`, `int`, `complex` and NumPy read a variable with a copy on each replica. Returns the variable.
+
+    Keras reads its own variables so, as in `float(optimizer.learning_rate)`. The class of this one variable changes to
+    a subclass of the same name; TensorFlow's class stays as it is.
+    """
+    kind = type(variable)
+    if isinstance(variable, DistributedVariable) and not isinstance(variable, _ReadableAsNumber):
+        if kind not in _readable:
+            _readable[kind] = type(kind.__name__, (_ReadableAsNumber, kind), {"__module__": kind.__module__})
+        variable.__class__ = _readable[kind]
+    return variable
 
 
 # AutoGraph
@@ -308,13 +345,17 @@ def correcting_average_losses(correct: Callable[[Any], Any]) -> Iterator[None]:
 # Checkpoints
 
 
-def replace_checkpoint_writer(write: Callable[[Callable[[str], Any], str], Any], device: str | None) -> None:
+TF_OBJECT_GRAPH = "_graph_view"
+Writer = Callable[[Callable[[str], Any], str, Callable[[], Iterable[Any]]], Any]
+
+
+def replace_checkpoint_writer(write: Writer, device: str | None) -> None:
     """Has `tf.train.Checkpoint`, `CheckpointManager` and SavedModels' variables written by another function.
 
     The last call holds. Within a graph, where nothing is written yet, TensorFlow goes on as before.
 
     Args:
-        write: Is called as `write(save, prefix)`, where `save(prefix)` is TensorFlow's own.
+        write: Is called as `write(save, prefix, objects)`, where `save(prefix)` is TensorFlow's own, and `objects()` what it saves.
         device: Whose process writes and reads files, unless the user says so; None means that of each variable.
     """
     own_save, own_restore = (getattr(f, "tensorflow_own", f) for f in (TrackableSaver.save, TrackableSaver.restore))
@@ -328,7 +369,10 @@ def replace_checkpoint_writer(write: Callable[[Callable[[str], Any], str], Any],
     def save(self: Any, file_prefix: Any, *args: Any, options: Any = None, **kwargs: Any) -> Any:
         if not tf.executing_eagerly() or not isinstance(file_prefix, str) or args or kwargs:
             return own_save(self, file_prefix, *args, options=options, **kwargs)
-        return write(functools.partial(own_save, self, options=with_device(options)), file_prefix)
+        save_to = functools.partial(own_save, self, options=with_device(options))
+        return write(
+            save_to, file_prefix, lambda: tf.train.TrackableView(getattr(self, TF_OBJECT_GRAPH).root).descendants()
+        )
 
     @functools.wraps(own_restore)
     def restore(self: Any, save_path: Any, options: Any = None) -> Any:
@@ -336,3 +380,27 @@ def replace_checkpoint_writer(write: Callable[[Callable[[str], Any], str], Any],
 
     save.tensorflow_own, restore.tensorflow_own = own_save, own_restore  # type: ignore[attr-defined]
     TrackableSaver.save, TrackableSaver.restore = save, restore
+
+
+TF_WRITE_SAVED_MODEL = "save_and_return_nodes"
+
+
+def replace_saved_model_writer(write: Writer) -> None:
+    """Has `tf.saved_model.save`, and what calls it as Keras' `ExportArchive` does, write by another function.
+
+    The last call holds.
+
+    Args:
+        write: Is called as `write(save, folder, objects)`, where `save(folder)` is TensorFlow's own, and `objects()` what it saves.
+    """
+    own = getattr(saved_model_save, TF_WRITE_SAVED_MODEL)
+    own = getattr(own, "tensorflow_own", own)
+
+    @functools.wraps(own)
+    def save(obj: Any, export_dir: str, *args: Any, **kwargs: Any) -> Any:
+        return write(
+            lambda folder: own(obj, folder, *args, **kwargs), export_dir, tf.train.TrackableView(obj).descendants
+        )
+
+    save.tensorflow_own = own  # type: ignore[attr-defined]
+    setattr(saved_model_save, TF_WRITE_SAVED_MODEL, save)

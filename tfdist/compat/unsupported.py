@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ _UNKNOWN_OPTIMIZER = (
     "trainer.step."
 )
 _NO_DEVICES = "destinations can not be empty"  # of the sum of gradients, where no replica runs
+_NESTED_GRAPH = "called while defining a new graph"
 _NO_REPLICA = ("is not available outside the replica context", "'NoneType' object has no attribute 'merge_call'")
 
 
@@ -57,6 +59,25 @@ def check_traced(error: Exception) -> None:
     """
     if str(error) == _NO_DEVICES:
         raise ConfigError(_UNKNOWN_OPTIMIZER.format("")) from error
+
+
+@contextlib.contextmanager
+def explaining_branches() -> Iterator[None]:
+    """Raises an error that says what to do where an optimizer is applied in a graph of its own, out of which no replica can reduce.
+
+    Raises:
+        ConfigError: The code inside reduces gradients within `tf.cond`, `tf.while_loop` or a nested `tf.function`.
+    """
+    try:
+        yield
+    except RuntimeError as e:
+        if _NESTED_GRAPH not in str(e):
+            raise
+        raise ConfigError(
+            "The training step applies an optimizer within tf.cond, tf.while_loop, an `if` on a tensor or a tf.function of its own, where "
+            "replicas cannot sum gradients: apply it in each step, outside of them. To update every n steps, give the optimizer "
+            "gradient_accumulation_steps=n; to leave an update out, multiply the gradients by 0."
+        ) from e
 
 
 def check_model(model: keras.Model) -> None:

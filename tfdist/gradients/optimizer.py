@@ -17,8 +17,7 @@ import tensorflow as tf
 
 from tfdist import compression as compression_lib
 from tfdist.collectives.communicator import check_compresses
-from tfdist.compat import keras_internals, optimizer_search, tf_internals
-from tfdist.compat.unsupported import UNBUILT
+from tfdist.compat import keras_internals, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig
 from tfdist.config.strategy_traits import traits_of
@@ -95,6 +94,10 @@ class _ReduceThenApply:
         self._update = update
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        with unsupported.explaining_branches():
+            self._apply_in_step(grads, trainable_variables)
+
+    def _apply_in_step(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
         step = step_context.current()
         if step is None:
             return self._reduce(grads, trainable_variables)
@@ -150,7 +153,7 @@ class _ReduceThenApply:
         step = step_context.current()
         known = step is None or self._optimizer is step.optimizer
         if not known and _replicas() > 1:  # a backup would not hold its variables
-            raise ConfigError(UNBUILT.format(type(self._optimizer).__name__))
+            raise ConfigError(unsupported.UNBUILT.format(type(self._optimizer).__name__))
         if self._update.compressor or ((self._update.scaled or self._update.finite) and not tf.executing_eagerly()):
             kind = "with a loss scale" if self._update.scaled else "with a nan_policy"
             kind = "that compresses" if self._update.compressor else kind

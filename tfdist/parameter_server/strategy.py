@@ -23,6 +23,11 @@ from tfdist.parameter_server import server
 from tfdist.strategies import base
 from tfdist.strategies.model_methods import USE_TRAINER
 
+_DISTRIBUTES_ITSELF = (
+    "Under parameter_server the Trainer distributes data itself: give fit, evaluate or predict the dataset, or the function "
+    "(tf.distribute.InputContext) -> tf.data.Dataset, in place of what the strategy's experimental_distribute_dataset or "
+    "distribute_datasets_from_function would return."
+)
 CHIEF_DEVICE = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
@@ -83,12 +88,12 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """Returns what Keras' loops iterate over; the chief reads `dataset` itself."""
         if self.distributor is None:
-            raise ConfigError(USE_TRAINER.format(self.kind))
+            raise ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
         return self.distributor(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
-        """Refused: the Trainer takes the function itself."""
-        raise ConfigError(USE_TRAINER.format(self.kind))
+        """Raises an error: the Trainer takes the function itself."""
+        raise ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
 
 
 def lives_on_chief(name: Any, synchronization: Any, aggregation: Any) -> bool:

@@ -280,8 +280,14 @@ class WorkerStep:
         names = {id(v.handle): v.name for v in function.graph.variables}
         for tensor in function.graph.external_captures:  # without the tables, of which each worker has its own
             if tensor.dtype == tf.resource and "/job:ps" not in (tensor.device or ""):
+                if id(tensor) not in names:
+                    raise ConfigError(
+                        "The step uses a resource of the chief that is no variable (the writer of tf.summary, for example), which workers "
+                        "cannot reach: leave it out of the step. Return numbers as logs of a train_step, or add a metric, and write "
+                        "summaries in a callback, which runs on the chief."
+                    )
                 raise ConfigError(
-                    f"The step uses {names.get(id(tensor), 'a resource')!r}, which is not on a parameter server: create "
+                    f"The step uses {names[id(tensor)]!r}, which is not on a parameter server: create "
                     "every layer, metric and optimizer in `with trainer.scope():`."
                 )
 

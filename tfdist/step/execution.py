@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
@@ -116,7 +117,7 @@ class Execution:
     def _execute(self, iterator: Any) -> Mapping[str, Any]:
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             for _, data in zip(range(self._steps), iterator, strict=False):  # of train_on_batch
-                logs, self.agreed_flags = self._batch(data)
+                logs, self.agreed_flags = self._batch(tf.nest.map_structure(_as_tensor, data))
             return logs
         if self._steps == 1:
             logs, self.agreed_flags, waited = self._single(iterator)
@@ -198,6 +199,11 @@ class Execution:
             packed = {dtype: self._strategy.reduce("MEAN", value, axis=None) for dtype, value in each.items()}
             flags = None if notes is None else packed[_NOTES][-notes.shape[0] :]
         return self._replica.unpack(packed), flags
+
+
+def _as_tensor(value: Any) -> Any:
+    """Returns an array as a tensor, as a `tf.function` does with its arguments, which `run_eagerly=True` leaves out."""
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:

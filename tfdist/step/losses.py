@@ -161,7 +161,8 @@ class _CompiledLoss:
             return "examples" if self.loss.reduction in _NONE else "whole"
         rows = tf.nest.map_structure(tf.type_spec_from_value, (y_true, y_pred))
         value = trace_apart(self._values, rows)
-        return "total" if is_total(value) else "examples" if value.shape.rank else "whole"
+        rank = value.shape.rank if tf.is_tensor(value) else np.ndim(value)  # it may return a Python number
+        return "total" if is_total(value) else "examples" if rank else "whole"
 
     def _values(self, y_true: Any, y_pred: Any) -> Any:
         rows = (y_true, y_pred)

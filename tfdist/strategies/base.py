@@ -36,6 +36,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     - A weight with `aggregation="sum"` or `"only_first_replica"` becomes one at the end of each step (see `declared_weights`).
     - Each replica draws its own dropout masks: its seed generators start from a seed of its own.
     - Each replica draws its own numbers from `tf.random.*`, `tf.nn.dropout` and `keras.random.*` without a seed.
+    - `float`, `int` and NumPy read a variable, as they do without a strategy.
     - Batches are dealt out evenly and in their order (see `DataDistribution`).
     """
 
@@ -129,7 +130,10 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     @contextlib.contextmanager
     def _creating_scope(self) -> Iterator[Any]:
-        with super().scope(), tf.variable_creator_scope(self._create_variable):
+        def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+            return tf_internals.make_readable_as_number(self._create_variable(next_creator, **kwargs))
+
+        with super().scope(), tf.variable_creator_scope(create):
             yield self
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:

@@ -1,8 +1,8 @@
-"""A model's own `fit`, `evaluate`, `predict` and the like do what its trainer's do; its `save` is safe on every rank.
+"""A model's own `fit`, `evaluate`, `predict` and the like do what its trainer's do; every rank may save it.
 
 Between a model's creation and its training Keras gives a strategy no place at which it learns of the model. So `keras.Model` has
 these methods of ours as soon as there is a strategy of ours. They look at the strategy of the model, and leave all models of
-others to Keras. It is the one thing that tfdist changes outside of its own objects.
+others to Keras. Beside it tfdist changes one thing outside of its own objects: what writes files (see `saving`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Trains(Protocol):
 
 USE_TRAINER = "{0} trains models of a Trainer alone: make the model in the scope of tfdist.Trainer({0!r})."
 _TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_SAVING = {"save": saving.model_save, "save_weights": saving.model_save, "export": saving.model_export}
+_SAVING = {"export": saving.model_export}
 _alone: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # of which it was said that they train alone
 _newest: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference to the strategy created last)
 
@@ -53,6 +53,7 @@ def install(strategy: KerasStrategy) -> None:
         method = getattr(keras.Model, name)
         if not hasattr(method, "keras_own"):
             setattr(keras.Model, name, _keeping(make(method), method))
+    keras_internals.replace_writers(saving.keras_writer)
     if strategy.traits.several_processes or strategy.traits.asynchronous:
         saving.checkpoints_by_one(strategy)
 

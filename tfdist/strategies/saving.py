@@ -11,6 +11,7 @@ import collections
 import contextlib
 import errno
 import functools
+import inspect
 import io
 import math
 import os
@@ -18,7 +19,7 @@ import shutil
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -34,36 +35,72 @@ Method = Callable[..., Any]
 
 _PARTIAL = ".partial"
 _KNOWN_MS = 60_000  # limit for a text that has been published
-_FILES = (".weights.h5", ".h5", ".keras")
+_FILES = (".weights.h5", ".h5", ".hdf5", ".keras")
 # Raised for a variable of a parameter server that is lost: not an error of the file.
 _OF_TASKS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _saves: collections.Counter[tuple[str, int]] = collections.Counter()  # this task's, of a path between two steps
 
 
-def model_save(keras_own: Method) -> Method:
-    """Returns `Model.save` or `Model.save_weights` that is safe on every rank."""
+def keras_writer(keras_own: Method) -> Method:
+    """Returns one of Keras' functions that write a model or weights, `keras_own(saveable, filepath, ...)`, safe on every rank."""
+    signature = inspect.signature(keras_own)
 
     @functools.wraps(keras_own)
-    def method(model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        save = functools.partial(outside_of_scopes, keras_own, model)
-        overwrite = kwargs.get("overwrite", args[0] if args else True)
-        simple = not (len(args) > 1 or kwargs.keys() - {"overwrite"})
-        if not (simple and _is_ours(model, filepath) and os.fspath(filepath).endswith(_FILES)):
-            return save(filepath, *args, **kwargs)
-        if not overwrite and tf.io.gfile.exists(filepath):
-            return save(filepath, *args, **kwargs)
-        with beside(filepath) as partial:
-            if partial.endswith(".h5"):
-                _check_room(model, partial)
-            save(partial)
+    def write(saveable: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        def save(path: Any) -> None:
+            outside_of_scopes(keras_own, saveable, path, *args, **kwargs)
+
+        strategy = _strategy_of(saveable)
+        if strategy is None or not isinstance(filepath, (str, os.PathLike)) or _PARTIAL in os.fspath(filepath):
+            return save(filepath)
+        path, variables = os.fspath(filepath), lambda: saveable.variables
+        if signature.bind(saveable, filepath, *args, **kwargs).arguments.get("max_shard_size") is not None:
+            by_one(strategy, path, lambda: _save_shards(save, path), variables)
+        elif path.endswith(_FILES):
+            with beside(path) as partial:
+                if partial.endswith((".h5", ".hdf5")):
+                    _check_room(saveable, partial)
+                save(partial)
+        elif path.startswith("hf://"):
+            by_one(strategy, path, lambda: save(path), variables)
+        else:
+            by_one(strategy, path, lambda: _save_beside(save, path), variables)
         return None
 
-    return method
+    return write
 
 
-def _check_room(model: keras.Model, path: str) -> None:
-    """Raises an OSError if a disk has not enough room for a model's weights: HDF5, once it has met a full disk, crashes the process at its end."""
-    bytes_needed = sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in model.weights)
+def _strategy_of(saveable: Any) -> KerasStrategy | None:
+    """Returns the strategy in whose scope a model, or a layer's variables, were made; None if it is not one of tfdist's."""
+    found = [getattr(saveable, "distribute_strategy", None)]
+    found += [getattr(each.value, "distribute_strategy", None) for each in getattr(saveable, "variables", ())]
+    return next((each for each in found if isinstance(each, KerasStrategy)), None)
+
+
+def _save_beside(save: Callable[[str], Any], path: str) -> None:
+    with beside(path) as partial:
+        save(partial)
+
+
+def _save_shards(save: Callable[[str], Any], path: str) -> None:
+    """Saves weights in several files, of which one names the others, so that they keep their names: in a folder beside `path`."""
+    partial = f"{path}.{uuid.uuid4().hex[:8]}{_PARTIAL}"
+    try:
+        tf.io.gfile.makedirs(partial)
+        save(os.path.join(partial, os.path.basename(path)))
+        names = tf.io.gfile.listdir(partial)
+        for name in sorted(names, key=lambda name: name.endswith(".json")):  # the one that names the others comes last
+            tf.io.gfile.rename(os.path.join(partial, name), os.path.join(os.path.dirname(path), name), overwrite=True)
+    except (OSError, tf.errors.OpError) as e:
+        raise write_error(path, e) from e
+    finally:
+        with contextlib.suppress(tf.errors.OpError):
+            tf.io.gfile.rmtree(partial)
+
+
+def _check_room(saveable: Any, path: str) -> None:
+    """Raises an OSError if a disk has not enough room for the weights of a model or layer: HDF5, once it has met a full disk, crashes the process at its end."""
+    bytes_needed = sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in saveable.weights)
     folder = os.path.dirname(path) or "."
     if os.path.isdir(folder) and shutil.disk_usage(folder).free < bytes_needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
@@ -83,44 +120,53 @@ def model_export(keras_own: Method) -> Method:
             with beside(path) as partial, contextlib.redirect_stdout(_Renaming(sys.stdout, partial, path)):
                 export(partial, *args, **kwargs)  # which says where it has written
 
-        by_one(model.distribute_strategy, path, write)
+        by_one(model.distribute_strategy, path, write, lambda: model.variables)
         return None
 
     return method
 
 
 def checkpoints_by_one(strategy: KerasStrategy) -> None:
-    """Has `tf.train.Checkpoint`, its manager and SavedModels' variables written once for all ranks of `strategy`.
+    """Has `tf.train.Checkpoint`, its manager and `tf.saved_model.save` write once for all ranks of `strategy`.
 
     Variables on parameter servers are written by the chief: a server's disk may be another one.
     """
 
-    def save(own: Callable[[str], Any], prefix: str) -> Any:
-        def write() -> None:
-            with beside(prefix) as partial:
-                own(partial)
-
+    def save(own: Callable[[str], Any], prefix: str, objects: Callable[[], Iterable[Any]]) -> Any:
         if _PARTIAL in prefix:  # of a SavedModel that is being written
             return own(prefix)
-        by_one(strategy, prefix, write)
+        by_one(strategy, prefix, lambda: _save_beside(own, prefix), objects)
         return tf.constant(prefix)
+
+    def save_model(own: Callable[[str], Any], folder: str, objects: Callable[[], Iterable[Any]]) -> Any:
+        if _PARTIAL in folder:
+            return own(folder)
+        save = functools.partial(outside_of_scopes, own)
+        return by_one(strategy, folder, lambda: _save_beside(save, folder), objects)
 
     device = "/job:chief/task:0/device:CPU:0" if strategy.traits.asynchronous else None
     tf_internals.replace_checkpoint_writer(save, device)
+    tf_internals.replace_saved_model_writer(save_model)
 
 
-def by_one(strategy: KerasStrategy, path: str, write: Callable[[], None]) -> None:
+def by_one(
+    strategy: KerasStrategy, path: str, write: Callable[[], None], objects: Callable[[], Iterable[Any]] = tuple
+) -> None:
     """Calls `write` on the first task that comes; the others wait for it. Where one does not find its files, it writes its own.
 
-    Nobody waits for a task that does not come, so that one alone may save, too.
+    Nobody waits for a task that does not come, so that one alone may save, too. Moving statistics are the exception: after a
+    loop of the user's own each replica has another value, and to average them takes all tasks.
 
     Args:
         strategy: The strategy whose tasks save.
         path: Where.
         write: What writes there.
+        objects: Returns what it saves, in which variables are looked for.
     """
     if strategy.cluster_task is None:
         return write()
+    if any(getattr(each, "value", each) in strategy.statistics for each in objects()):
+        strategy.statistics.synchronize()
     cluster, task = strategy.cluster_task
     tasks = cluster.training_tasks()
     path = os.path.abspath(path) if "://" not in path else path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import pathlib
 import re
 import sys
@@ -19,6 +20,8 @@ from tfdist.version import __version__
 
 # Calls into TensorFlow or Keras that do not start it.
 _HARMLESS = {"config", "get_logger", "set_random_seed", "set_seed", "experimental"}
+_SHOWN_CALLERS = 3
+_LIBRARIES = f"{os.sep}site-packages{os.sep}"
 # The first one, and the first one after them; as in pyproject.toml. tools/versions.py runs the tests with both ends.
 TESTED_VERSIONS = {"tensorflow": ("2.18", "2.22"), "keras": ("3.13", "3.16")}
 
@@ -53,18 +56,41 @@ def already_started_error(what: str) -> ConfigError:
         what: What cannot be made any more, as the message begins.
     """
     package = str(pathlib.Path(__file__).parents[1])
-    callers = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(package)]
+    stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((package, "<"))]
     message = (
         f"{what} after TensorFlow has started. Create the strategy (or the tfdist.Trainer) first, before any tensor, "
         "variable, model or dataset"
     )
-    if not callers:
+    if not stack:
         return ConfigError(f"{message}.")
-    here = callers[-1]
+    here, first = _place_to_move(stack)
     message = f"{here.filename}:{here.lineno}: {message}: move this call up"
-    for line, code in _lines_that_start_tensorflow(here):
+    if first:
+        line, code = first
         return ConfigError(f"{message}, before line {line}: {code}")
-    return ConfigError(f"{message}, to right after the imports. What has started it is none of this file's own calls.")
+    return ConfigError(
+        f"{message}, to right after the imports. What has started it is none of this file's own calls{_called_from(stack)}."
+    )
+
+
+def _place_to_move(
+    stack: list[traceback.FrameSummary],
+) -> tuple[traceback.FrameSummary, tuple[int, str] | None]:
+    """Returns the call that is to move, and the line that it is to precede, if that is known.
+
+    A function of a helper module may create the strategy: then it is a caller's line that is to move.
+    """
+    for here in (frame for frame in reversed(stack) if _LIBRARIES not in frame.filename):
+        for first in _lines_that_start_tensorflow(here):
+            return here, first
+    return stack[-1], None
+
+
+def _called_from(stack: list[traceback.FrameSummary]) -> str:
+    """Returns the lines of the user's other files that have called the last frame's, as the end of a sentence."""
+    frames = [frame for frame in stack[-2::-1] if frame.filename != stack[-1].filename]
+    callers = [f"{frame.filename}:{frame.lineno}" for frame in frames if _LIBRARIES not in frame.filename]
+    return f" (it is called from {', '.join(callers[:_SHOWN_CALLERS])})" if callers else ""
 
 
 def _lines_that_start_tensorflow(here: traceback.FrameSummary) -> Iterator[tuple[int, str]]:

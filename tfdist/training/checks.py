@@ -337,7 +337,8 @@ def _order_difference_message(ranks: Ranks, mine: str) -> str:
         "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received: "
         f"{_texts_by_worker(ranks, mine, 'no more transformations')}. Seeds differ if a worker has drawn a random "
         "number, or made a dataset, that the others have not: make the same calls on all workers before, or give a seed to `shuffle` "
-        "and its like. If each worker has data of its own, set experimental_distribute.auto_shard_policy of the dataset's "
+        "and its like (`seed=` of keras.utils.image_dataset_from_directory and of its siblings, which shuffle unless "
+        "shuffle=False). If each worker has data of its own, set experimental_distribute.auto_shard_policy of the dataset's "
         "options to AutoShardPolicy.OFF: then each worker reads all of its own dataset, of batches of the global size."
     )
 

@@ -52,6 +52,7 @@ class LoopContext:
         self.check_weights = check_weights
         self._depth = 0  # of nested calls that work on a model
         self._has_printed_replicas = False
+        self._notices: set[str] = set()
 
     @property
     def is_chief(self) -> bool:
@@ -67,6 +68,12 @@ class LoopContext:
     def is_at_work(self) -> bool:
         """Whether a method of the trainer is running."""
         return self._depth > 0
+
+    def notify_once(self, notice: str) -> None:
+        """Logs a notice on the chief, unless this trainer has logged the same before."""
+        if self.is_chief and notice not in self._notices:
+            self._notices.add(notice)
+            logger.info(notice)
 
     def attach(self, model: keras.Model, method: str) -> None:
         """Checks a model, and gives it the step function of this strategy.

@@ -23,7 +23,6 @@ from tfdist.data import worker_rows
 from tfdist.errors import stop_iteration_error
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard
-from tfdist.runtime.log import logger
 from tfdist.runtime.progress import Progress
 from tfdist.step import execution
 from tfdist.training import callback_kinds, callback_sync, checks, console, input_data
@@ -103,7 +102,7 @@ def training(
             each.fit_batch_size = global_batch_size
     class_weight = arguments.pop("class_weight", None) if input_data.is_function(data) else None
     limit = execution.StepLimit(steps, validation_steps)
-    backup, callbacks, ends_with_fit = _choose_backup(callbacks, context.backup)
+    backup, callbacks, ends_with_fit = _choose_backup(context, callbacks)
     redirected = callback_kinds.redirect_to_temporary_files([] if context.is_chief else callbacks)
     with context.running(context.engine.running(model)), context.backing_up(backup, model, data, described), redirected:
         stops = [_NonFiniteStop()] if context.engine.nan_policy == "stop" else []
@@ -220,13 +219,13 @@ LOOPS = {"fit": fit, "evaluate": evaluate, "predict": predict}
 
 
 def _choose_backup(
-    callbacks: Sequence[keras.callbacks.Callback], default: BackupAndRestore | None
+    context: LoopContext, callbacks: Sequence[keras.callbacks.Callback]
 ) -> tuple[BackupAndRestore | None, list[keras.callbacks.Callback], bool]:
     """Chooses what backs a `fit` up: the user's callback, the default, or one in place of Keras' own callback.
 
     Args:
+        context: The context of the loop. Its backup, if there is one, is used if none of the callbacks backs up.
         callbacks: The user's.
-        default: What backs up if none of them does, or None.
 
     Returns:
         What backs up, or None; the other callbacks; whether the backup is to be removed when `fit` ends, as Keras' is.
@@ -234,15 +233,17 @@ def _choose_backup(
     own = [each for each in callbacks if isinstance(each, BackupAndRestore)]
     of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.BackupAndRestore)]
     others = [each for each in callbacks if each not in (*own[:1], *of_keras)]
-    backup = own[0] if own else default
+    backup = own[0] if own else context.backup
     if not of_keras:
         return backup, others, False
     if backup is not None:
-        logger.info(f"left keras.callbacks.BackupAndRestore out, as the training is backed up in {backup.backup_dir!r}")
+        context.notify_once(
+            f"left keras.callbacks.BackupAndRestore out, as the training is backed up in {backup.backup_dir!r}"
+        )
         return backup, others, False
     keras_own = of_keras[0]
     folder = os.fspath(keras_own.backup_dir)
-    logger.info(
+    context.notify_once(
         f"tfdist.BackupAndRestore({folder!r}) takes the place of keras.callbacks.BackupAndRestore, which repeats steps after a restart; "
         "a backup that Keras' has written is not read"
     )

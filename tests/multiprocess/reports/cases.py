@@ -26,6 +26,8 @@ KINDS = (
     "own_slices",
     "metrics",
     "own_division",
+    "writers",
+    "messages",
 )
 Pairs = dict[str, tuple[Any, Any]]
 
@@ -47,10 +49,11 @@ class Case:
 
 @dataclasses.dataclass
 class World:
-    """A Trainer, and where its case runs."""
+    """A Trainer, where its case runs, and a folder for files, the same on all ranks."""
 
     trainer: Any
     strategy: str
+    folder: str = ""
 
     @property
     def rank(self) -> int:
