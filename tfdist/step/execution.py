@@ -293,7 +293,7 @@ class Prediction:
             if isinstance(batch, SplitBatch) and not batch_splitting.count_examples(batch, self._strategy)[0]:
                 break
             try:
-                each.append(self._run(batch, is_whole))
+                each.append(self._run(tf.nest.map_structure(_as_tensor, batch), is_whole))
                 if isinstance(batch, SplitBatch) and batch_splitting.is_own(batch, self._strategy):
                     self.own_rows.append(batch_splitting.local_rows(batch, self._strategy))
             except StopIteration as e:
