@@ -108,7 +108,7 @@ def _depends_on_data(values: Iterable[Any]) -> bool:
     return False
 
 
-def watch_averages(strategy: Any, model: keras.Model) -> None:
+def watch_averages(strategy: Any, model: keras.Model) -> bool:
     """Makes untrained floating-point weights of custom classes note if a replica assigns them what depends on the data. In place.
 
     Those that declare an aggregation are left alone, and what Keras' own layers assign.
@@ -116,9 +116,13 @@ def watch_averages(strategy: Any, model: keras.Model) -> None:
     Args:
         strategy: Whose statistics the weights are.
         model: Built.
+
+    Returns:
+        Whether there are such weights: the step must then be traced with an unknown batch size, as of `guard`.
     """
+    watched = False
     if num_replicas(strategy) == 1:
-        return
+        return watched
     owners = {id(weight): layer for layer in keras_internals.layers(model) for weight in layer.non_trainable_variables}
     for weight in model.non_trainable_variables:
         variable, owner = weight.value, type(owners.get(id(weight), model))
@@ -126,11 +130,14 @@ def watch_averages(strategy: Any, model: keras.Model) -> None:
             variable in strategy.statistics
             and declared_weights.declared(variable) is None
             and not owner.__module__.startswith("keras.")
-            and not hasattr(variable, _ASSIGNED)
         ):
-            setattr(variable, _ASSIGNED, False)
-            for name in ("assign", "assign_add", "assign_sub"):
-                setattr(variable, name, _watched(strategy, f"{owner.__name__}: {weight.path}", getattr(variable, name)))
+            watched = True
+            if not hasattr(variable, _ASSIGNED):
+                setattr(variable, _ASSIGNED, False)
+                label = f"{owner.__name__}: {weight.path}"
+                for name in ("assign", "assign_add", "assign_sub"):
+                    setattr(variable, name, _watched(strategy, label, getattr(variable, name)))
+    return watched
 
 
 def _watched(strategy: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,8 @@ class ReplicaStep:
         self.trains = step == model.train_step
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self.counts = self._replicas > 1 and equal_weights.guard(model.distribute_strategy, model.weights)
-        equal_weights.watch_averages(model.distribute_strategy, model)
+        # As a known size is a constant, which would not be seen to depend on the data.
+        self._relaxes = equal_weights.watch_averages(model.distribute_strategy, model) or self.counts
         # Keras' own step scales one loss and applies its gradients once.
         self._by_loss = type(model).train_step is keras.Model.train_step
         self._is_keras = step.__func__ in (keras.Model.train_step, keras.Model.test_step)  # type: ignore[attr-defined]
@@ -101,7 +102,7 @@ class ReplicaStep:
 
     def _run_unsplit_batch(self, data: Any) -> dict[str, tf.Tensor]:
         examples, context = batch_splitting.examples(data), tf.distribute.get_replica_context()
-        if self.counts:
+        if self._relaxes:
             data = batch_splitting.relax_size(data)
         if examples is None or isinstance(examples, int):
             if examples is None:

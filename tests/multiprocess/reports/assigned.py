@@ -438,6 +438,16 @@ def a_count_that_declares_nothing_gets_a_warning(world):
     return {"n": (layer.n.numpy(), 11.5), "steps": (layer.steps.numpy(), 4)}
 
 
+@case(warning=r"^The weight Undeclared: .*/n is assigned")
+def a_count_of_batches_of_a_known_size_gets_a_warning(world):
+    with world.scope():
+        layer = Undeclared()
+        model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(tf.data.Dataset.from_tensor_slices((ROWS[:12], ROWS[:12])).batch(6, drop_remainder=True), verbose=0)
+    return {"n": (layer.n.numpy(), 6), "steps": (layer.steps.numpy(), 2)}
+
+
 @case()
 def what_keras_assigns_or_is_the_same_everywhere_gets_none(world):
     class Steps(keras.layers.Layer):
