@@ -6,15 +6,17 @@ Keras serves for the layers alone. Gradients are TensorFlow's, made dense.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.fuzz import batch_metrics, kept
 from tests.fuzz.cases import ONE_NUMBER, SEVERAL, Case
 from tests.fuzz.formulas import NUMBERS, VALUES, State, mask_of
 from tests.fuzz.models import make_data
+from tests.fuzz.reads import Read
 
 LOSS_WEIGHTS = {"a": 0.5, "b": 2.0}
 Arrays = list[np.ndarray]
@@ -31,16 +33,24 @@ def reduced(values: tf.Tensor, weights: Any, mask: Any, reduction: str | None) -
 
 
 class Average:
-    """Weighted means by name."""
+    """Weighted means by name.
+
+    Attributes:
+        batches: The targets, outputs and weights of each batch, for metrics that are no means.
+    """
 
     def __init__(self) -> None:
+        self.batches: list[batch_metrics.Batch] = []
         self._sums: dict[str, np.ndarray] = {}
 
     def add(self, name: str, total: Any, count: Any) -> None:
         self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array([float(total), float(count)])
 
-    def result(self, prefix: str = "") -> dict[str, float]:
-        return {prefix + name: total / count if count else 0.0 for name, (total, count) in self._sums.items()}
+    def result(self, case: Case, prefix: str = "") -> dict[str, float]:
+        found = {prefix + name: total / count if count else 0.0 for name, (total, count) in self._sums.items()}
+        output = "b_" if case.model in SEVERAL else ""
+        others = batch_metrics.right(case.batch_metrics, self.batches)
+        return found | {prefix + output + name: value for name, value in others.items()}
 
 
 def loss_of(
@@ -61,6 +71,8 @@ def loss_of(
             values, own = VALUES[kind](tf.convert_to_tensor(mine), theirs), mask_of(kind, mine)
             valid = own if mask is None else mask if own is None else mask & own
             loss = reduced(values, weight, valid, case.reduction_of(name))
+        if name in ("", "b"):
+            logs.batches.append((mine, theirs.numpy(), weight))
         if name:
             logs.add(f"{name}_loss", loss * len(x), len(x))
         total += loss * (LOSS_WEIGHTS[name] if name else 1.0)
@@ -76,9 +88,12 @@ def loss_of(
     return total
 
 
-def batches(data: tuple[Any, ...], steps: list[list[int]]) -> Iterator[tuple[Any, ...]]:
-    for rows in steps:
-        yield tf.nest.map_structure(lambda array, rows=rows: array[rows], data)
+def batches(data: tuple[Any, ...], steps: list[list[list[int]]]) -> Iterator[tuple[tuple[Any, ...], list[int]]]:
+    """Yields each step's batch, and the examples of each replica."""
+    for parts in steps:
+        rows = [row for part in parts for row in part]
+        batch = tf.nest.map_structure(lambda array, rows=rows: array[rows], data)
+        yield batch, [len(part) for part in parts]
 
 
 def clipped(grads: Arrays, options: dict[str, Any]) -> Arrays:
@@ -150,10 +165,18 @@ class Rule:
         return w - rate * step
 
 
-def train(case: Case, model: keras.Model) -> tuple[dict[str, list[float]], State]:
-    """Trains `model`, of float64, as the case says; returns each epoch's logs, and the state of its loss."""
-    state = State()
-    options, variables = case.options, model.trainable_variables
+class Trained(NamedTuple):
+    """Each epoch's logs, the state of the loss, and what a callback reads at the end of each epoch."""
+
+    history: dict[str, list[float]]
+    state: State
+    reads: list[Read]
+
+
+def train(case: Case, model: keras.Model) -> Trained:
+    """Trains `model`, of float64, as the case says."""
+    state, right, reads = State(), kept.Right(model), []
+    options, variables = dict(case.options), model.trainable_variables
     rules = [Rule(case.optimizer, options) for _ in variables]
     every = options.get("gradient_accumulation_steps") or 1
     sums: Arrays = []
@@ -166,9 +189,10 @@ def train(case: Case, model: keras.Model) -> tuple[dict[str, list[float]], State
         data = (*data, np.vectorize(case.class_weight.get)(classes))
     for _ in range(case.epochs):
         logs = Average()
-        for batch in batches(data, case.steps()):
+        for batch, sizes in batches(data, case.parts()):
             with tf.GradientTape() as tape:
                 loss = loss_of(case, model, batch, True, logs, state)
+            right.step(sizes)
             grads = tape.gradient(loss, [variable.value for variable in variables])
             dense = [tf.convert_to_tensor(grad).numpy() for grad in grads]
             sums, steps = [a + b for a, b in zip(sums, dense, strict=True)] if sums else dense, steps + 1
@@ -185,18 +209,21 @@ def train(case: Case, model: keras.Model) -> tuple[dict[str, list[float]], State
                 if (often := options["ema_overwrite_frequency"]) and steps % often == 0:
                     for variable, average in zip(variables, averages, strict=True):
                         variable.assign(average)
-        found = logs.result() | (validate(case, model, state) if case.validation else {})
+        found = logs.result(case) | (validate(case, model, state, right) if case.validation else {})
         for name, value in found.items():
             history.setdefault(name, []).append(value)
+        reads.append(Read(options["learning_rate"], updates, model.get_weights()))
+        if case.reads == "halves":
+            options["learning_rate"] /= 2
     for variable, average in zip(variables, averages, strict=bool(averages)):
         variable.assign(average)
-    return history, state
+    return Trained(history, state, reads)
 
 
-def validate(case: Case, model: keras.Model, state: State) -> dict[str, float]:
-    rows, size = case.validation or (0, 0)
+def validate(case: Case, model: keras.Model, state: State, right: kept.Right) -> dict[str, float]:
+    rows, _ = case.validation or (0, 0)
     logs = Average()
-    steps = [list(range(first, min(first + size, rows))) for first in range(0, rows, size)]
-    for batch in batches(make_data(case, rows, 1, case.weights is not None), steps):
+    for batch, sizes in batches(make_data(case, rows, 1, case.weights is not None), case.validation_parts()):
         loss_of(case, model, batch, False, logs, state)
-    return logs.result("val_")
+        right.step(sizes)
+    return logs.result(case, "val_")

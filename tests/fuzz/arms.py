@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.fuzz import cases, later_draws
+from tests.fuzz import cases, later_draws, state_draws
 from tests.fuzz.cases import Case
 from tests.helpers import fork_server
 from tfdist.cluster import local_cluster
@@ -36,7 +36,12 @@ def draw(seed: int, arm: str) -> Case:
     if arm == "servers":  # one worker, so that each step is a plain one
         refused = ("gradient_accumulation_steps", "ema_overwrite_frequency")
         options = {name: None if name in refused else value for name, value in case.options.items()}
-        return dataclasses.replace(case, replicas=1, compression=None, jit=False, eager=False, options=options)
+        changed = state_draws.on_servers(case)
+        return dataclasses.replace(
+            case, replicas=1, compression=None, jit=False, eager=False, options=options, **changed
+        )
+    if case.replicas > 1 and cases.gathers(case):
+        return dataclasses.replace(case, eager=False)  # several replicas of one process gather nothing then, and say so
     return case
 
 

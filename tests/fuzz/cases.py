@@ -1,14 +1,16 @@
 """Cases of the fuzz test: each integer seed draws a model, its data, and how it is trained.
 
-Seeds below 1000 draw what they always drew; from 1000 on, `later_draws` adds to that.
+Seeds below 1000 draw what they always drew; from 1000 on, `later_draws` adds to that; from 10000 on, `state_draws`, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import Any
 
+FIRST_WITH_STATE = 10_000  # a seed
 CLASSES, TOKENS, WORDS = 3, 4, 7
 SEQUENCES = ("tokens", "masked_tokens")
 SEVERAL = ("outputs", "masked_outputs")  # outputs, "a" and "b"; a mask reaches the loss of "a"
@@ -35,6 +37,23 @@ BATCH_LOSSES = ("number", "total", "counted", "hinge", "neighbours", "dice", "ce
 NEW_LOSSES = (*MASKING, *BATCH_LOSSES, DECLARED)
 ONE_NUMBER = (*BATCH_LOSSES, DECLARED)
 NOISES = ("dropout", "tf.dropout", "tf.normal", "tf.uniform", "keras.normal", "keras.uniform")
+# Untrained weights of a layer, by their aggregation.
+AGGREGATED = {
+    "sum": "sum",
+    "sum_int": "sum",
+    "mean": "mean",
+    "first": "only_first_replica",
+    "first_int": "only_first_replica",
+}
+SCALED = "scaled"  # no weight: the layer's output depends on the whole batch
+GATHERED = ("queue", "top", "count")  # which are computed from the whole batch
+ASSIGNED = (*AGGREGATED, *GATHERED, SCALED)
+METRIC_FUNCTIONS = ("span", "product")  # which return one number for a batch
+WEIGHTED_METRICS = ("heavy",)
+ADDING_METRICS = (*METRIC_FUNCTIONS, "several")  # which add a number for each batch
+BATCH_METRICS = (*ADDING_METRICS, *WEIGHTED_METRICS, "top", "last")
+OWN = ("off", "own_rows")
+READS = ("reads", "halves")
 CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.5}
 
 
@@ -66,6 +85,12 @@ class Case:
     aggregation: str = ""  # of a loss's state
     noise: str = ""  # a random layer, which alone is judged
     pipelines: int = 1  # datasets that a function is asked for
+    assigned: tuple[str, ...] = ()  # untrained weights of a layer
+    hidden: bool = False  # whether that layer has hidden units, or the inputs
+    batch_metrics: tuple[str, ...] = ()  # which are no mean over examples
+    own: str = ""  # how each pipeline's own rows are given
+    own_first: int = 0  # of which the first one has so many
+    reads: str = ""  # whether a callback reads variables, and halves the learning rate
 
     @property
     def ids(self) -> bool:
@@ -91,15 +116,43 @@ class Case:
 
     def steps(self) -> list[list[int]]:
         """Returns the rows of each step of an epoch, those of the first replica first."""
+        return [[row for part in parts for row in part] for parts in self.parts()]
+
+    def parts(self) -> list[list[list[int]]]:
+        """Returns the rows of each replica in each step of an epoch."""
         if not self.pieces:
-            return [list(range(first, min(first + self.batch, self.rows))) for first in range(0, self.rows, self.batch)]
+            return self._dealt(self.rows, self.batch)
         each = [self.pipeline_batches(pipeline) for pipeline in range(self.pipelines)]
         taken = self.replicas // self.pipelines
-        last = max(len(batches) for batches in each)
         return [
-            [row for batches in each for batch in batches[first : first + taken] for row in batch]
-            for first in range(0, last, taken)
+            [part for batches in each for part in [*batches[first : first + taken], *([[]] * taken)][:taken]]
+            for first in range(0, max(len(batches) for batches in each), taken)
         ]
+
+    def validation_parts(self) -> list[list[list[int]]]:
+        """Returns the rows of each replica in each step of a validation."""
+        return self._dealt(*self.validation) if self.validation else []
+
+    def own_rows(self, rows: int) -> list[slice]:
+        """Returns which of the rows each pipeline has, if they are their own."""
+        if self.pipelines == 1:
+            return [slice(0, rows)]
+        first = self.own_first if rows == self.rows else max(1, rows * self.own_first // self.rows)
+        return [slice(0, first), slice(first, rows)]
+
+    def _dealt(self, rows: int, size: int) -> list[list[list[int]]]:
+        batches = [list(range(first, min(first + size, rows))) for first in range(0, rows, size)]
+        if not self.own or self.pipelines == 1:
+            return [evenly(batch, self.replicas) for batch in batches]
+        piece = -(-size // self.pipelines)
+        each = []
+        for part in self.own_rows(rows):
+            whole = list(range(rows))[part]
+            given = [whole[first : first + size] for first in range(0, len(whole), size)]
+            if self.own == "own_rows":
+                given = [whole]
+            each.append([batch[first : first + piece] for batch in given for first in range(0, len(batch), piece)])
+        return [list(step) for step in itertools.zip_longest(*each, fillvalue=[])]
 
     @property
     def sizes(self) -> list[int]:
@@ -113,11 +166,21 @@ class Case:
         return any(-(-size // self.replicas) * (self.replicas - 1) >= size > 0 for size in self.sizes)
 
 
+def evenly(rows: list[int], parts: int) -> list[list[int]]:
+    """Returns the rows in parts, of which the first may have one more than the last."""
+    sizes = [(len(rows) + parts - 1 - part) // parts for part in range(parts)]
+    ends = list(itertools.accumulate(sizes))
+    return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
 def draw(seed: int) -> Case:
     """Returns the case of a seed."""
-    from tests.fuzz import later_draws
+    from tests.fuzz import later_draws, state_draws
 
-    return draw_first(seed) if seed < 1000 else later_draws.draw_later(draw_first(seed))
+    case = draw_first(seed)
+    if seed >= 1000:
+        case = later_draws.draw_later(case)
+    return state_draws.draw_state(case) if seed >= FIRST_WITH_STATE else case
 
 
 def draw_first(seed: int) -> Case:
@@ -223,4 +286,9 @@ def without_refused(case: Case) -> Case:
     """Returns the case without what tfdist refuses."""
     sums_amid = case.model in ("masked_tokens", "masked_outputs", "norm") or case.reduction == "mean_with_sample_weight"
     sums_amid = sums_amid or case.loss == "total"
-    return dataclasses.replace(case, jit=False) if case.replicas > 1 and sums_amid else case
+    return dataclasses.replace(case, jit=False) if case.replicas > 1 and (sums_amid or gathers(case)) else case
+
+
+def gathers(case: Case) -> bool:
+    """Whether metrics or weights see the whole batch."""
+    return bool(case.batch_metrics) or bool({*case.assigned} & {*GATHERED, SCALED})

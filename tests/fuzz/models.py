@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.fuzz.cases import CLASS_LOSSES, CLASSES, SEQUENCES, SEVERAL, TALL, TOKENS, WORDS, Case
+from tests.fuzz.kept import Keeps
 
 
 class Added(keras.layers.Layer):
@@ -53,11 +54,12 @@ def build(case: Case) -> keras.Model:
     """Returns the model, not compiled; its numbers are of Keras' `floatx`."""
     keras.utils.set_random_seed(case.seed)
     layers, name = keras.layers, case.model
+    first = Keeps(case.assigned) if case.assigned and not case.hidden else lambda x: x
     units = CLASSES if case.loss in CLASS_LOSSES else 2
     if case.ids:
         width = 170 if case.compression else 3  # compressors leave small variables as they are
         x = inputs = layers.Input((TOKENS,), dtype="int32")
-        x = layers.Embedding(WORDS, width, mask_zero=name.startswith("masked"))(x)
+        x = layers.Embedding(WORDS, width, mask_zero=name.startswith("masked"))(first(x))
         x = {
             "embedding": layers.Flatten(),
             "tokens": layers.Dense(3, "tanh"),
@@ -68,16 +70,18 @@ def build(case: Case) -> keras.Model:
         }[name](x)
     elif name == "conv":
         x = inputs = layers.Input((5, 5, 2))
-        x = layers.Flatten()(layers.MaxPooling2D()(layers.Conv2D(3, 2, activation="relu")(x)))
+        x = layers.Flatten()(layers.MaxPooling2D()(layers.Conv2D(3, 2, activation="relu")(first(x))))
     else:
         wide = name == "wide" or case.compression
         x = inputs = layers.Input((40 if wide else 5,))
         regularizer = keras.regularizers.L2(0.05) if name == "regularized" else None
-        x = layers.Dense(32 if wide else 4, "tanh", kernel_regularizer=regularizer)(x)
+        x = layers.Dense(32 if wide else 4, "tanh", kernel_regularizer=regularizer)(first(x))
         if name == "norm":
             x = layers.BatchNormalization(synchronized=True, momentum=0.8)(x)
         elif name.startswith("added"):
             x = Added(name)(x)
+    if case.assigned and case.hidden:
+        x = Keeps(case.assigned)(x)
     if name == "masked_outputs":
         tokens = layers.TimeDistributed(layers.Dense(2), name="a")(x)
         outputs: Any = {"a": tokens, "b": layers.Dense(2, name="b")(layers.GlobalAveragePooling1D()(x))}

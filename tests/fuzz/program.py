@@ -1,7 +1,7 @@
 """Trains the cases of some seeds under the Trainer, and compares each with the arithmetic.
 
 python -m tests.fuzz.program 123 124 125      # or 100-129
-python -m tests.fuzz.program --arm=workers --minutes=20 1000      # seeds from 1000 on, until the time is over
+python -m tests.fuzz.program --arm=workers --minutes=20 10000     # seeds from 10000 on, until the time is over
 
 It prints a line of JSON for each seed: `seed`, `seconds`, the `case`, and its `differences`, of which there should be none; in the
 end, how many seeds ran. Arms are `replicas` (of this process), `workers` (two) and `servers` (a worker and a parameter server).
@@ -24,9 +24,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tests.fuzz import arithmetic, arms, cases, chance, models
+from tests.fuzz import arithmetic, arms, batch_metrics, cases, chance, models
 from tests.fuzz.cases import Case
 from tests.fuzz.losses import Centre, loss_of
+from tests.fuzz.reads import Reads
 from tfdist import compression
 from tfdist.strategies import single_process
 
@@ -40,13 +41,17 @@ _TOLERANCES |= {"int8": (5e-2, 2e-2), "topk": (1e-3, 1e-4), "powersgd": (1e-3, 1
 
 def compile_model(case: Case, model: keras.Model, losses: Any) -> None:
     several = case.model in cases.SEVERAL
-    mae = None if several or case.loss in ("sparse", "ignored") else ["mae"]
+    mae = [] if several or case.loss in ("sparse", "ignored") else ["mae"]
+    weighted = [keras.metrics.MeanAbsoluteError(name="weighted")] if mae else []
+    with_weights = [name for name in case.batch_metrics if name in cases.WEIGHTED_METRICS]
+    metrics = mae + batch_metrics.make([name for name in case.batch_metrics if name not in with_weights])
+    weighted += batch_metrics.make(with_weights)
     model.compile(
         getattr(keras.optimizers, case.optimizer)(**case.options),
         losses,
         loss_weights=arithmetic.LOSS_WEIGHTS if several else None,
-        metrics=mae,
-        weighted_metrics=mae and [keras.metrics.MeanAbsoluteError(name="weighted")],
+        metrics=({"b": metrics} if several and metrics else metrics) or None,
+        weighted_metrics=weighted or None,
         steps_per_execution=case.steps_per_execution,
         jit_compile=case.jit,
         run_eagerly=case.eager,
@@ -55,10 +60,25 @@ def compile_model(case: Case, model: keras.Model, losses: Any) -> None:
 
 def batched(case: Case, data: tuple[Any, ...], size: int) -> tuple[Any, dict[str, Any]]:
     """Returns what `fit` is given: x, and the other arguments."""
+    if case.own:
+        mine = case.own_rows(len(data[0]))[pipeline_of(case)]
+        data = tf.nest.map_structure(lambda array: array[mine], data)
+    if case.own == "own_rows":
+        return tfdist.data.own_rows(*data), {"batch_size": size}
     if case.data != "arrays":
-        return tf.data.Dataset.from_tensor_slices(data).batch(size), {}
+        dataset = tf.data.Dataset.from_tensor_slices(data).batch(size)
+        if case.own:
+            options = tf.data.Options()
+            options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+            dataset = dataset.with_options(options)
+        return dataset, {}
     x, y, weights = (*data, None)[:3]
     return x, {"y": y, "sample_weight": weights, "batch_size": size}
+
+
+def pipeline_of(case: Case) -> int:
+    """Returns which pipeline's rows this task has."""
+    return json.loads(os.environ["TF_CONFIG"])["task"]["index"] if case.pipelines > 1 else 0
 
 
 def dataset_function(case: Case, data: tuple[Any, ...]) -> Any:
@@ -118,6 +138,7 @@ class Trained(NamedTuple):
     after: list[np.ndarray]
     history: dict[str, list[float]]
     state: tuple[Any, float]  # a loss's centre, and its calls
+    reads: Reads
 
 
 def trained(case: Case, trainer: tfdist.Trainer) -> Trained:
@@ -132,15 +153,57 @@ def trained(case: Case, trainer: tfdist.Trainer) -> Trained:
     if case.validation:
         rows, size = case.validation
         validation = models.make_data(case, rows, 1, case.weights is not None)
-        if case.data != "arrays":
+        if case.own == "own_rows":
+            given |= {"validation_data": batched(case, validation, size)[0], "validation_batch_size": size}
+        elif case.data != "arrays":
             given["validation_data"] = batched(case, validation, size)[0]
         else:
             given |= {"validation_data": validation, "validation_batch_size": size}
     given |= {"class_weight": case.class_weight, "epochs": case.epochs, "shuffle": False, "verbose": 0}
+    every_step = case.steps_per_execution == 1 and not isinstance(
+        trainer.strategy, tf.distribute.ParameterServerStrategy
+    )
+    reads = Reads(case.reads == "halves", every_step)
+    given["callbacks"] = [reads] if case.reads else []
     history = trainer.fit(model, x, **given).history
     loss = losses["a"] if several else losses
     state = (loss.centre.numpy(), float(loss.calls.numpy())) if isinstance(loss, Centre) else (0.0, 0.0)
-    return Trained(before, model.get_weights(), history, state)
+    return Trained(before, model.get_weights(), history, state, reads)
+
+
+def weight_differences(
+    case: Case, model: keras.Model, before: list[np.ndarray], after: list[np.ndarray], right: list[np.ndarray]
+) -> list[str]:
+    """Returns which weights are not the right ones, a sentence for each."""
+    exact = _TOLERANCES[case.dtype][0]
+    allowed = exact if case.dtype == "float64" else _TOLERANCES[case.compression or case.dtype][0]
+    if case.optimizer == "Nadam":  # float32 has no 0.96, which Keras takes with and without rounding
+        allowed = max(allowed, 1e-6)
+    found = []
+    for variable, start, mine, theirs in zip(model.weights, before, after, right, strict=True):
+        off, moved = np.abs(mine - theirs).max(), np.abs(theirs - start).max()
+        if np.issubdtype(theirs.dtype, np.integer):
+            limit = 0.0
+        else:
+            of_inputs = "keeps/" in variable.path and not case.hidden
+            limit = (exact if of_inputs else allowed) * moved + (1e-12 if case.dtype == "float64" else 2e-6)
+        if not off <= limit:
+            found.append(f"{variable.path} is off by {off:.3g}, having moved by {moved:.3g}")
+    return found
+
+
+def read_differences(case: Case, model: keras.Model, before: list[np.ndarray], reads: Reads, right: Any) -> list[str]:
+    """Returns what a callback has not read as it is, a sentence for each."""
+    found = []
+    for epoch, (mine, theirs) in enumerate(zip(reads.epochs, right, strict=True)):
+        if (mine.rate, mine.updates) != (theirs.rate, theirs.updates):
+            found.append(f"epoch {epoch} reads {mine.rate, mine.updates}, and should {theirs.rate, theirs.updates}")
+        wrong = weight_differences(case, model, before, mine.weights, theirs.weights)
+        found += [f"as epoch {epoch} reads it, {each}" for each in wrong]
+    every = case.options.get("gradient_accumulation_steps") or 1
+    if reads.steps and reads.steps != (steps := [n // every for n in range(1, case.epochs * len(case.steps()) + 1)]):
+        found.append(f"updates read after each step are {reads.steps}, and should be {steps}")
+    return found
 
 
 def differences(case: Case, trainer: tfdist.Trainer, compares: bool) -> list[str]:
@@ -148,7 +211,7 @@ def differences(case: Case, trainer: tfdist.Trainer, compares: bool) -> list[str
     if case.noise:
         found = chance.draws(case, trainer, fit_data)
         return chance.differences(case, found) if compares else []
-    before, after, history, kept = trained(case, trainer)
+    before, after, history, kept, reads = trained(case, trainer)
     if not compares:
         return []
     set_precision("float64")
@@ -156,15 +219,11 @@ def differences(case: Case, trainer: tfdist.Trainer, compares: bool) -> list[str
     with tf.device("/job:chief/replica:0/task:0/device:CPU:0" if on_chief else None):
         model = models.build(case)
         model.set_weights(before)
-        expected, state = arithmetic.train(case, model)
-    for_weights, for_logs = _TOLERANCES[case.dtype if case.dtype == "float64" else case.compression or case.dtype]
-    if case.optimizer == "Nadam":  # float32 has no 0.96, which Keras takes with and without rounding
-        for_weights = max(for_weights, 1e-6)
-    found = []
-    for variable, start, mine, right in zip(model.weights, before, after, model.get_weights(), strict=True):
-        off, moved = np.abs(mine - right).max(), np.abs(right - start).max()
-        if not off <= for_weights * moved + (1e-12 if case.dtype == "float64" else 2e-6):
-            found.append(f"{variable.path} is off by {off:.3g}, having moved by {moved:.3g}")
+        expected, state, right = arithmetic.train(case, model)
+    for_logs = _TOLERANCES[case.dtype if case.dtype == "float64" else case.compression or case.dtype][1]
+    found = weight_differences(case, model, before, after, model.get_weights())
+    if case.reads:
+        found += read_differences(case, model, before, reads, right)
     if not np.allclose(kept[0], state.centre, rtol=for_logs, atol=1e-7) or kept[1] != state.calls:
         found.append(f"the loss's centre and calls are {kept}, and should be {state}")
     exact = case.reduction not in ("none", None)  # Keras' average of vectors' logs is no mean over examples
@@ -231,7 +290,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arm", choices=arms.ARMS, default="replicas")
     parser.add_argument("--minutes", type=float, default=_ENDLESS)
-    parser.add_argument("seeds", nargs="*", default=["1000-"])
+    parser.add_argument("seeds", nargs="*", default=["10000-"])
     given = parser.parse_args(arguments)
     bounded = given.minutes < _ENDLESS
     ranges = [each.partition("-") for each in given.seeds]

@@ -18,15 +18,20 @@ from tests.fuzz import cases as cases_lib
 
 QUICK = [1002]  # a loss of one number beside losses that a layer adds
 QUICK_OF_WORKERS = [1001]  # a hinge's sum, and a dataset function with batches of several sizes
-FULL = [319, 338, 339, 342, 358, 1000]  # of the last one: a random layer
-# The last one: a loss of vectors and synchronized BatchNorm, in a step for which one worker has no data.
-FULL_OF_WORKERS = [1002, 1003, 1037]
+# 1000: a random layer. 10000: a layer that gathers the batch, in an execution whose steps have batches of several sizes. 10012: a mean
+# beside validations. 10036: metrics that are no sums beside a mean, a count and compression.
+FULL = [319, 338, 339, 342, 358, 1000, 10000, 10012, 10036]
+# 1037: a loss of vectors and synchronized BatchNorm, in a step for which one worker has no data. 10000, 10005: workers' own rows.
+FULL_OF_WORKERS = [1002, 1003, 1037, 10000, 10005]
 # Each begins with seeds of its own, and goes on until its time is over.
 GROUPS = [
     *(("replicas", first, 3) for first in range(0, 300, 60)),
     *(("replicas", first, 3) for first in range(1000, 1600, 100)),
     *(("workers", first, 3) for first in (1000, 1100, 1200)),
     ("servers", 1000, 3),
+    *(("replicas", first, 3) for first in range(10000, 10300, 100)),
+    *(("workers", first, 3) for first in (10000, 10100)),
+    ("servers", 10000, 3),
 ]
 
 
@@ -59,7 +64,7 @@ def test_a_few_cases(arm, seeds):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("arm", "seeds"), [("replicas", FULL), ("workers", FULL_OF_WORKERS), ("servers", [1001, 1003])]
+    ("arm", "seeds"), [("replicas", FULL), ("workers", FULL_OF_WORKERS), ("servers", [1001, 1003, 10000])]
 )
 def test_cases_that_touch_most_features(arm, seeds):
     assert check(arm, *seeds, timeout=580) == seeds
@@ -81,6 +86,27 @@ def test_seeds_draw_all_features():
         assert sum(bool(getattr(case, name)) for case in cases) > 5, name
     assert cases == [cases_lib.draw_first(seed) for seed in range(300)]
     assert cases_lib.draw(7) == cases_lib.draw(7)
+
+
+@pytest.mark.parametrize("arm", arms.ARMS)
+def test_seeds_from_10000_on_draw_assigned_weights_metrics_of_batches_own_rows_and_reads(arm):
+    cases = [arms.draw(seed, arm) for seed in range(10000, 10300)]
+    metrics = cases_lib.ADDING_METRICS if arm == "servers" else cases_lib.BATCH_METRICS
+    assert {*cases_lib.ASSIGNED} == {kind for case in cases for kind in case.assigned}
+    assert {*metrics} == {name for case in cases for name in case.batch_metrics}
+    assert {*cases_lib.OWN, ""} == {case.own for case in cases}
+    assert {*cases_lib.READS, ""} == {case.reads for case in cases}
+    lengths = [case.own_first * 2 - case.rows for case in cases if case.own]
+    assert 0 in lengths and min(lengths) < 0 < max(lengths), "workers with rows of equal and unequal length"
+    for case in cases:
+        assert sorted(row for step in case.steps() for row in step) == list(range(case.rows)), "each row once"
+        validated = [row for parts in case.validation_parts() for part in parts for row in part]
+        assert sorted(validated) == list(range(case.validation[0] if case.validation else 0))
+
+
+def test_seeds_below_10000_draw_none_of_it():
+    for case in (arms.draw(seed, arm) for arm in arms.ARMS for seed in (*range(100), *range(1000, 1100))):
+        assert not (case.assigned or case.batch_metrics or case.own or case.reads), case.seed
 
 
 @pytest.mark.parametrize("arm", arms.ARMS)

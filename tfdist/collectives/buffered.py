@@ -52,6 +52,12 @@ class BufferedCommunicator(CrossProcessCommunicator):
         every.set_shape([None, *tensors[0].shape[1:]])
         return [every]
 
+    def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        with tf.control_dependencies([self._gate()]):
+            (total,) = self._call("sum", self.transport.all_reduce, tensors[0], [tensors[0].dtype])
+        total.set_shape(tensors[0].shape)
+        return [total]
+
     def _gather_all(self, rows: np.ndarray) -> np.ndarray:
         return np.concatenate(self.transport.all_gather(rows))
 

@@ -80,6 +80,10 @@ class Communicator(abc.ABC):
         """Returns the rows of all ranks, for each of this process's; how many each has may differ, and from step to step."""
 
     @abc.abstractmethod
+    def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the sum over all ranks, for each of this process's; all have one shape, but perhaps another from step to step."""
+
+    @abc.abstractmethod
     def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]: ...
 
     @abc.abstractmethod
@@ -143,6 +147,9 @@ class InProcessCommunicator(Communicator):
         places = tf.concat([each.indices for each in slices], 0)
         return [tf.IndexedSlices(rows, places, slices[0].dense_shape)] * self.size
 
+    def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        return [tf.add_n(tensors)] * self.size
+
 
 class CrossProcessCommunicator(Communicator):
     """Ranks in several processes, which use TensorFlow's collectives: its ring, or NCCL.
@@ -200,10 +207,13 @@ class CrossProcessCommunicator(Communicator):
         return [self._gather(launcher, each, step) for launcher, each in zip(self._launchers, tensors, strict=True)]
 
     def _gather(self, launcher: Any, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        # Of one execution TensorFlow takes collectives with equal keys for the same one, with the same shape. Its own gathering
-        # of rows fails where two steps of an execution have different numbers of them.
-        number = (tf.cast(step % _RESERVED_KEYS, tf.int32) + 1) * _KEYS
-        return self._launch(tf_cluster.all_gather, launcher, tensor, number)
+        return self._launch(tf_cluster.all_gather, launcher, tensor, _key_of(step))
+
+    def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        return [
+            self._launch(tf_cluster.all_reduce, launcher, each, _key_of(step), merge_op="Add")
+            for each, launcher in zip(tensors, self._launchers, strict=True)
+        ]
 
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         results = []
@@ -279,6 +289,15 @@ class ByteCounter(InProcessCommunicator):
     def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         self.sent += (self.size - 1) / self.size * _byte_count(tensors[0])
         return list(tensors)
+
+
+def _key_of(step: tf.Tensor) -> tf.Tensor:
+    """Returns what is added to the key of a collective whose shape may differ between the steps of an execution.
+
+    Of one execution TensorFlow takes collectives with equal keys for the same one, with the same shape. Its own gathering of rows fails
+    where two steps of an execution have different numbers of them.
+    """
+    return (tf.cast(step % _RESERVED_KEYS, tf.int32) + 1) * _KEYS
 
 
 def _byte_count(tensor: tf.Tensor) -> int:

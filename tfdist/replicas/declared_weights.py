@@ -62,23 +62,35 @@ def declared(variable: Any) -> Kind | None:
     return getattr(variable, _KIND, None)
 
 
-def combined_variables(model: keras.Model) -> list[tf.Variable]:
-    """Returns a model's variables whose copies become one at the end of each step."""
-    values = [weight.value for weight in model.non_trainable_variables]
-    return [value for value in values if declared(value) in ("sum", "only_first_replica")]
+def combined_variables(model: keras.Model, trains: bool = True) -> list[tf.Variable]:
+    """Returns a model's variables whose copies become one at the end of each step.
+
+    Args:
+        model: The model.
+        trains: Whether it is a training step. Means become one at the end of the others, as only training has them averaged when they
+            are read (see `MovingStatistics.synchronized`).
+    """
+    kinds = ("sum", "only_first_replica") if trains else ("sum", "only_first_replica", "mean")
+    return [weight.value for weight in model.non_trainable_variables if declared(weight.value) in kinds]
 
 
 @contextlib.contextmanager
-def combining(strategy: Any, model: keras.Model) -> Iterator[Callable[[Any], None]]:
+def combining(strategy: Any, model: keras.Model, trains: bool) -> Iterator[Callable[[Any], None]]:
     """Combines what the replicas of one step assign to a model's weights. Outside of replicas, around the step.
 
     `"sum"`: the value before the step, and the sum of what each replica has added to it. `"only_first_replica"`: the value of replica 0.
+    `"mean"`: the mean over the replicas that have examples.
+
+    Args:
+        strategy: The strategy.
+        model: The model.
+        trains: As of `combined_variables`.
 
     Yields:
         A function to call after the step, a collective if the model has such weights. It takes how many examples each replica had, a
         value per replica, or None if all had some: a replica without examples changes nothing.
     """
-    variables = combined_variables(model) if num_replicas(strategy) > 1 else []
+    variables = combined_variables(model, trains) if num_replicas(strategy) > 1 else []
     if not variables:
         yield lambda counts: None
         return
@@ -93,11 +105,7 @@ def combining(strategy: Any, model: keras.Model) -> Iterator[Callable[[Any], Non
         for variable, old, total in zip(variables, before, _sums(strategy, variables, changes), strict=True):
             for component, value in zip(local(variable), old, strict=True):
                 with tf.device(component.device):
-                    new = tf.reshape(total, variable.shape)
-                    new = (
-                        value + tf.cast(new, value.dtype) if declared(variable) == "sum" else tf.cast(new, value.dtype)
-                    )
-                    component.assign(new)
+                    component.assign(_combined(declared(variable), value, total))
 
     strategy.combined_weights = {id(variable) for variable in variables}
     try:
@@ -107,7 +115,7 @@ def combining(strategy: Any, model: keras.Model) -> Iterator[Callable[[Any], Non
 
 
 def _changes(strategy: Any, variable: tf.Variable, before: Sequence[tf.Tensor], some: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns what each of this process's replicas adds to a sum over all, flat."""
+    """Returns what each of this process's replicas adds to a sum over all, flat. A mean's last number counts the replicas."""
     found = []
     components = strategy.experimental_local_results(variable)
     for number, component, old, has in zip(strategy.local_replicas, components, before, some, strict=True):
@@ -116,9 +124,20 @@ def _changes(strategy: Any, variable: tf.Variable, before: Sequence[tf.Tensor], 
             new, old = (tf.reshape(tf.cast(each, wire), [-1]) for each in (component.read_value(), old))
             if declared(variable) == "sum":
                 found.append(tf.where(has, new - old, tf.zeros_like(old)))
+            elif declared(variable) == "mean":
+                found.append(tf.where(has, tf.concat([new, tf.ones([1], wire)], 0), tf.zeros([tf.size(new) + 1], wire)))
             else:
                 found.append(tf.where(has, new, old) if number == 0 else tf.zeros_like(old))
     return found
+
+
+def _combined(kind: Kind | None, before: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    """Returns the value after a step, from the sum of what `_changes` has found."""
+    if kind == "mean":
+        total, count = total[:-1], total[-1]
+        total = tf.where(count > 0, total / count, tf.reshape(tf.cast(before, total.dtype), [-1]))
+    new = tf.cast(tf.reshape(total, before.shape), before.dtype)
+    return before + new if kind == "sum" else new
 
 
 def _sums(strategy: Any, variables: Sequence[tf.Variable], changes: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
@@ -128,7 +147,7 @@ def _sums(strategy: Any, variables: Sequence[tf.Variable], changes: Sequence[lis
         places = [place for place, variable in enumerate(variables) if _wire(variable.dtype) == wire]
         packed = [tf.concat(each, 0) for each in zip(*(changes[place] for place in places), strict=True)]
         total = strategy.reduce(tf.distribute.ReduceOp.SUM, regroup(tuple(packed)), axis=None)
-        sizes = [variables[place].shape.num_elements() for place in places]
+        sizes = [variables[place].shape.num_elements() + (declared(variables[place]) == "mean") for place in places]
         found |= dict(zip(places, tf.split(total, sizes), strict=True))
     return [found[place] for place in range(len(variables))]
 

@@ -139,10 +139,10 @@ class Execution:
             totals = batch_splitting.count_examples(data, self._strategy)
         if totals is not None:
             empty_replicas.average_statistics(self._replica.model, totals)
-        if self._replica.counts and tf.executing_eagerly() and self.logs is None:
-            self._replica.check_counts(data)
         counts = data.counts if isinstance(data, batch_splitting.SplitBatch) else None
-        with declared_weights.combining(self._strategy, self._replica.model) as combine:
+        with declared_weights.combining(self._strategy, self._replica.model, self._replica.trains) as combine:
+            if self._replica.counts and tf.executing_eagerly() and self.logs is None:
+                self._replica.check_counts(data)
             with self._strategy.only_known_optimizers(), undo_skipped_step(self._replica, self._stops):
                 packed, moves = self._strategy.run(self._replica, args=(data, totals))
                 if totals is not None:
@@ -321,7 +321,7 @@ class Prediction:
             examples = tf.constant(1) if data.counts is None else context.examples
             return batch_splitting.counted_rows(outputs, data), examples
 
-        with declared_weights.combining(self._strategy, self._model) as combine:
+        with declared_weights.combining(self._strategy, self._model, trains=False) as combine:
             outputs, examples = self._strategy.run(replica, args=(data,))
             combine(examples)
         return keras_loops.concatenate_replicas(outputs, self._strategy)
@@ -426,12 +426,21 @@ def _make_predict_function(model: keras.Model, force: bool = False) -> Any:
 
 
 def _results_or_logs(model: keras.Model, logs: Any) -> Any:
-    """As Keras' own, which returns the logs of the last step where they are others than the metrics' results."""
+    """As Keras' own, which returns the logs of the last step where they are others than the metrics' results.
+
+    A metric may return its variable, which a validation would change before callbacks and the history get the logs of training.
+    """
     found: Any = keras_loops.metrics_or_logs(model, logs)
+    if found is not logs:
+        found = {name: _as_number(value) for name, value in found.items()}
     for function in (model.train_function, model.test_function):
         if isinstance(function, Execution) and found is not None and found is function.logs:
             return {**logs, **function.computed_logs()}
     return found
+
+
+def _as_number(value: Any) -> Any:
+    return keras.ops.convert_to_numpy(value) if isinstance(value, (keras.Variable, tf.Variable)) else value
 
 
 class SynchronousEngine(Engine):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.compat import keras_internals
 from tfdist.errors import ConfigError
-from tfdist.replicas import batch_splitting, equal_weights
+from tfdist.replicas import batch_splitting, equal_weights, step_context
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import empty_replicas, losses, model_building
 from tfdist.step.graph_copies import ComputedLogs
@@ -73,7 +73,8 @@ class ReplicaStep:
         batch = data.batch if isinstance(data, batch_splitting.SplitBatch) else data
         local = self.model.distribute_strategy.experimental_local_results
         try:
-            model_building.trace(self._step, self.model, tf.nest.map_structure(lambda v: local(v)[0], batch))
+            with step_context.running(StepContext(None, _nothing, is_alone=True)):
+                model_building.trace(self._step, self.model, tf.nest.map_structure(lambda v: local(v)[0], batch))
         except ConfigError:
             raise
         except Exception as e:

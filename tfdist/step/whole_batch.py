@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives.communicator import InProcessCommunicator, communicator_for
+from tfdist.collectives.communicator import Communicator, InProcessCommunicator, communicator_for
 from tfdist.compat import keras_internals, keras_losses
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.config.strategy_traits import traits_of
@@ -68,7 +68,9 @@ def whole_batch(tensor: Any) -> Any:
             "a layer or a step that trainer.fit or trainer.step runs."
         )
     if step.is_alone:
-        return tensor
+        if num_replicas(tf.distribute.get_strategy()) == 1:
+            return tensor
+        return tf.identity(tensor, name=equal_weights.EQUAL_ON_REPLICAS)  # a step that is traced and not run
     return _whole_batch(keras.ops.convert_to_tensor(tensor), step)
 
 
@@ -136,13 +138,17 @@ def _with_gradient(
         if isinstance(share, tf.Tensor):
             sent *= tf.cast(share, wide)
         context = tf.distribute.get_replica_context()
-        total = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
+        total = context.merge_call(add, args=(sent, tf.cast(step.number, tf.int64)))
         context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
         if isinstance(share, tf.Tensor):
             total = tf.math.divide_no_nan(total, tf.cast(share, wide))
         rows = tf.shape(own)[0]  # 1 where there is no example
         padding = [[0, rows - mine], *[[0, 0]] * (own.shape.rank - 1)]
         return tf.cast(tf.ensure_shape(tf.pad(total[before : before + mine], padding), own.shape), own.dtype), None
+
+    def add(strategy: tf.distribute.Strategy, values: Any, step: Any) -> Any:
+        local = strategy.experimental_local_results
+        return regroup(tuple(_group(strategy).add(list(local(values)), local(step)[0])))
 
     @tf.custom_gradient
     def identity(own: tf.Tensor, whole: tf.Tensor) -> Any:
@@ -283,9 +289,8 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
     number, replicas = tf.cast(step.number, tf.int64), num_replicas(context.strategy)
 
     def gather(strategy: tf.distribute.Strategy, values: Any, step: Any) -> Any:
-        group = communicator_for(strategy) if strategy.traits.several_processes else InProcessCommunicator(replicas)
         local = strategy.experimental_local_results
-        return regroup(tuple(group.gather(list(local(values)), local(step)[0])))
+        return regroup(tuple(_group(strategy).gather(list(local(values)), local(step)[0])))
 
     if step.place is None:
         counts = context.merge_call(gather, args=(mine[tf.newaxis], number))
@@ -300,6 +305,12 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
     context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
     every = tf.boolean_mask(every, every[:, 0] >= 0)
     return tf.cast(tf.gather(every[:, 1:], tf.argsort(every[:, 0])), rows.dtype), before
+
+
+def _group(strategy: Any) -> Communicator:
+    if traits_of(strategy).several_processes:
+        return communicator_for(strategy)
+    return InProcessCommunicator(num_replicas(strategy))
 
 
 def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, of_loss: bool = True) -> Any:

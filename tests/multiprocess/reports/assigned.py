@@ -140,6 +140,86 @@ def evaluate_and_predict_count_too(world):
     return {"evaluate": (found[0], rights[0]), "predict": (found[1], rights[1]), "batch": (counts(layer), rights[2])}
 
 
+@case(MIRRORED, WORKERS, SERVERS)
+def means_are_right_after_validation_and_evaluate(world):
+    """Each replica has its part of a batch, and the mean is that over replicas."""
+    parts = 1 if world.strategy == SERVERS else 2
+
+    def mean_of(last):
+        return np.mean([part.mean() for part in np.array_split(last, parts) if len(part)])
+
+    model, layer = declared(world)
+    fit(model, validation_data=(ROWS[:11], ROWS[:11]), validation_batch_size=7)
+    pairs = {"validation": (layer.mean.numpy(), mean_of(ROWS[7:11]))}
+    model.evaluate(ROWS[:9], ROWS[:9], batch_size=9, verbose=0)
+    pairs["evaluate"] = layer.mean.numpy(), mean_of(ROWS[:9])
+    if world.strategy != SERVERS:
+        model.predict(ROWS[2:7], batch_size=5, verbose=0)
+        pairs["predict"] = layer.mean.numpy(), mean_of(ROWS[2:7])
+        model.predict(ROWS[:1], batch_size=5, verbose=0)
+        pairs["one example"] = layer.mean.numpy(), ROWS[0, 0]
+    return pairs
+
+
+@case(full=True)
+def declared_weights_beside_an_undeclared_integer_count_eagerly(world):
+    """The step is traced once, to see what the integer depends on."""
+
+    class Both(Declared):
+        def build(self, shape):
+            super().build(shape)
+            self.steps = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
+
+        def call(self, x):
+            self.steps.assign_add(1)
+            return super().call(x)
+
+    with world.scope():
+        layer = Both()
+        model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+    fit(model)
+    return {"counts": (counts(layer), right()), "steps": (layer.steps.numpy(), 4)}
+
+
+class CountsRows(keras.layers.Layer):
+    """Counts the rows of the whole batch in an integer that declares nothing."""
+
+    def build(self, shape):
+        self.n = self.add_weight(shape=(), initializer="zeros", dtype="int64", trainable=False)
+
+    def call(self, x):
+        self.n.assign_add(ops.cast(ops.shape(tfdist.whole_batch(x))[0], "int64"))
+        return x
+
+
+@case(WORKERS, full=True)
+def an_integer_counts_the_whole_batch_eagerly(world):
+    with world.scope():
+        layer = CountsRows()
+        model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+    fit(model)
+    return {"n": (layer.n.numpy(), 23)}
+
+
+@case()
+def a_model_that_is_built_by_its_first_step_gathers(world):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.dense = CountsRows(), keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(self.rows(x))
+
+    with world.scope():
+        model = Own()
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    fit(model)
+    return {"n": (model.rows.n.numpy(), 23)}
+
+
 @case()
 def a_step_counts_in_a_weight_of_its_model(world):
     class Counting(keras.Model):
@@ -295,6 +375,17 @@ def gradients_through_the_whole_batch_are_those_of_one_device(world):
             data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).batch(batch_size)
             model = times_mean(world, kind, data)
             pairs[f"{kind.__name__} {batch_size}"] = model.get_weights()[0], right
+    return pairs
+
+
+@case()
+def gradients_of_executions_whose_batches_differ_are_too(world):
+    """The second and third step of an execution have batches of 8 and 7."""
+    right = times_mean_on_one_device([ROWS[i : i + 8] for i in (0, 8, 16)])
+    pairs = {}
+    for kind in (keras.Model, OwnStep):
+        data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).batch(8)
+        pairs[kind.__name__] = times_mean(world, kind, data, steps_per_execution=3).get_weights()[0], right
     return pairs
 
 

@@ -151,6 +151,17 @@ def class_that_keeps_a_maximum(world):
 
 
 @case()
+def class_that_returns_its_variable_beside_a_validation(world):
+    """The validation gives the variable another value before the history gets that of training."""
+    model = identity(world, metrics=[Heavy])
+    small = X[:5] / 2
+    found = model.fit(
+        X, X, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_data=(small, small)
+    ).history
+    return {"train": (found["heavy"], [22, 22]), "validation": (found["val_heavy"], [2, 2])}
+
+
+@case()
 def several_steps_of_one_execution(world):
     model = identity(world, metrics=[lambda: span, Top, Near], steps_per_execution=3)
     found = model.fit(X, X, batch_size=4, epochs=1, shuffle=False, verbose=0).history
