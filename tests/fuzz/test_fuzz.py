@@ -22,7 +22,8 @@ QUICK_OF_WORKERS = [1001]  # a hinge's sum, and a dataset function with batches 
 # beside validations. 10036: metrics that are no sums beside a mean, a count and compression.
 FULL = [319, 338, 339, 342, 358, 1000, 10000, 10012, 10036]
 # 1037: a loss of vectors and synchronized BatchNorm, in a step for which one worker has no data. 10000, 10005: workers' own rows.
-FULL_OF_WORKERS = [1002, 1003, 1037, 10000, 10005]
+# 10106: gathers beside gradients that are reduced in a condition.
+FULL_OF_WORKERS = [1002, 1003, 1037, 10000, 10005, 10106]
 # Each begins with seeds of its own, and goes on until its time is over.
 GROUPS = [
     *(("replicas", first, 3) for first in range(0, 300, 60)),

@@ -58,6 +58,14 @@ class BufferedCommunicator(CrossProcessCommunicator):
         total.set_shape(tensors[0].shape)
         return [total]
 
+    def cond(self, condition: tf.Tensor, if_true: Callable[[], None], if_false: Callable[[], None]) -> None:
+        def ended(branch: Callable[[], None]) -> tf.Tensor:
+            branch()
+            with tf.control_dependencies(_before()):
+                return tf.constant(True)
+
+        _in_turn(lambda: tf.cond(condition, lambda: ended(if_true), lambda: ended(if_false)))
+
     def _gather_all(self, rows: np.ndarray) -> np.ndarray:
         return np.concatenate(self.transport.all_gather(rows))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -70,6 +70,16 @@ class Communicator(abc.ABC):
             return self._all_reduce([request.tensors for request in asked], first.largest)
         move = self._all_gather if isinstance(first, AllGather) else self._all_to_all
         return move([request.tensor for request in asked])
+
+    def cond(self, condition: tf.Tensor, if_true: Callable[[], None], if_false: Callable[[], None]) -> None:
+        """Calls one of two functions, which may exchange. In the graph of a step.
+
+        Args:
+            condition: A scalar, the same on all ranks.
+            if_true: The function to call if it is true.
+            if_false: The other one.
+        """
+        tf.cond(condition, if_true, if_false)
 
     @abc.abstractmethod
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:

@@ -128,7 +128,8 @@ class AccumulatingUpdate:
             strategy.extended.call_for_each_replica(function, args=(grads, variables))
 
         if steps := optimizer.gradient_accumulation_steps:
-            tf.cond(step % steps == 0, lambda: self._end(strategy, grads, variables), lambda: each(self._add))
+            end = functools.partial(self._end, strategy, grads, variables)
+            communicator_for(strategy).cond(step % steps == 0, end, lambda: each(self._add))
         else:
             each(self._step)
         if optimizer.use_ema:
