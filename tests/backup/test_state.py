@@ -109,6 +109,8 @@ def test_callbacks_get_back_what_they_remember(model):
         "list": [1, np.arange(3.0)],
         "deep": {"x": np.float32(0.1)},
         "nan": float("nan"),
+        # As the state's own marks.
+        "marks": [{"array:": "x"}, {"pairs:": []}, {"array:": "x", "y": 1}, {1: 2}],
     }
     first.state, second.state, stopping.wait, stopping.best = values, 7, 3, np.float64(0.25)
     stopping.best_weights = model.get_weights()
@@ -123,6 +125,7 @@ def test_callbacks_get_back_what_they_remember(model):
     assert all(np.array_equal(a, b) for a, b in zip(stopping.best_weights, weights, strict=True))
     got = first.state
     assert (got["number"], got["none"], got["deep"]["x"]) == (0.1 + 0.2, None, float(np.float32(0.1)))
+    assert got["marks"] == values["marks"]
     assert np.array_equal(got["list"][1], np.arange(3.0)) and np.isnan(got["nan"])
 
 

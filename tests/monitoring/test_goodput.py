@@ -113,7 +113,9 @@ def test_what_steps_wait_for_their_data_is_told(tmp_path, mirrored, steps_per_ex
     # 2 epochs of 5 batches, of which one is prepared between two executions.
     assert 6 * seconds <= told["seconds"]["input_wait"] == pytest.approx(model.train_function.input_seconds, abs=0.01)
     waits = curves(tmp_path)["train"]["perf/input_wait_ms"]
-    assert len(waits) == (10 if steps_per_execution == 1 else 4)
+    steps = [1] * 10 if steps_per_execution == 1 else [4, 1, 4, 1]
+    total = sum(value * number for (_, value), number in zip(waits, steps, strict=True))
+    assert total == pytest.approx(1000 * model.train_function.input_seconds, rel=1e-3)
     assert max(value for _, value in waits) >= 1000 * seconds / 2
 
 
