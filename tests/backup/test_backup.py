@@ -597,6 +597,23 @@ def test_a_run_without_a_seed_gets_one_and_the_next_run_the_same(trainer, tmp_pa
     assert orders[0] == orders[1] != sorted(orders[0])
 
 
+def test_another_seed_than_that_of_the_backup_is_said(trainer, tmp_path, capsys):
+    def fit(seed, *callbacks):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(seed)
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[*callbacks, backup(tmp_path)])
+
+    for step in (4, 1):
+        with pytest.raises(Interrupted):
+            fit(1001, Interrupt(step))
+    assert "the random seed" not in capsys.readouterr().out
+    fit(1002)
+    assert "the random seed is not that of the backup, which now holds" in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_what_callbacks_forget_is_said(trainer, tmp_path, capsys):
     class Forgets(keras.callbacks.Callback):

@@ -156,6 +156,18 @@ def test_an_optimizer_that_the_model_does_not_hold_is_refused(trainer, built, sc
         trained(trainer, make)
 
 
+def test_an_optimizer_that_reduces_and_is_not_found_is_built_first(trainer):
+    def make():
+        model = Linear()
+        optimizer = tfdist.distribute_optimizer(keras.optimizers.SGD(RATE))
+        Linear.hidden = lambda self: [optimizer]
+        model.optimizers = model.hidden
+        return model
+
+    with pytest.raises(ConfigError, match=r"The optimizer \w*SGD must be built before fit: optimizer\.build"):
+        trained(trainer, make)
+
+
 def test_compiled_parts_that_train_nothing_are_no_fault(trainer):
     outside = keras.optimizers.SGD()
 
