@@ -51,6 +51,8 @@ def running(folder: pathlib.Path, nodes: Sequence[Node] = ()) -> Iterator[dict[s
     conf = folder / "slurm.conf"
     conf.write_text(f"""
 ClusterName=tests
+# Ports of tasks follow from the job's number: that of another test's cluster, at the same time, must be another one.
+FirstJobId={controller}
 SlurmctldHost={nodes[0].name}({nodes[0].address})
 SlurmctldPort={controller}
 SlurmdPort={node}
