@@ -95,12 +95,14 @@ class MovingStatistics:
     def average(self, variables: Sequence[tf.Variable]) -> None:
         """Sets every replica's values of some of the variables to their mean over all replicas. A collective."""
         local = self._strategy.experimental_local_results
-        means = self._strategy.extended.batch_reduce_to(
-            tf.distribute.ReduceOp.MEAN, [(variable, variable) for variable in variables]
-        )
-        for variable, mean in zip(variables, means, strict=True):
-            for component, value in zip(local(variable), local(mean), strict=True):
-                component.assign(value)
+        for dtype in dict.fromkeys(variable.dtype for variable in variables):  # TensorFlow packs them together
+            same = [variable for variable in variables if variable.dtype == dtype]
+            means = self._strategy.extended.batch_reduce_to(
+                tf.distribute.ReduceOp.MEAN, [(variable, variable) for variable in same]
+            )
+            for variable, mean in zip(same, means, strict=True):
+                for component, value in zip(local(variable), local(mean), strict=True):
+                    component.assign(value)
 
     def _drop_deleted_variables(self) -> None:
         """Drops the variables of models that are gone, once they are so on all workers.

@@ -540,6 +540,26 @@ def a_count_of_batches_of_a_known_size_gets_a_warning(world):
 
 
 @case()
+def means_of_two_types(world):
+    class Double(keras.layers.Layer):
+        def build(self, shape):
+            self.mean = self.add_weight(
+                shape=(), initializer="zeros", dtype="float64", trainable=False, aggregation="mean"
+            )
+
+        def call(self, x):
+            self.mean.assign(ops.cast(ops.mean(x), "float64"))
+            return x
+
+    with world.scope():
+        layer, norm = Double(), OwnNorm(momentum=0.5)
+        model = keras.Sequential([keras.Input((1,)), layer, norm, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(ROWS[:12], ROWS[:12], batch_size=12, shuffle=False, verbose=0)
+    return {"mean": (layer.mean.numpy(), 6.5), "norm": (norm.moving_mean.numpy(), [3.25])}
+
+
+@case()
 def what_keras_assigns_or_is_the_same_everywhere_gets_none(world):
     class Steps(keras.layers.Layer):
         def build(self, shape):
