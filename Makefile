@@ -46,7 +46,7 @@ durations:
 	$(MAKE) test-all STORE=--store-durations
 	$(MAKE) slow STORE=--store-durations
 
-# With the ends of the ranges of versions; ROW=oldest or ROW=newest for one of them.
+# With the oldest, the newest and the next versions; ROW=oldest, ROW=newest or ROW=next for one of them. Failures of the next are reported.
 test-versions:
 	$(PYTHON) tools/versions.py $(if $(ROW),--only=$(ROW)) --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 

@@ -1,9 +1,10 @@
-"""Runs tests with the ends of the ranges of Python, TensorFlow and Keras that `pyproject.toml` declares.
+"""Runs tests with the oldest and the newest releases of Python, TensorFlow and Keras that `pyproject.toml` declares, and with the next.
 
     python tools/versions.py [--only=NAME] [--root=DIR] [PYTEST ARGUMENTS]
 
 Each row of `ROWS` gets a virtual environment, which is kept for the next time, with this tree and the row's packages in it. A row whose
-Python is not on this machine is named and left out; with `--all` it is an error.
+Python is not on this machine is named and left out; with `--all` it is an error. Failures of the row `next` are reported, and are no
+error unless it runs alone: what is not released yet does not keep a change back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tomllib
 
 TREE = pathlib.Path(__file__).parents[1]
 
@@ -25,18 +27,24 @@ class Row:
     """An environment.
 
     Attributes:
-        python: The Python, as `3.11`.
+        pythons: Versions of Python, as `3.11`; the first one on this machine is taken.
         packages: Requirements of pip.
+        alone: Packages that are installed last, without their dependencies, in place of Keras. They and `packages` replace the
+            requirements of `pyproject.toml`, which would exclude them.
     """
 
-    python: str
+    pythons: tuple[str, ...]
     packages: tuple[str, ...]
+    alone: tuple[str, ...] = ()
 
 
 ROWS = {
-    "oldest": Row("3.11", ("tensorflow==2.18.*", "keras==3.13.*", "tf_keras==2.18.*")),
-    "newest": Row("3.13", ("tensorflow==2.21.*", "keras==3.15.*", "tf_keras==2.21.*")),
+    "oldest": Row(("3.11",), ("tensorflow==2.18.*", "keras==3.13.*", "tf_keras==2.18.*")),
+    "newest": Row(("3.13",), ("tensorflow==2.21.*", "keras==3.15.*", "tf_keras==2.21.*")),
+    # A requirement that names a candidate takes candidates. No tf_keras allows this TensorFlow; the last one works with it.
+    "next": Row(("3.14", "3.13"), ("tensorflow>=2.22.0rc0",), ("keras-nightly>=3.16.0.dev0", "tf_keras")),
 }
+_REPLACED = ("tensorflow", "keras", "tf_keras")
 
 
 def find_python(version: str) -> str | None:
@@ -58,6 +66,7 @@ def _of_pyenv(version: str) -> list[pathlib.Path]:
 
 def make_environment(row: Row, python: str, folder: pathlib.Path) -> None:
     """Makes a virtual environment with this tree and a row's packages, unless it is there."""
+    project = tomllib.loads((TREE / "pyproject.toml").read_text())["project"]
     wanted = hashlib.sha256(f"{python} {row} {(TREE / 'pyproject.toml').read_text()}".encode()).hexdigest()
     made = folder / "made"
     if made.exists() and made.read_text() == wanted:
@@ -65,7 +74,14 @@ def make_environment(row: Row, python: str, folder: pathlib.Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, "--editable", f"{TREE}[dev]", *row.packages], check=True)
+    if row.alone:
+        needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+        kept = [each for each in needed if not each.startswith(tuple(f"{name}>" for name in _REPLACED))]
+        subprocess.run([*pip, *kept, *row.packages], check=True)
+        subprocess.run([*pip[:4], "uninstall", "--quiet", "--yes", "keras", "keras-nightly"], check=True)
+        subprocess.run([*pip, "--no-deps", *row.alone, "--editable", str(TREE)], check=True)
+    else:
+        subprocess.run([*pip, "--editable", f"{TREE}[dev]", *row.packages], check=True)
     made.write_text(wanted)
 
 
@@ -82,12 +98,13 @@ def main() -> int:
     for name, row in ROWS.items():
         if options.only not in (None, name):
             continue
-        title = f"{name}: Python {row.python}, {', '.join(row.packages)}"
-        python = find_python(row.python)
-        if python is None:
-            print(f"{title}: not run, as there is no Python {row.python} on this machine", flush=True)
+        found = {version: path for version in row.pythons if (path := find_python(version))}
+        if not found:
+            print(f"{name}: not run, as there is no Python {' or '.join(row.pythons)} on this machine", flush=True)
             results[name] = options.all
             continue
+        version, python = next(iter(found.items()))
+        title = f"{name}: Python {version}, {', '.join(row.packages + row.alone)}"
         print(title, flush=True)
         folder = options.root / name
         make_environment(row, python, folder)
@@ -95,7 +112,8 @@ def main() -> int:
         results[name] = subprocess.run(command, cwd=TREE, env=environ, check=False).returncode != 0
         environ["TFDIST_OTHER_PYTHON"] = str(folder / "bin" / "python")  # for tests of tasks that differ
         print(f"{title}: {'failed' if results[name] else 'passed'}", flush=True)
-    return int(any(results.values()))
+    blocking = results if options.only else {name: failed for name, failed in results.items() if name != "next"}
+    return int(any(blocking.values()))
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def test_versions(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     finding = found(versions.check, {})["TensorFlow"]
     assert (finding.level, finding.value.startswith("2.17.0; ")) == (WARNING, True)
-    assert finding.remedy.startswith("pip install 'tensorflow<2.22,>=2.18")
+    assert finding.remedy.startswith("pip install 'tensorflow<2.23,>=2.18")
 
 
 @pytest.mark.parametrize(

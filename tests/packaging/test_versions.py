@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import sys
 import tomllib
 
@@ -21,22 +22,24 @@ DECLARED = {each.name: each.specifier for each in map(requirements.Requirement, 
 def test_the_range_is_one(name):
     first, end = startup.TESTED_VERSIONS[name]
     assert str(DECLARED[name]) == f"<{end},>={first}"
-    oldest, newest = (release(row, name) for row in ("oldest", "newest"))
+    oldest, newest, following = (release(row, name) for row in ("oldest", "newest", "next"))
     assert oldest == first
-    major, minor = map(int, newest.split("."))
+    assert newest <= following
+    major, minor = map(int, following.split("."))
     assert f"{major}.{minor + 1}" == end
 
 
 def release(row: str, name: str) -> str:
-    (wanted,) = (each for each in tool.ROWS[row].packages if each.startswith(f"{name}=="))
-    return wanted.partition("==")[2].removesuffix(".*")
+    packages = [*tool.ROWS[row].packages, *tool.ROWS[row].alone]
+    (found,) = filter(None, (re.match(rf"{name}(?:-nightly)?[=>]=(\d+\.\d+)", each) for each in packages))
+    return found[1]
 
 
 def test_pythons_are_those_that_are_declared():
     prefix = "Programming Language :: Python :: "
     declared = [each.removeprefix(prefix) for each in PROJECT["classifiers"] if each.startswith(prefix)]
     numbers = sorted(version.Version(each) for each in declared if each.count("."))
-    assert [str(numbers[0]), str(numbers[-1])] == [tool.ROWS[row].python for row in ("oldest", "newest")]
+    assert [str(numbers[0]), str(numbers[-1])] == [tool.ROWS[row].pythons[0] for row in ("oldest", "next")]
     assert PROJECT["requires-python"] == f">={numbers[0]}"
 
 

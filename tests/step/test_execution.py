@@ -44,6 +44,21 @@ def test_the_end_of_data_of_unknown_size_counts_for_nothing(strategy, mirrored):
     assert counts[0] == int(fresh.state[1]), "no mask was drawn for a step that did not happen"
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("strategy", ["one_device", "central_storage"])
+def test_the_end_of_the_data_is_no_step(strategy, steps):
+    """keras#23084; `tests/multiprocess/reports/unknown_length.py` tests the other strategies."""
+    trainer = tfdist.Trainer(strategy)
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.0), "mse", steps_per_execution=steps)
+    rows = tf.data.Dataset.from_tensor_slices((np.ones((32, 1), np.float32), np.full((32, 1), 3.0, np.float32)))
+    data = rows.filter(lambda *_: True).batch(8, drop_remainder=True)
+    assert trainer.fit(model, data, verbose=0).history == {"loss": [9.0]}
+    assert trainer.evaluate(model, data, verbose=0) == 9.0
+
+
 @pytest.mark.parametrize("wrong", [3, -1])
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
 def test_a_label_out_of_range_is_said(mirrored, wrong, method):

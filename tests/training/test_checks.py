@@ -61,6 +61,24 @@ def test_what_xla_cannot_compile_is_said(trainer):
         trainer.fit(model, np.ones((4, 3), np.float32), np.ones((4, 2), np.float32), verbose=0)
 
 
+@pytest.mark.parametrize(
+    ("capability", "jit_compile", "warns"), [((12, 0), True, True), ((9, 0), True, False), ((12, 0), False, False)]
+)
+def test_a_gpu_that_is_newer_than_xla_is_warned_of(trainer, monkeypatch, caplog, capability, jit_compile, warns):
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    details = {"device_name": f"Card {warns}", "compute_capability": capability}
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpu])
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda device: details)
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=jit_compile)
+    for _ in range(2):
+        trainer.fit(model, np.ones((4, 2)), np.ones((4, 1)), batch_size=4, verbose=0)
+    said = [each.getMessage() for each in caplog.records if "#111958" in each.getMessage()]
+    assert len(said) == warns
+    assert not warns or said[0].startswith("jit_compile=True on Card True (compute capability 12.0): XLA of TensorFlow")
+
+
 def test_data_in_the_place_of_the_model_are_said(trainer):
     with pytest.raises(ConfigError, match=r"fit.*model"):
         trainer.fit(np.zeros([4, 3]), np.zeros([4, 2]))

@@ -1,5 +1,7 @@
 """What `trainer.step` refuses, and how its loop ends."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -69,7 +71,8 @@ def test_what_is_wrong_is_said(made):
         trainer.step(none, uses=[model, optimizer])(X)
     with pytest.raises(ConfigError, match="created outside of this trainer's scope"):
         trainer.step(train, uses=[keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), optimizer])
-    with pytest.warns(UserWarning, match="ran out of data"), pytest.raises(ConfigError, match="hold no batch"):
+    with warnings.catch_warnings(), pytest.raises(ConfigError, match="hold no batch"):
+        warnings.filterwarnings("ignore", "Your input ran out of data")  # which Keras says before 3.16
         for batch in trainer.step(train, uses=[model, optimizer]).loop(X[:0]):
             pytest.fail(f"there is no {batch}")
     with trainer.scope():

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.losses.loss import apply_mask, reduce_weighted_values
 
 from tfdist.compat.keras_internals import layers
+from tfdist.errors import ConfigError
 
 __all__ = ["apply_mask"]  # with the functions and constants below
 
@@ -20,6 +21,7 @@ KERAS_ADDED_LOSS = "_aggregate_additional_loss"
 KERAS_COMPILED_LOSS = "_compile_loss"
 KERAS_LOSS_TRACKER = "_loss_tracker"
 KERAS_LOSSES = "_flat_losses"
+KERAS_CALL_LOSS = "_call_loss"  # since Keras 3.16
 KERAS_MASK = "_keras_mask"
 
 
@@ -48,6 +50,23 @@ def losses(compiled: Any) -> list[Any]:
     """Returns the list in which a built container keeps its losses: named tuples with a field `loss`."""
     found: list[Any] = getattr(compiled, KERAS_LOSSES)
     return found
+
+
+def keep_configuration_errors(compiled: Any) -> None:
+    """Makes a container raise the ConfigErrors of its losses unchanged. Keras 3.16 puts each ValueError of a loss into another."""
+    call: Method | None = getattr(compiled, KERAS_CALL_LOSS, None)
+    if call is None or KERAS_CALL_LOSS in vars(compiled):
+        return
+
+    def call_loss(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except ValueError as e:
+            if isinstance(e.__cause__, ConfigError):
+                raise e.__cause__ from None
+            raise
+
+    setattr(compiled, KERAS_CALL_LOSS, call_loss)
 
 
 def loss_tracker(model: keras.Model) -> Any:

@@ -6,22 +6,19 @@ the constants that begin with `TF_`.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.framework import errors_impl as errors
 from tensorflow.python.ops.collective_ops import all_gather_v2 as all_gather
 from tensorflow.python.ops.collective_ops import all_reduce_v2 as all_reduce
 from tensorflow.python.ops.collective_ops import all_to_all_v2 as all_to_all
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from tfdist.runtime.lock_lending import LockLender
 
 __all__ = ["ResourceVariable", "all_gather", "all_reduce", "all_to_all"]
 
@@ -71,85 +68,14 @@ def abort_collectives(code: int, message: str) -> None:
 # The server and the coordination service
 
 TF_SERVES = "_std_server_started"
-TF_CONNECT = "TFE_EnableCollectiveOps"
-TF_ADD_FUNCTION, TF_REMOVE_FUNCTION = "TFE_ContextAddFunction", "TFE_ContextRemoveFunction"
-TF_LIBRARY = "libtensorflow_cc.so.2"
-TF_STATUS = ("TF_NewStatus", "TF_GetCode", "TF_Message", "TF_DeleteStatus")
+# The functions of TensorFlow's binding that wait for other tasks with the interpreter's lock held: they connect a worker, and add and
+# remove functions on a cluster of parameter servers, as the first call of a `tf.function` does.
+TF_WAITING = ("TFE_EnableCollectiveOps", "TFE_ContextAddFunction", "TFE_ContextRemoveFunction")
 
 
-@contextlib.contextmanager
-def releasing_lock() -> Iterator[None]:
-    """Has TensorFlow connect the tasks inside without the interpreter's lock, which it would hold until the last one has come.
-
-    No other thread of Python would run meanwhile: none could say who is missing, or hear a signal. TensorFlow's binding does no more
-    than `_connect`, but for the lock: ctypes releases it. A system whose TensorFlow hides its C interface keeps the binding.
-    """
-    if not hasattr(_c_interface(), TF_CONNECT):
-        yield
-        return
-    before = getattr(eager_context.pywrap_tfe, TF_CONNECT)
-    setattr(eager_context.pywrap_tfe, TF_CONNECT, _connect)
-    try:
-        yield
-    finally:
-        setattr(eager_context.pywrap_tfe, TF_CONNECT, before)
-
-
-def _connect(context: Any, server_def: bytes) -> None:
-    """Starts TensorFlow's server and connects it with the others, as `TFE_EnableCollectiveOps` of its C interface.
-
-    Args:
-        context: The capsule of TensorFlow's context.
-        server_def: A serialized `ServerDef`.
-    """
-    _call(TF_CONNECT, context, ctypes.c_char_p(server_def), ctypes.c_size_t(len(server_def)))
-
-
-def register_functions_without_lock() -> None:
-    """Has TensorFlow add functions to the other tasks, and remove them, without the interpreter's lock; it waits until all answer.
-
-    Of the operations on a cluster of parameter servers these are the ones whose binding holds the lock. They are part of the first call
-    of a `tf.function`, of `fit` and of checkpoints. A system whose TensorFlow hides its C interface keeps the binding.
-    """
-    if hasattr(_c_interface(), TF_ADD_FUNCTION):
-        setattr(eager_context.pywrap_tfe, TF_ADD_FUNCTION, _add_function)
-        setattr(eager_context.pywrap_tfe, TF_REMOVE_FUNCTION, _remove_function)
-
-
-def _add_function(context: Any, function: Any) -> None:
-    # An object of pybind11 is Python's head, and the pointer.
-    pointer = ctypes.c_void_p.from_address(id(function) + object.__basicsize__)
-    _call(TF_ADD_FUNCTION, context, pointer)
-
-
-def _remove_function(context: Any, name: str | bytes) -> None:
-    _call(TF_REMOVE_FUNCTION, context, ctypes.c_char_p(tf.compat.as_bytes(name)))
-
-
-@functools.cache
-def _c_interface() -> ctypes.CDLL:
-    """Returns the library with TensorFlow's C interface: before 2.20 it is not among what the process shows to all."""
-    path = os.path.join(tf.sysconfig.get_lib(), TF_LIBRARY)
-    found = ctypes.CDLL(None)
-    return found if hasattr(found, TF_CONNECT) or not os.path.exists(path) else ctypes.CDLL(path)
-
-
-def _call(name: str, context: Any, *arguments: Any) -> None:
-    """Calls a function of TensorFlow's C interface without the interpreter's lock; raises what its status tells."""
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.argtypes, pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
-    library = _c_interface()
-    new, code, message, delete = (getattr(library, each) for each in TF_STATUS)
-    new.restype, message.restype = ctypes.c_void_p, ctypes.c_char_p
-    code.argtypes = message.argtypes = delete.argtypes = [ctypes.c_void_p]
-    status = new()
-    try:
-        getattr(library, name)(ctypes.c_void_p(pointer(context, None)), *arguments, ctypes.c_void_p(status))
-        if number := code(status):
-            text = message(status).decode(errors="replace")
-            raise errors.exception_type_from_error_code(number)(None, None, text)
-    finally:
-        delete(status)
+def lock_lender() -> LockLender:
+    """Returns a context in which other threads run while TensorFlow connects tasks or registers functions."""
+    return LockLender(eager_context.pywrap_tfe, TF_WAITING)
 
 
 def keep_server(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:

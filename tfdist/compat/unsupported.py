@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import tensorflow as tf
 from tfdist.compat import keras_internals, keras_loops
 from tfdist.compat.optimizer_search import optimizers
 from tfdist.errors import ConfigError
+from tfdist.runtime.log import logger
 
 _OUTSIDE = "A {} was created outside of this trainer's scope (it has {}): create it in `with trainer.scope():`."
 UNBUILT = "The optimizer {} must be built before fit: optimizer.build(variables) in `with trainer.scope():`."
@@ -21,6 +23,7 @@ _UNKNOWN_OPTIMIZER = (
     "replicas: create it in `with trainer.scope():`, build it, and keep it in an attribute of the model, or in `uses` of "
     "trainer.step."
 )
+_NEWEST_COMPILED = (9, 0)  # compute capability of the newest GPUs for which TensorFlow is built: Hopper
 _NO_DEVICES = "destinations can not be empty"  # of the sum of gradients, where no replica runs
 _NESTED_GRAPH = "called while defining a new graph"
 _NO_REPLICA = ("is not available outside the replica context", "'NoneType' object has no attribute 'merge_call'")
@@ -88,6 +91,24 @@ def check_model(model: keras.Model) -> None:
     """
     if faults := list(_model_faults(model)):
         raise ConfigError(faults)
+
+
+def warn_of_new_gpus(model: keras.Model) -> None:
+    """Warns, once, if XLA is to compile a model for a GPU that is newer than TensorFlow's XLA (tensorflow#111958)."""
+    if not model.jit_compile:
+        return
+    for gpu in tf.config.get_visible_devices("GPU"):
+        details = tf.config.experimental.get_device_details(gpu)
+        if details.get("compute_capability", (0, 0)) > _NEWEST_COMPILED:
+            _warn_of_gpu(details.get("device_name", gpu.name), details["compute_capability"])
+
+
+@functools.cache
+def _warn_of_gpu(name: str, capability: tuple[int, int]) -> None:
+    logger.warning(
+        f"jit_compile=True on {name} (compute capability {capability[0]}.{capability[1]}): XLA of TensorFlow {tf.__version__} may not compile "
+        "for so new a GPU, and ends the process (tensorflow#111958). If it does, compile the model with jit_compile=False."
+    )
 
 
 def _model_faults(model: keras.Model) -> Iterator[str]:

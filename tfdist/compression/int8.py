@@ -18,7 +18,6 @@ from tfdist.errors import ConfigError
 _Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]
 _LANES = 4  # numbers of 8 bits in an int32
 _LEVELS = 127
-_ADDED = 8  # at once; XLA divides longer sums otherwise than TensorFlow
 _SMALLEST = 2.0**-113  # of a block of less, the inverse would overflow: it counts as zeros
 _DIGITS, _NAN = ~0x7F, 0x7FC00000  # as bits of float32
 
@@ -132,13 +131,8 @@ def _unpack_blocks(packed: tf.Tensor) -> tf.Tensor:
 
 
 def _sum(packed: tf.Tensor) -> tf.Tensor:
-    """Returns `[blocks, block]`, the sum of `[size, blocks, words]`, in the same order by XLA and without it."""
-    ranks = _unpack_blocks(packed)
-    while ranks.shape[0] > _ADDED:
-        ranks = tf.stack(
-            [tf.reduce_sum(ranks[first : first + _ADDED], 0) for first in range(0, ranks.shape[0], _ADDED)]
-        )
-    return tf.reduce_sum(ranks, 0)
+    """Returns `[blocks, block]`, the sum of `[size, blocks, words]`, in the order of the ranks by XLA and without it."""
+    return tf.add_n(tf.unstack(_unpack_blocks(packed)))
 
 
 _pack, _unpack = compiled(_pack_blocks), compiled(_unpack_blocks)

@@ -55,7 +55,7 @@ class Watch:
         self._tasks = [task for task in cluster.tasks() if task.type in self._limits]
         self._silent = reachability.SilentTasks(cluster, cluster.chief)
         self.given_up: dict[TaskSpec, str] = {}
-        tf_cluster.register_functions_without_lock()  # or these threads would wait with the call
+        self._lender = tf_cluster.lock_lender().start()  # or these threads would wait with the call
         atexit.register(self._leave)
         threading.Thread(target=self._watch, daemon=True, name="tfdist-watch").start()
         threading.Thread(target=self._shut_down, daemon=True, name="tfdist-shut-down").start()

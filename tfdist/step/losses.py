@@ -85,6 +85,7 @@ def _total_of_step(value: Any) -> Any:
 
 
 def _replace_losses(compiled: Any) -> None:
+    keras_losses.keep_configuration_errors(compiled)
     losses = keras_losses.losses(compiled)
     for number, each in enumerate(losses):
         if not isinstance(each.loss, _CompiledLoss):

@@ -135,7 +135,7 @@ def multi_worker_mirrored(
         ],
     )
     try:
-        with tf_cluster.releasing_lock(), watched:
+        with tf_cluster.lock_lender(), watched:
             strategy = MultiWorkerMirroredStrategy(resolver, options)
     except RuntimeError as e:
         if "program startup" not in str(e):

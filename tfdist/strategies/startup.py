@@ -22,8 +22,8 @@ from tfdist.version import __version__
 _HARMLESS = {"config", "get_logger", "set_random_seed", "set_seed", "experimental"}
 _SHOWN_CALLERS = 3
 _LIBRARIES = f"{os.sep}site-packages{os.sep}"
-# The first one, and the first one after them; as in pyproject.toml. tools/versions.py runs the tests with both ends.
-TESTED_VERSIONS = {"tensorflow": ("2.18", "2.22"), "keras": ("3.13", "3.16")}
+# The first one, and the first one after them; as in pyproject.toml. tools/versions.py runs the tests with the oldest, the newest and the next.
+TESTED_VERSIONS = {"tensorflow": ("2.18", "2.23"), "keras": ("3.13", "3.17")}
 
 
 @functools.cache

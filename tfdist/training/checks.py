@@ -128,6 +128,7 @@ def check_model(model: Any, strategy: tf.distribute.Strategy, method: str) -> No
             "`with trainer.scope():`."
         )
     unsupported.check_model(model)
+    unsupported.warn_of_new_gpus(model)
 
 
 def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:

@@ -26,6 +26,7 @@ KINDS = (
     "own_slices",
     "metrics",
     "own_division",
+    "unknown_length",
     "writers",
     "messages",
 )

@@ -1,0 +1,146 @@
+"""Lends the interpreter's lock to other threads while TensorFlow waits for other tasks with the lock held.
+
+Some of TensorFlow's bindings keep the lock until all tasks answer. No other thread of Python runs meanwhile: none can name the
+task that is missing, shut down a connection, or end the process upon a signal. What still runs is a signal's handler, in the waiting
+thread itself. So a small process, this file run as a program, watches the threads that are in such a call. As long as one
+sleeps, it sends the thread a signal every tenth of a second, and the handler releases the lock for half of that time.
+
+A handler may run anywhere, also where the interpreter or `malloc` must not be entered again. Therefore the process signals only a
+thread that sleeps, and the handler is a C function that runs no bytecode. Linux alone shows the state of threads: elsewhere the lock
+is not lent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_SIGNAL = signal.SIGURG if hasattr(signal, "SIGURG") else 0  # ignored by default, so a late one does no harm
+_LOOK_EVERY = 0.05  # seconds; a thread that sleeps at two looks, and has not run between them, is signalled
+_LEND_MICROSECONDS = 50_000
+_SLOTS = 64  # calls that may wait at the same time; further ones keep the lock
+_TGKILL = {"x86_64": 234, "aarch64": 131}  # numbers of the system call, for which old C libraries have no function
+
+
+class LockLender:
+    """A context in which functions that keep the interpreter's lock lend it to other threads while they wait.
+
+    Args:
+        module: The module through which the functions are called; they are replaced in it until `stop`.
+        names: The functions' names.
+    """
+
+    def __init__(self, module: Any, names: Sequence[str]):
+        self._module = module
+        self._originals = {name: getattr(module, name) for name in names}
+        self._stop = contextlib.ExitStack()
+
+    def start(self) -> LockLender:
+        """Starts the process and replaces the functions; does nothing on systems without what this takes."""
+        if sys.platform != "linux" or os.uname().machine not in _TGKILL or not sys.executable:
+            return self
+        import subprocess
+
+        with contextlib.suppress(OSError), contextlib.ExitStack() as started:  # as where no process may be started
+            memory = os.memfd_create("tfdist")
+            started.callback(os.close, memory)
+            os.ftruncate(memory, mmap.PAGESIZE)
+            waiting = memoryview(mmap.mmap(memory, mmap.PAGESIZE)).cast("q")
+            started.callback(_take_signal())
+            words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(memory)]
+            quiet = subprocess.DEVNULL
+            # In a group of its own, Ctrl-C at the terminal does not end it before this process.
+            process = subprocess.Popen(
+                words, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=[memory], process_group=0
+            )
+            started.callback(process.wait)
+            started.callback(process.kill)
+            free = list(range(_SLOTS))
+            for name, original in self._originals.items():
+                setattr(self._module, name, _marked(original, waiting, free))
+                started.callback(setattr, self._module, name, original)
+            self._stop = started.pop_all()
+        return self
+
+    def stop(self) -> None:
+        """Puts the functions back and ends the process."""
+        self._stop.close()
+
+    def __enter__(self) -> LockLender:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _marked(function: Callable[..., Any], waiting: memoryview, free: list[int]) -> Callable[..., Any]:
+    """Returns a function whose thread is in `waiting` during a call."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if not free:
+            return function(*args)
+        slot = free.pop()
+        waiting[slot] = threading.get_native_id()
+        try:
+            return function(*args)
+        finally:
+            waiting[slot] = 0
+            free.append(slot)
+
+    return call
+
+
+def _take_signal() -> Callable[[], object]:
+    """Has the signal release the interpreter's lock for a while. Returns a function that restores the handler before."""
+    libc = ctypes.CDLL(None)
+    # `libc.usleep` releases the lock as every function of `ctypes.CDLL` does. Python's own functions that wait would look for
+    # signals afterwards, and could raise KeyboardInterrupt where nobody can handle it.
+    handler = ctypes.CFUNCTYPE(None)(functools.partial(libc.usleep, _LEND_MICROSECONDS))
+    # Not `sigaction` as Python calls it: the stack of signals, which faulthandler sets up, is too small for this handler.
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    before = libc.signal(_SIGNAL, ctypes.cast(handler, ctypes.c_void_p))
+
+    def restore(_handler: object = handler) -> None:  # which must live as long as it may be called
+        libc.signal(_SIGNAL, before)
+
+    return restore
+
+
+def _switches_of_sleeping(process: int, thread: int) -> str | None:
+    """Returns how often a sleeping thread has given up the processor, or None for a thread that runs or is gone."""
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{process}/task/{thread}/status", encoding="ascii", errors="replace") as lines,
+    ):
+        fields = dict(line.split(":", 1) for line in lines)
+        if fields["State"].split()[0] == "S":
+            return fields["voluntary_ctxt_switches"]
+    return None
+
+
+def _signal_sleepers(parent: int, memory: int) -> None:
+    """Signals the parent's threads that sleep in a call, until the parent ends."""
+    libc = ctypes.CDLL(None)
+    waiting = memoryview(mmap.mmap(memory, mmap.PAGESIZE)).cast("q")
+    before: dict[int, str | None] = {}
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY)
+        now = {thread: _switches_of_sleeping(parent, thread) for thread in waiting[:_SLOTS].tolist() if thread}
+        for thread, switches in now.items():
+            if switches is not None and before.get(thread) == switches:
+                libc.syscall(_TGKILL[os.uname().machine], parent, thread, int(_SIGNAL))
+        before = now
+
+
+if __name__ == "__main__":
+    _signal_sleepers(int(sys.argv[1]), int(sys.argv[2]))
