@@ -81,6 +81,36 @@ def test_keras_saves_and_trains_by_methods_of_its_model():
     assert f'getattr(self, "{tf_cluster.TF_SERVES}", False)' in inspect.getsource(several), "seam server: started again"
 
 
+def test_weights_of_layers_are_told_from_slots_and_from_variables_of_tensorflow():
+    created = []
+
+    def create(next_creator, **kwargs):
+        created.append(call_stack.is_creating_keras_weight())
+        return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(create):
+        layer = keras.layers.Layer()
+        weight = layer.add_weight(shape=(), trainable=False)
+        assert created == [True], "seam variable creation: Keras creates variables elsewhere"
+        keras.optimizers.Adam().build([weight])
+        tf.Variable(0.0)
+    assert not any(created[1:]), "seam variable creation: optimizers are elsewhere"
+
+
+def test_who_assigns_a_variable_is_told():
+    found = []
+    variable = keras.Variable(0.0)
+    keras_internals.raw_value(variable).assign = lambda value: found.append(call_stack.is_assigned_by_users())
+    variable.assign(1.0)
+    variable.assign_add(1.0)
+    assert found == [True, True], "seam assigned weights: Keras assigns variables elsewhere"
+    adam = keras.optimizers.Adam()
+    adam.build([weight := keras.Variable(0.0)])
+    keras_internals.raw_value(weight).assign_sub = lambda value: found.append(call_stack.is_assigned_by_users())
+    adam.apply([tf.constant(1.0)])
+    assert found[2:] == [False], "seam assigned weights: optimizers assign elsewhere"
+
+
 def test_files_are_written_by_functions_that_are_looked_up_in_their_modules():
     moved = "seam writers: models are written elsewhere"
     for function in (keras.saving.save_model, keras.saving.save_weights):

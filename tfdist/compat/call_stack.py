@@ -11,11 +11,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import keras
+
 # Names of Keras' functions.
 KERAS_APPLY = "_distributed_tf_update_step"
-# The function that creates a Keras variable's tf.Variable, and where optimizers are.
-KERAS_CREATE = ("keras.src.backend.tensorflow.core", "_initialize")
-KERAS_VARIABLES = ("keras.src.backend.tensorflow.core", "keras.src.backend.common.variables")
+# The function that creates a Keras variable's tf.Variable, whose module moved in Keras 3.16, and where optimizers are.
+KERAS_CREATE = (keras.Variable._initialize.__module__, "_initialize")
+KERAS_VARIABLES = (KERAS_CREATE[0], "keras.src.backend.common.variables")
 KERAS_OPTIMIZERS = "keras.src.optimizers."
 # The modules of Keras' own steps and compiled losses.
 KERAS_STEP_MODULES = ("keras.src.backend.", "keras.src.trainers.")
