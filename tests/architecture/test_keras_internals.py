@@ -40,7 +40,32 @@ from tfdist.data import python_generators, random_state
 from tfdist.parameter_server import strategy as strategy_lib
 from tfdist.parameter_server import worker_step
 from tfdist.replicas import random_seeds
-from tfdist.strategies import model_methods
+from tfdist.strategies import model_methods, startup
+
+# The releases with which all tests of this file have passed. Each name that `tfdist/compat` uses was there in all of them, but for those of
+# `ONLY_IN`, whose accessors know where the others keep the same, or do without.
+CHECKED = {"KERAS": ("3.13", "3.14", "3.15", "3.16"), "TF": ("2.18", "2.19", "2.20", "2.21", "2.22")}
+ONLY_IN = {"KERAS_CALL_LOSS": ("3.16",)}
+ACCESSORS = (call_stack, keras_internals, keras_loops, keras_losses, keras_metrics, tf_cluster, tf_internals)
+NAMES = sorted({name for module in ACCESSORS for name in vars(module) if re.match("(KERAS|TF)_", name)})
+RUNNING = {"KERAS": ".".join(keras.__version__.split(".")[:2]), "TF": ".".join(tf.__version__.split(".")[:2])}
+
+
+def test_each_name_was_checked_with_each_release():
+    for library, release in RUNNING.items():
+        assert release in CHECKED[library], f"add {release} to CHECKED once the other tests of this file pass with it"
+        first, end = startup.TESTED_VERSIONS[{"KERAS": "keras", "TF": "tensorflow"}[library]]
+        ends = [tuple(map(int, each.split("."))) for each in (first, CHECKED[library][-1], end)]
+        assert CHECKED[library][0] == first
+        assert (ends[1][0], ends[1][1] + 1) == ends[2]
+    assert len(NAMES) > 60
+    for name, releases in ONLY_IN.items():
+        assert name in NAMES
+        assert set(releases) < set(CHECKED[name.partition("_")[0]])
+    there = hasattr(compile_utils.CompileLoss, keras_losses.KERAS_CALL_LOSS)
+    assert there == (RUNNING["KERAS"] in ONLY_IN["KERAS_CALL_LOSS"]), (
+        "seam losses: errors of a loss are wrapped elsewhere"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,8 @@ def by_one(
     """
     if strategy.cluster_task is None:
         return write()
-    if any(getattr(each, "value", each) in strategy.statistics for each in objects()):
+    # A Keras variable, or the variable of TensorFlow that it holds, which has a method `value`.
+    if any(each in strategy.statistics or getattr(each, "value", None) in strategy.statistics for each in objects()):
         strategy.statistics.synchronize()
     cluster, task = strategy.cluster_task
     tasks = cluster.training_tasks()
