@@ -45,7 +45,7 @@ from tfdist.strategies import model_methods, startup
 # The releases with which all tests of this file have passed. Each name that `tfdist/compat` uses was there in all of them, but for those of
 # `ONLY_IN`, whose accessors know where the others keep the same, or do without.
 CHECKED = {"KERAS": ("3.13", "3.14", "3.15", "3.16"), "TF": ("2.18", "2.19", "2.20", "2.21", "2.22")}
-ONLY_IN = {"KERAS_CALL_LOSS": ("3.16",)}
+ONLY_IN = {"KERAS_CALL_LOSS": ("3.16",), "KERAS_ADAPTER_EPOCH": ("3.16",)}
 ACCESSORS = (call_stack, keras_internals, keras_loops, keras_losses, keras_metrics, tf_cluster, tf_internals)
 NAMES = sorted({name for module in ACCESSORS for name in vars(module) if re.match("(KERAS|TF)_", name)})
 RUNNING = {"KERAS": ".".join(keras.__version__.split(".")[:2]), "TF": ".".join(tf.__version__.split(".")[:2])}
@@ -62,10 +62,12 @@ def test_each_name_was_checked_with_each_release():
     for name, releases in ONLY_IN.items():
         assert name in NAMES
         assert set(releases) < set(CHECKED[name.partition("_")[0]])
-    there = hasattr(compile_utils.CompileLoss, keras_losses.KERAS_CALL_LOSS)
-    assert there == (RUNNING["KERAS"] in ONLY_IN["KERAS_CALL_LOSS"]), (
-        "seam losses: errors of a loss are wrapped elsewhere"
-    )
+    for name, owner in {
+        "KERAS_CALL_LOSS": compile_utils.CompileLoss,
+        "KERAS_ADAPTER_EPOCH": keras_loops.ArrayDataAdapter(np.zeros((2, 1))),
+    }.items():
+        attribute = next(getattr(module, name) for module in ACCESSORS if hasattr(module, name))
+        assert hasattr(owner, attribute) == (RUNNING["KERAS"] in ONLY_IN[name]), f"{name} has moved"
 
 
 @pytest.fixture(scope="module")

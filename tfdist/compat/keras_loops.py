@@ -38,6 +38,7 @@ KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoad
 KERAS_DATA = "_distributed_dataset"
 KERAS_ADAPTER_DATA = "_dataset"
 KERAS_NUM_BATCHES = "_num_batches"
+KERAS_ADAPTER_EPOCH = "_epoch"  # since Keras 3.16
 
 
 def is_loop(value: Any) -> bool:
@@ -53,6 +54,12 @@ def adapter_name(value: Any) -> str:
 def reads_python(value: Any) -> bool:
     """Whether a loop, or a data adapter, takes its data from Python code, which cannot begin again."""
     return adapter_name(value) in KERAS_SELF_FEEDING
+
+
+def skip_epochs(adapter: Any, number: int) -> None:
+    """Makes a data adapter begin with a later epoch; since Keras 3.16 it shuffles a PyDataset by the epoch's number."""
+    if hasattr(adapter, KERAS_ADAPTER_EPOCH):
+        setattr(adapter, KERAS_ADAPTER_EPOCH, getattr(adapter, KERAS_ADAPTER_EPOCH) + number)
 
 
 def distributed_dataset(loop: Any) -> Any:

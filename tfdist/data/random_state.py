@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import tf_internals
+from tfdist.compat import keras_loops, tf_internals
 from tfdist.compat.keras_internals import SEED_STATE
 from tfdist.compat.tf_internals import GENERATOR_STATE
 from tfdist.data.graph import functions, nodes, walk
@@ -67,6 +67,7 @@ class DatasetRandomState:
         self._epochs = 0  # whose data have ended
         self._is_over = False  # the present epoch's data
         self._states: dict[str, tuple[list[Any], Any]] = {}  # by moment: at the begin of the "first" and of this "pass"
+        self._adapter = adapter
         begin, end = adapter.on_epoch_begin, adapter.on_epoch_end
         adapter.on_epoch_begin = lambda: self._python.run_hook(begin)
         adapter.on_epoch_end = lambda: self._end_epoch(end)
@@ -140,6 +141,7 @@ class DatasetRandomState:
         self._epochs_before_resume = body["is_over"]
         repeats = goes_on and body["is_over"]  # Keras ends the epoch once more
         self._epochs -= repeats
+        keras_loops.skip_epochs(self._adapter, self._epochs)
         self._python.end_epochs(self._epochs, None if repeats else body["order"], body.get("drawn", []))
 
     def restore(self, moment: str) -> None:
