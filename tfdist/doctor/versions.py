@@ -35,9 +35,16 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     python = platform.python_version()
     suits = specifiers.SpecifierSet(pythons).contains(version.Version(python.rstrip("+")), prereleases=True)
     yield Finding(OK if suits else ERROR, "Python", python, "" if suits else f"use Python {pythons}")
+    if all(map(_is_installed, ("keras", "keras-nightly"))):
+        problem = "keras and keras-nightly are both installed, and each has written over files of the other"
+        yield Finding(ERROR, "Keras", problem, "pip uninstall keras keras-nightly, and install one of them")
     for name, title in PACKAGES.items():
         yield _package(name, title, ranges.get(name, specifiers.SpecifierSet()))
         yield from _hidden(name, title)
+
+
+def _is_installed(distribution: str) -> bool:
+    return any(importlib.metadata.Distribution.discover(name=distribution))
 
 
 def _package(name: str, title: str, declared: specifiers.SpecifierSet) -> Finding:
