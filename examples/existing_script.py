@@ -23,7 +23,7 @@ with trainer.scope():  # (2) around what builds, loads or compiles the model
         [
             keras.Input((2,)),
             keras.layers.Dense(32),
-            keras.layers.BatchNormalization(momentum=0.9),
+            keras.layers.BatchNormalization(momentum=0.9, synchronized=True),
             keras.layers.ReLU(),
             keras.layers.Dense(1, activation="sigmoid"),
         ]

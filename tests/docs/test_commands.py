@@ -67,6 +67,9 @@ def test_commands_run(command, folder):
         assert json.loads((workdir / "summary.json").read_text())["steps"] == 2
     elif "script.py" in command:
         assert (folder / "model.keras").exists(), output
+        if "multi_worker" in (folder / "script.py").read_text():
+            (said,) = re.findall(r"an accuracy of (\d\.\d+)", PAGES["README.md"])
+            assert re.findall(r"accuracy: (\d\.\d+)", output)[-1] == said
         workers = 2 if "--workers=2" in command else 1
         assert re.search(
             rf"{'parameter_server' if '--ps=' in command else 'multi_worker_mirrored'}: {workers} ", output

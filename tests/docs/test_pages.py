@@ -12,12 +12,14 @@ import shlex
 
 import pytest
 
+import tfdist
 from tests.architecture.test_public_api import PUBLIC
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links, prose
 from tfdist import CompressionConfig, TrainConfig
 from tfdist import __main__ as tfdist_command
 from tfdist.config import COMPRESSORS, OptimizerConfig, flags
 from tfdist.config.optimizer import OPTIMIZERS
+from tools.site import links as links_of_the_site
 
 COMMANDS = sorted(
     {found[1].strip() for each in commands() if (found := re.search(r"(?:^| )tfdist (\w[^>&|]*)", each.text))}
@@ -27,6 +29,33 @@ TASKS = ("digits", "synthetic")
 
 def test_the_readme_fits_two_screens():
     assert len(PAGES["README.md"].splitlines()) <= 150
+
+
+@pytest.mark.parametrize("language", ["python", "bash"])
+def test_code_fits_a_narrow_window(language):
+    wide = [(each.page, line) for each in blocks(language) for line in each.text.splitlines() if len(line) > 75]
+    assert not wide
+
+
+def test_the_number_of_scripts_is_one():
+    # Some kinds have several scripts.
+    kinds = f"{sum(each.startswith('| ') for each in PAGES['docs/scripts.md'].splitlines()) - 1}"
+    named = {page: re.findall(r"(\d+) kinds", prose(page)) for page in PAGES if page != "CHANGELOG.md"}
+    assert {number for found in named.values() for number in found} == {kinds}
+    assert sum(map(bool, named.values())) >= 4
+
+
+def test_the_quickstart_is_the_begin_of_the_readme():
+    page = links_of_the_site.quickstart(PAGES["README.md"])
+    assert page.startswith("# Quickstart\n") and "make demo" in page and "tfdist launch --workers=2" in page
+    assert "## Strategies" not in page
+
+
+def test_the_api_page_shows_what_users_call():
+    (filters,) = re.findall(r'filters: \["!\^_", "!\^\((.*)\)\$"\]', (ROOT / "mkdocs.yml").read_text())
+    for name in filters.split("|"):
+        assert any(hasattr(each, name) for each in (tfdist.Trainer, tfdist.BackupAndRestore)), f"{name} can be left out"
+    assert not {"fit", "evaluate", "predict", "save", "scope", "delete_backup"} & set(filters.split("|"))
 
 
 @pytest.mark.parametrize("page", PAGES)

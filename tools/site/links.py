@@ -4,20 +4,29 @@ import pathlib
 import re
 from typing import Any
 
-ARCHITECTURE = pathlib.Path(__file__).parents[2] / "ARCHITECTURE.md"
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def on_page_read_source(page: Any, config: Any) -> str:
-    """Returns a page's text; that of `architecture.md` is the file that lies beside `docs/`.
+    """Returns a page's text; those of `architecture.md` and `quickstart.md` are in files that lie beside `docs/`.
 
     Args:
         page: The page.
         config: The site's configuration.
     """
-    shown = page.file.src_uri == "architecture.md"
-    text = (ARCHITECTURE if shown else pathlib.Path(page.file.abs_src_path)).read_text(encoding="utf-8")
-    text = text.replace("](docs/", "](") if shown else text
+    text = pathlib.Path(page.file.abs_src_path).read_text(encoding="utf-8")
+    if page.file.src_uri == "architecture.md":
+        text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    if page.file.src_uri == "quickstart.md":
+        text = quickstart((ROOT / "README.md").read_text(encoding="utf-8"))
+    text = re.sub(r"\]\((?:\./)?docs/", "](", text)
     text = text.replace("](../ARCHITECTURE.md", "](architecture.md")
-    text = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?\)", "](index.md)", text)
+    text = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?\)", "](quickstart.md)", text)
     out = r"\.\./" * (page.file.src_uri.count("/") + 1)
     return re.sub(rf"\[([^\]]+)\]\({out}[^)]+\)", r"\1", text)
+
+
+def quickstart(readme: str) -> str:
+    """Returns the part of the README that comes before its table of strategies, under a title of its own."""
+    _, _, text = readme.partition("\n")
+    return f"# Quickstart\n{text.partition('## Strategies')[0]}"
