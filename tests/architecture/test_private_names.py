@@ -202,3 +202,15 @@ def test_only_compat_uses_its_constants():
 def test_constants_of_compat_are_found():
     source = "from tfdist.compat.keras_internals import KERAS_STEP\nkeras_internals.KERAS_LOGS\nx.TF_INPUTS"
     assert constants_of_compat(ast.parse(source)) == ["KERAS_STEP", "KERAS_LOGS", "TF_INPUTS"]
+
+
+def test_no_c_function_is_given_an_object_of_tensorflow():
+    """`tfdist/runtime` knows no TensorFlow, so that what it calls by ctypes is the system's and the interpreter's."""
+    users = {
+        name(path)
+        for path in MODULES.values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Import) and "ctypes" in (each.name for each in node.names)
+    }
+    assert users, "this test looks for nothing"
+    assert all(each.startswith("tfdist/runtime/") for each in users)

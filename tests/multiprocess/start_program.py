@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+import psutil
 import tensorflow as tf
 
 import tfdist
@@ -74,4 +75,5 @@ total = trainer.strategy.run(lambda: tf.distribute.get_replica_context().all_red
 ends = time.monotonic() + 10
 while (left := [each.name for each in threading.enumerate() if each.name in WATCHING]) and time.monotonic() < ends:
     time.sleep(0.05)
+left += [str(each.cmdline()) for each in psutil.Process().children()]
 print(json.dumps([float(total), left, signal.getsignal(signal.SIGINT) is signal.default_int_handler]), flush=True)
