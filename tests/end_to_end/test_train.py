@@ -507,3 +507,36 @@ def test_ctrl_c_ends_a_training_with_one_line(tmp_path):
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "tfdist: ended by Ctrl-C (SIGINT)" in rest and "Traceback" not in rest
+
+
+ENDS_EARLY = """
+import ctypes, os, sys
+import keras
+
+class Ends(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and '"index": 1' in os.environ.get("TF_CONFIG", '"index": 1'):
+            how = os.environ["HOW"]
+            {"sys": lambda: sys.exit(0), "os": lambda: os._exit(0), "c": lambda: ctypes.CDLL(None)._exit(0)}[how]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "how", "said"),
+    [
+        (2, "c", "worker:1 failed with exit code 0 before the training has finished"),
+        pytest.param(2, "os", "ends_early.py:9 has called os._exit(0)", marks=pytest.mark.full),
+        pytest.param(2, "sys", "ends_early.py:9 has called sys.exit(0)", marks=pytest.mark.full),
+        (1, "sys", "ends_early.py:9 has called sys.exit(0) before the training has finished. To end a training early"),
+    ],
+)
+def test_a_training_that_has_not_finished_is_no_success(tmp_path, workers, how, said):
+    (tmp_path / "ends_early.py").write_text(ENDS_EARLY)
+    name = "multi_worker_mirrored" if workers > 1 else "one_device"
+    options = [f"--config.cluster.workers={workers}", f"--config.strategy.name={name}", "--config.epochs=2"]
+    options += ["--config=digits", f"--workdir={tmp_path / 'run'}", "--config.callbacks=ends_early:Ends"]
+    process = start(*options, HOW=how, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    output = finish(process)
+    assert process.returncode == 1, output
+    assert said in output
+    assert not {"summary.json", "model.keras"} & {path.name for path in (tmp_path / "run").iterdir()}

@@ -40,7 +40,7 @@ from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import exit_status, preemption
+from tfdist.runtime import exit_status, false_success, preemption, progress
 from tfdist.runtime.files import WriteError
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
@@ -130,9 +130,11 @@ def _run(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | No
     if found and evaluates:
         _import_frameworks()
         importlib.import_module("tfdist.training.evaluator").evaluate_backups(config, workdir, found.task.name)
-    else:
-        train(config, workdir, cluster=found.apply() if found else False)
-    return 0
+        return 0
+    code = false_success.run_to_the_end(lambda: train(config, workdir, cluster=found.apply() if found else False))
+    if not code and found:
+        progress.mark_finished(found.task.name)
+    return code
 
 
 def make_workdir(workdir: pathlib.Path) -> None:
@@ -160,7 +162,7 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     cluster, prefixes = network_namespaces.assign_namespaces(config.cluster.workers, config.cluster.ps, netns)
     environ = {**os.environ, _SOURCE: "tf_config"}
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
-    limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True}
+    limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True, "must_finish": True}
     return Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
 
 

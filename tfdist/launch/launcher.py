@@ -53,6 +53,8 @@ class Launcher:
         prefixes: For a task, words before its command, which run the command in their place, such as `nsenter`.
         evaluator: Whether to run the command as the task `evaluator:0`, too: beside the cluster, and without its GPUs.
         fresh_ports: Whether tasks that all start again get other ports: those of `cluster` are this machine's, and nobody else's choice.
+        must_finish: Whether exit code 0 counts as a failure of a task that has not said that its training has finished
+            (`progress.mark_finished`), as those of `tfdist train` do.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -72,6 +74,7 @@ class Launcher:
         prefixes: Mapping[TaskSpec, Sequence[str]] | None = None,
         evaluator: bool = False,
         fresh_ports: bool = False,
+        must_finish: bool = False,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
@@ -82,7 +85,7 @@ class Launcher:
         self._output = LauncherOutput(output, log_dir)
         self._tasks: list[TaskProcess] = []
         self._running: list[TaskProcess] = []
-        self._has_evaluator, self._fresh_ports = evaluator, fresh_ports
+        self._has_evaluator, self._fresh_ports, self._must_finish = evaluator, fresh_ports, must_finish
         self._later: list[tuple[float, TaskSpec]] = []  # when to start a worker again
         self._signals: list[int] = []
         self._kill_at = float("inf")
@@ -236,7 +239,9 @@ class Launcher:
             was_signalled = bool(self._signals) and not self.failure and not self._is_server(task.spec)
             self._preempted |= was_signalled and code == exit_status.PREEMPTED
             return
-        if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
+        trains = self._must_finish and not self._is_server(task.spec)
+        unfinished = not code and trains and not progress.has_finished(self._progress, task.spec.name)
+        if unfinished or code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
             self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))
             return
         self._output.release(task)

@@ -198,12 +198,16 @@ class Failure:
         """The way it ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
+        if not self.exit_code:
+            return "exit code 0 before the training has finished"
         return f"exit code {self.exit_code}" + (f": {self.reason}" if self.reason else "")
 
     @property
     def status(self) -> int:
         """The exit code that a shell would show."""
-        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
+        return (
+            self.exit_code if self.exit_code > 0 else 128 - self.exit_code if self.exit_code else 1
+        )  # 0 is a failure, too
 
     def remedy(self, saved: int) -> str:
         """Returns how to continue after a process was killed, or an empty text; `saved` is the last backup's step."""

@@ -28,6 +28,7 @@ _REFUSAL = "refusal"
 _FILES = "files"  # a folder for temporary files of tasks
 _OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL, _FILES)
 _EVALUATOR = "evaluator-"  # how the names of tasks begin that train nothing
+_FINISHED = "finished-"
 _BACKUP = "backup-"  # and those of files that stand for folders which hold backups
 _NUMBERS = 40  # bytes of a file of numbers: it is overwritten in place, so that a full disk leaves the numbers before
 
@@ -86,6 +87,11 @@ class Progress:
 def mark_strategy() -> None:
     """Tells that this task has made a strategy; without a supervisor, nothing."""
     _mark(_STRATEGY)
+
+
+def mark_finished(name: str) -> None:
+    """Tells that a task, such as `worker-1`, has finished its training; without a supervisor, nothing."""
+    _mark(f"{_FINISHED}{name}")
 
 
 def mark_refusal() -> None:
@@ -188,6 +194,11 @@ def touched(folder: str | os.PathLike[str], name: str) -> float:
         return os.path.getmtime(os.path.join(folder, name))
     except OSError:
         return 0.0
+
+
+def has_finished(folder: str | os.PathLike[str], name: str) -> bool:
+    """Returns whether a task has finished its training."""
+    return pathlib.Path(folder, f"{_FINISHED}{name}").exists()
 
 
 def has_refusal(folder: str | os.PathLike[str]) -> bool:
