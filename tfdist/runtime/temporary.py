@@ -54,6 +54,21 @@ def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterato
         os.close(lock)
 
 
+def user_folder() -> str | None:
+    """Returns a folder for what this user's processes on this host share, such as locks; None where there is none.
+
+    It is for the user alone. One of that name that somebody else has made, or can write to, is not used.
+    """
+    folder = os.path.join(tempfile.gettempdir(), f".tfdist-{os.geteuid()}")
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        found = os.lstat(folder)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+            return folder
+    return None
+
+
 def is_temporary(path: str) -> bool:
     """Returns whether a path lies in a folder that `temporary_folder` has made in this process."""
     return any(path.startswith(folder + os.sep) for folder in _folders)
