@@ -40,7 +40,7 @@ OF_EXAMPLES = [command for command in COMMANDS if " examples/" in command]  # te
 RUN = [command for command in COMMANDS if command not in HOSTS + OF_EXAMPLES and not f"{command} ".startswith(BEGIN)]
 QUICK = {
     "tfdist launch --workers=2 -- python script.py",
-    *(command for command in RUN if re.search("tfdist cluster|--help", command)),
+    *(command for command in RUN if re.search("tfdist (cluster|help|presets)|--help", command)),
 }
 TWO_STEPS = " --config.epochs=1 --config.steps_per_epoch=2"
 
