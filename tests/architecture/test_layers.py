@@ -50,6 +50,7 @@ TFDIST = ["-m", "tfdist"]
 WORDS = [
     ["train", "--config=digits"],
     ["launch"],
+    ["presets"],
     ["cluster", "show"],
     ["cluster", "check"],
     ["cluster", "emit", "--target=slurm", "--config=digits", "--workdir=unused"],

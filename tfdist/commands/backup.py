@@ -39,8 +39,14 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's C++ log: errors only
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
-    flags.DEFINE_bool("json", False, "Whether `show` prints JSON.", flag_values=values)
-    flags.DEFINE_integer("step", None, "Of which step `export` takes the backup.", lower_bound=0, flag_values=values)
+    flags.DEFINE_bool("json", False, "Print JSON, for `show`.", flag_values=values)
+    flags.DEFINE_integer(
+        "step",
+        None,
+        "The step whose backup `export` takes. Default: the newest whole backup.",
+        lower_bound=0,
+        flag_values=values,
+    )
     try:
         words = command_line.read_flags(values, argv)[1:]
         if values.help:

@@ -274,7 +274,9 @@ def fields_help(config: TrainConfig, of: str) -> str:
         config: The configuration.
         of: The source of the values, for the heading.
     """
-    rows = [f"Fields of the configuration, with the values of {of}:"]
+    rows = [
+        f"Fields of the configuration, with the values of {of} (--noconfig.FIELD is short for --config.FIELD=false):"
+    ]
     for path, value, about in _documented_fields(config, "config"):
         rows.append(f"  --{path}={value}")
         rows += textwrap.wrap(about, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -290,7 +292,7 @@ def list_fields(config: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:
     """Yields path, value and description of every field."""
     kinds = (*getattr(config, "documented_by", ()), type(config))
-    about = {name: text for kind in kinds for name, text in _attribute_texts(kind).items()}
+    about = {name: text for kind in kinds for name, text in attribute_texts(kind).items()}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -299,7 +301,7 @@ def _documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]
             yield f"{path}.{field.name}", value, about.get(field.name, "")
 
 
-def _attribute_texts(kind: type) -> dict[str, str]:
+def attribute_texts(kind: type) -> dict[str, str]:
     """Returns the texts in the section "Attributes:" of a class's docstring, by name."""
     _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The supervisor: starts, watches, restarts and ends the tasks of a cluster on this machine. No TensorFlow here."""
+"""The supervisor: starts, watches, restarts and ends the tasks of a cluster that run on this machine. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ class Launcher:
         fresh_ports: Whether tasks that all start again get other ports: those of `cluster` are this machine's, and nobody else's choice.
         must_finish: Whether exit code 0 counts as a failure of a task that has not said that its training has finished
             (`progress.mark_finished`), as those of `tfdist train` do.
+        here: The tasks to start on this machine, where launchers on other machines start the rest. None means all. Each launcher
+            restarts its own tasks: those of the others fail when they lose these, and all wait for each other at the start.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -75,10 +77,13 @@ class Launcher:
         evaluator: bool = False,
         fresh_ports: bool = False,
         must_finish: bool = False,
+        here: Sequence[TaskSpec] | None = None,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
         self._cluster = cluster
+        self._here = here
+        self._specs = cluster.tasks() if here is None else list(here)
         self._log_dir = pathlib.Path(log_dir)
         self._environ = dict(os.environ if environ is None else environ)
         self._grace_seconds = grace_seconds
@@ -106,7 +111,7 @@ class Launcher:
             when the chief does: servers never end by themselves.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._appends = not self._output.attempt(self._log_dir, set_logs_aside, self._log_dir)
+        self._appends = not self._output.attempt(self._log_dir, set_logs_aside, self._log_dir, self._here)
         with handling_signals(self._signals.append):
             try:
                 with (
@@ -115,8 +120,8 @@ class Launcher:
                     EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
                 ):
                     self._evaluator.is_over = not self._has_evaluator
-                    servers = [spec for spec in self._cluster.tasks() if self._is_server(spec)]
-                    self._output.start_table(self._cluster.tasks() + self._evaluator.waiting, servers, self._progress)
+                    servers = [spec for spec in self._specs if self._is_server(spec)]
+                    self._output.start_table(self._specs + self._evaluator.waiting, servers, self._progress)
                     self._run_once()
                     while self._restart and not self._signals:
                         self._wait()
@@ -146,7 +151,7 @@ class Launcher:
         self._kill_at = float("inf")
         try:
             with selectors.DefaultSelector() as self._selector:
-                for spec in self._cluster.tasks():
+                for spec in self._specs:
                     self._start(spec)
                 self._watch()
         finally:
@@ -223,7 +228,7 @@ class Launcher:
     def _refresh(self) -> None:
         if not self._signals:
             self._evaluator.look()
-        later = self._cluster.tasks() if self._restart else [spec for _, spec in self._later]
+        later = self._specs if self._restart else [spec for _, spec in self._later]
         running = [*(task.spec for task in self._running), *self._evaluator.running]
         self._output.refresh(running, [*later, *self._evaluator.waiting], self._kill_at < float("inf"))
 
@@ -291,7 +296,7 @@ class Launcher:
 
     def _steps(self, task: TaskProcess) -> tuple[int | None, int]:
         """Returns the step at which a task is, None before its training, and that of the last backup."""
-        known = {spec: progress.read(self._progress, spec.name) for spec in self._cluster.tasks()}
+        known = {spec: progress.read(self._progress, spec.name) for spec in self._specs}
         found = [steps for steps in known.values() if steps]
         mine = known[task.spec] or max(found, default=None)
         return mine and mine.done, max((steps.saved for steps in found), default=self._saved)

@@ -294,9 +294,17 @@ def is_source_of(warning: bytes, line: bytes) -> bool:
     return bool(code) and code.encode() == line.strip()
 
 
-def set_logs_aside(folder: pathlib.Path) -> None:
-    """Moves the logs of an earlier run to the folder `before` in their folder."""
+def set_logs_aside(folder: pathlib.Path, tasks: Sequence[TaskSpec] | None = None) -> None:
+    """Moves the logs of an earlier run to the folder `before` in their folder.
+
+    Args:
+        folder: The folder.
+        tasks: Whose logs; None means all. The others may be those of tasks that run on other hosts.
+    """
+    names = None if tasks is None else {f"{task.name}.log" for task in tasks}
     for log in folder.glob("*.log"):
+        if names is not None and log.name not in names:
+            continue
         (folder / "before").mkdir(exist_ok=True)
         log.replace(folder / "before" / log.name)
 
