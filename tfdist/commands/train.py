@@ -253,7 +253,8 @@ def train(
         trainer.save(model, workdir / "model.keras", delete_backup=False)
         if config.export.final:
             final = os.path.join(exports, "final")
-            trainer.export(model, os.path.join(final, str(export_best.newest_version(final) + 1)))
+            path = os.path.join(final, str(export_best.newest_version(final) + 1))
+            trainer.export(model, path, delete_backup=False)
 
     wire_bytes = summary_lib.wire_bytes_per_step(model, trainer.compression, replicas, sent)
     report = trainer.server_report(model)
