@@ -507,3 +507,21 @@ def test_ctrl_c_ends_a_training_with_one_line(tmp_path):
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "tfdist: ended by Ctrl-C (SIGINT)" in rest and "Traceback" not in rest
+
+
+def test_a_finished_run_is_trained_again_only_when_asked_to(tmp_path):
+    def run(*more):
+        process = start(*options, *more)
+        return finish(process), process.returncode, (tmp_path / "model.keras").stat().st_mtime_ns
+
+    options = ["--config=digits", f"--workdir={tmp_path}", "--config.epochs=1", "--config.steps_per_epoch=2"]
+    output, code, written = run()
+    assert code == 0 and "finished run" not in output
+    output, code, still = run()
+    assert (code, still) == (2, written) and "holds a finished run. Choose another --workdir; or " in output
+    output, code, after = run("--overwrite")
+    assert code == 0 and after > written
+    assert (
+        output.count("holds a finished run; training again from the beginning. Its model.keras and summary.json stay")
+        == 1
+    )

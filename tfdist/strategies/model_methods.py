@@ -39,7 +39,7 @@ class Trains(Protocol):
 
 USE_TRAINER = "{0} trains models of a Trainer alone: make the model in the scope of tfdist.Trainer({0!r})."
 _TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_SAVING = ("save", "export")
+_SAVING: dict[str, Callable[[Method], Method]] = {"save": lambda own: own, "export": saving.model_export}
 _alone: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # of which it was said that they train alone
 _newest: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference to the strategy created last)
 
@@ -53,7 +53,7 @@ def install(strategy: KerasStrategy) -> None:
     global _newest
     _newest = weakref.ref(strategy)
     makers: dict[str, Callable[[Method], Method]] = {name: functools.partial(_trained, name) for name in _TRAINING}
-    makers |= {"save": _saved, "export": lambda keras_own: _saved(saving.model_export(keras_own))}
+    makers |= {name: functools.partial(_saved, make) for name, make in _SAVING.items()}
     for name, make in makers.items():
         method = getattr(keras.Model, name)
         if not hasattr(method, "keras_own"):
@@ -90,10 +90,11 @@ def _trained(name: str, keras_own: Method) -> Method:
     return method
 
 
-def _saved(write: Method) -> Method:
+def _saved(make: Callable[[Method], Method], keras_own: Method) -> Method:
     """Returns `Model.save` or `Model.export` that counts as the trainer's, unless `delete_backup=False`."""
+    write = make(keras_own)
 
-    @functools.wraps(write)
+    @functools.wraps(keras_own)
     def method(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         strategy = model.distribute_strategy
         trainer: Trains | None = strategy.trainer if isinstance(strategy, KerasStrategy) else None
