@@ -489,7 +489,10 @@ def test_another_configuration_does_not_go_on_from_a_backup(tmp_path):
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == 75, output
-    assert "tfdist: told to end (SIGTERM): saved at step" in output
+    said = (
+        r"tfdist: told to end \(SIGTERM\): saved at step (\d+)\. Run the same command again to continue from step \1\n"
+    )
+    assert re.search(said, output)
     process = start(*options, "--config.learning_rate=0.5", "--config.epochs=1")
     output = finish(process)
     assert process.returncode == 2, output
@@ -506,7 +509,8 @@ def test_ctrl_c_ends_a_training_with_one_line(tmp_path):
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "tfdist: ended by Ctrl-C (SIGINT)" in rest and "Traceback" not in rest
+    again = r"tfdist: ended by Ctrl-C \(SIGINT\)\. Run the same command again to continue from step \d+\n"
+    assert re.search(again, rest) and "Traceback" not in rest
 
 
 def test_a_finished_run_is_trained_again_only_when_asked_to(tmp_path):

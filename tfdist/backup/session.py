@@ -120,6 +120,7 @@ class BackupSession:
             epochs: The last epoch.
             steps: The number of steps of an epoch, if known.
         """
+        progress.mark_backed_up()
         self._state = TrainingState(self._model, self._callbacks)
         self._state.check()
         # In this order: a difference in the arguments or the model causes the differences of the variables.
@@ -283,7 +284,9 @@ class BackupSession:
         with contextlib.suppress(tf.errors.OpError):  # of a rank that could not save
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
         if self._ranks.is_chief:
-            logger.info(f"told to end (SIGTERM): saved at step {self.loop_tracker.position.step}")
+            step = self.loop_tracker.position.step
+            self._progress.write(saved=step)
+            logger.info(f"told to end (SIGTERM): saved at step {step}{progress.how_to_continue_mine()}")
         sys.exit(exit_status.PREEMPTED)
 
     def _capture(self, to_host: bool = True) -> Snapshot:

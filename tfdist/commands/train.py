@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         exit_status.exit_code = _main(argv)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        logger.error(interrupt.MESSAGE)
+        logger.error(interrupt.message())
         exit_status.exit_code = 128 + signal.SIGINT
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

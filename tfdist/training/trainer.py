@@ -93,6 +93,10 @@ class Trainer:
         checks.check_nan_policy(nan_policy, self.strategy)
         self._context = startup.create_context(self.strategy, cluster_and_task, backup, compressor, check_weights)
         self._context.engine.nan_policy = nan_policy
+        if compressor and self._context.num_replicas == 1:
+            self._context.notify_once(
+                "compression has no effect: with one replica there is nothing to send, so nothing is compressed"
+            )
         self.cluster: ClusterSpec | None = self._context.cluster
         self.task = self._context.task
         self._take_models()
