@@ -77,7 +77,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
         (["cluster", "show", "--fromat=json"], "unknown flag '--fromat'; did you mean '--format'? "),
         (
             ["cluster", "emit", "--config=digits", "--targte=slurm"],
-            "unknown flag --targte; did you mean '--target'? Known: --config, --config.field, --workdir, --help, --target, --name, ",
+            "unknown flag --targte; did you mean '--target'? Known: --config, --config.field, --workdir, --overwrite, --help, --target, --name, ",
         ),
         (["cluster", "emit", "--config=digits", "--memroy=1G"], "unknown flag --memroy; did you mean '--memory'? "),
         (["cluster", "chek"], "unknown command 'chek'; did you mean 'check'? Known: check, emit, show.\n"),

@@ -489,7 +489,10 @@ def test_another_configuration_does_not_go_on_from_a_backup(tmp_path):
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == 75, output
-    assert "tfdist: told to end (SIGTERM): saved at step" in output
+    said = (
+        r"tfdist: told to end \(SIGTERM\): saved at step (\d+)\. Run the same command again to continue from step \1\n"
+    )
+    assert re.search(said, output)
     process = start(*options, "--config.learning_rate=0.5", "--config.epochs=1")
     output = finish(process)
     assert process.returncode == 2, output
@@ -506,7 +509,8 @@ def test_ctrl_c_ends_a_training_with_one_line(tmp_path):
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "tfdist: ended by Ctrl-C (SIGINT)" in rest and "Traceback" not in rest
+    again = r"tfdist: ended by Ctrl-C \(SIGINT\)\. Run the same command again to continue from step \d+\n"
+    assert re.search(again, rest) and "Traceback" not in rest
 
 
 ENDS_EARLY = """
@@ -540,3 +544,21 @@ def test_a_training_that_has_not_finished_is_no_success(tmp_path, workers, how, 
     assert process.returncode == 1, output
     assert said in output
     assert not {"summary.json", "model.keras"} & {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def test_a_finished_run_is_trained_again_only_when_asked_to(tmp_path):
+    def run(*more):
+        process = start(*options, *more)
+        return finish(process), process.returncode, (tmp_path / "model.keras").stat().st_mtime_ns
+
+    options = ["--config=digits", f"--workdir={tmp_path}", "--config.epochs=1", "--config.steps_per_epoch=2"]
+    output, code, written = run()
+    assert code == 0 and "finished run" not in output
+    output, code, still = run()
+    assert (code, still) == (2, written) and "holds a finished run. Choose another --workdir; or " in output
+    output, code, after = run("--overwrite")
+    assert code == 0 and after > written
+    assert (
+        output.count("holds a finished run; training again from the beginning. Its model.keras and summary.json stay")
+        == 1
+    )

@@ -130,6 +130,9 @@ class Launcher:
                         self._run_once()
                     if not self._preempted and self.failure is None:
                         self._evaluator.finish(lambda: bool(self._signals), self._refresh)
+                    told = self._preempted or (self._signals and self._signals[0] != signal.SIGINT)
+                    if told and (what := self._how_to_continue()):
+                        self._output.say(what)
                     alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
                     if alone and not (self._preempted or self._signals or self.failure):
                         self._output.say(_ALONE)
@@ -187,13 +190,14 @@ class Launcher:
             if any(self._is_over(task) for task in self._running):
                 self._take_ended()
             if len(self._signals) > handled:
-                grace = 0.0 if handled else self._grace_seconds
+                grace, kept = 0.0 if handled else self._grace_seconds, ""
                 if self._signals[0] == signal.SIGINT:
                     grace, self._output.is_interrupted = min(grace, _AFTER_INTERRUPT), True
+                    kept = "" if handled else self._how_to_continue(". ")
                 if self._running:
                     name = signal_name(self._signals[handled])
                     last = f"; those left after {grace:g} s are killed, or upon another signal" if grace else " now"
-                    self._output.say(f"{name}: ending all tasks{last}")
+                    self._output.say(f"{name}: ending all tasks{last}{kept}")
                 self._end(self._signals[0], grace)
                 handled = len(self._signals)
             if time.monotonic() > self._kill_at:
@@ -277,7 +281,9 @@ class Launcher:
                 self._output.attempt(self._progress, progress.write_restarts, self._progress, self.restarts.total)
                 self._later.append((time.monotonic() + self.restarts.delay, task.spec))
             else:
-                self._output.say(f"{lost}; {count} {self._saved}. Full output: {task.log_path}")
+                has_none = done is not None and not self._saved and not progress.is_backed_up(self._progress)
+                why = ", as there is no backup_dir" if has_none else ""
+                self._output.say(f"{lost}; {count} {self._saved}{why}. Full output: {task.log_path}")
                 self._restart = True
                 self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
             return
@@ -300,6 +306,11 @@ class Launcher:
         found = [steps for steps in known.values() if steps]
         mine = known[task.spec] or max(found, default=None)
         return mine and mine.done, max((steps.saved for steps in found), default=self._saved)
+
+    def _how_to_continue(self, before: str = "") -> str:
+        """Returns what to do after a run that was told to end; empty where no task trains."""
+        found = [steps for spec in self._cluster.tasks() if (steps := progress.read(self._progress, spec.name))]
+        return before + progress.how_to_continue(max(steps.saved for steps in found)) if found else ""
 
     def _is_server(self, task: TaskSpec) -> bool:
         """Returns whether a task serves a chief, which saves for all."""

@@ -25,14 +25,16 @@ _RESTARTS = "restarts"
 _STRATEGY = "strategy"
 _LOST = "lost_steps"  # how far tasks were before the restart, until the steps to repeat are counted; and how many were so far
 _REFUSAL = "refusal"
+_BACKED_UP = "backed_up"
 _FILES = "files"  # a folder for temporary files of tasks
-_OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL, _FILES)
+_OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL, _BACKED_UP, _FILES)
 _EVALUATOR = "evaluator-"  # how the names of tasks begin that train nothing
 _FINISHED = "finished-"
 _BACKUP = "backup-"  # and those of files that stand for folders which hold backups
 _NUMBERS = 40  # bytes of a file of numbers: it is overwritten in place, so that a full disk leaves the numbers before
 
 _has_warned = False
+_mine: Steps | None = None  # of this process, as last told
 
 
 class Steps(NamedTuple):
@@ -72,7 +74,8 @@ class Progress:
         before = self._steps
         changed["done"] = before.done if done is None else done
         changed["saved"] = before.saved if saved is None else saved
-        self._steps = before._replace(**changed)
+        global _mine
+        self._steps = _mine = before._replace(**changed)
         if self._file is not None and self._steps != before:
             with _warning_once():
                 os.pwrite(self._file, _FORM.pack(*self._steps), 0)
@@ -92,6 +95,11 @@ def mark_strategy() -> None:
 def mark_finished(name: str) -> None:
     """Tells that a task, such as `worker-1`, has finished its training; without a supervisor, nothing."""
     _mark(f"{_FINISHED}{name}")
+
+
+def mark_backed_up() -> None:
+    """Tells that this task's training is backed up; without a supervisor, nothing."""
+    _mark(_BACKED_UP)
 
 
 def mark_refusal() -> None:
@@ -204,6 +212,23 @@ def has_finished(folder: str | os.PathLike[str], name: str) -> bool:
 def has_refusal(folder: str | os.PathLike[str]) -> bool:
     """Returns whether any task refuses its backups."""
     return pathlib.Path(folder, _REFUSAL).exists()
+
+
+def is_backed_up(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether any task's training is backed up."""
+    return pathlib.Path(folder, _BACKED_UP).exists()
+
+
+def how_to_continue(saved: int) -> str:
+    """Returns what to do once a training has been ended; `saved` is the last backup's step, or 0."""
+    if saved:
+        return f"Run the same command again to continue from step {saved}"
+    return "There is no backup, so nothing is kept: the same command starts from the beginning"
+
+
+def how_to_continue_mine() -> str:
+    """Returns the same for this process, after a full stop; empty where it has not trained, or a supervisor says it."""
+    return "" if _mine is None or is_supervised() else f". {how_to_continue(_mine.saved)}"
 
 
 def uses_tfdist(folder: str | os.PathLike[str]) -> bool:
