@@ -22,6 +22,7 @@ from tfdist.runtime import progress
 from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.runtime.log import logger
 
+_OF_ALL_PROCESSES = "/tmp"  # not TMPDIR, which may differ
 _NEW = "tfdist-new-"  # how folders are called that have no lock yet
 _folders: set[str] = set()  # those of this process
 _warned: set[str] = set()
@@ -59,7 +60,7 @@ def user_folder() -> str | None:
 
     It is for the user alone. One of that name that somebody else has made, or can write to, is not used.
     """
-    folder = os.path.join(tempfile.gettempdir(), f".tfdist-{os.geteuid()}")
+    folder = os.path.join(_OF_ALL_PROCESSES, f".tfdist-{os.geteuid()}")
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
