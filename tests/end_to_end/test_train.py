@@ -19,6 +19,7 @@ from tests.helpers import gate, tiers
 from tests.helpers.terminal import Terminal
 from tfdist import config
 from tfdist.config import registry
+from tools.site import demo
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -83,25 +84,34 @@ def test_main_job_reaches_its_accuracy_and_says_so(main_job):
     # Other programs of this host may send as well: there is no upper limit.
     least = 0.9 * planned if summary["transport"] == "grpc" else 0
     assert summary["wire_bytes_per_step"]["measured"] > least
-    shown = [line.removeprefix("[worker:0] ") for line in output.splitlines() if line.startswith("[worker:0] ")]
-    end = shown[shown.index("task: digits") : shown.index(f"workdir: {workdir}")]
-    assert end == [
+    shown = output.splitlines()
+    sent = f"{summary['wire_bytes_per_step']['measured']:,}"
+    assert shown[shown.index("task: digits") :] == [
         "task: digits",
         "strategy: multi_worker_mirrored",
         "replicas: 2",
-        "batch: 64",
+        "global batch: 64",
         *(f"{name}: {value:.6g}" for name, value in summary["metrics"].items()),
-        f"examples/s: {summary['examples_per_second']}",
-        f"step median ms: {summary['step_ms']['median']}",
-        f"step p95 ms: {summary['step_ms']['p95']}",
-        f"bytes per step predicted: {planned}",
-        f"bytes per step measured: {summary['wire_bytes_per_step']['measured']}",
+        f"speed: {summary['step_ms']['mean']:.1f} ms a step, {summary['examples_per_second']:,.0f} examples/s, validation not counted",
+        f"network bytes per step: {sent} (gradients travel through shared memory: {planned:,} bytes)"
+        if summary["transport"] == "shared_memory"
+        else f"network bytes per step: {sent} (prediction for the gradients alone: {planned:,} bytes)",
         "restarts: 0",
-        f"wall time s: {goodput['wall_seconds']}",
-        *(f"of it {part.replace('_', ' ')} s: {seconds}" for part, seconds in goodput["seconds"].items() if seconds),
+        f"wall time: {goodput['wall_seconds']} s: "
+        + ", ".join(f"{part.replace('_', ' ')} {seconds} s" for part, seconds in goodput["seconds"].items() if seconds),
+        f"workdir: {workdir}",
+        f"tensorboard --logdir {workdir}/tensorboard",
     ]
     assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_seconds"], abs=0.05)
+    # One speed: the batch divided by the time of a step.
+    assert 64_000 / summary["step_ms"]["mean"] == pytest.approx(summary["examples_per_second"], rel=1e-3)
     assert any("replicas, global batch 64 = 2 x 32" in line for line in shown)
+
+
+def test_the_readme_shows_what_the_main_job_prints(main_job):
+    output, workdir = main_job
+    printed = demo.shorten(output).replace(str(workdir), demo.WORKDIR)
+    assert demo.without_numbers(demo.shown()) == demo.without_numbers(printed), "python -m tools.site.demo writes it"
 
 
 def test_main_job_shows_progress_on_the_chief_alone(main_job):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import io
-import os
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -13,18 +12,15 @@ from rich import console, constrain, live, table, text
 
 from tfdist.cluster import TaskSpec
 from tfdist.runtime import progress
+from tfdist.runtime.log import is_terminal
 
 _EVERY = 0.25  # seconds between two looks
 _RATE_SECONDS = 10.0  # over which steps per second are taken
 
 
 def is_possible() -> bool:
-    """Returns whether standard output is a terminal that can redraw lines. mpirun gives its tasks a pseudo-terminal."""
-    return (
-        bool(sys.stdout and sys.stdout.isatty())
-        and "OMPI_COMM_WORLD_SIZE" not in os.environ
-        and console.Console().is_interactive
-    )
+    """Returns whether standard output is a terminal that can redraw lines."""
+    return is_terminal() and console.Console().is_interactive
 
 
 class Pace:
