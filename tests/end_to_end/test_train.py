@@ -175,7 +175,13 @@ def test_main_job_writes_scalars_by_epoch_and_by_step(main_job):
         if run == "train":
             (cluster,) = events.Tensors("cluster")
             assert b"| worker:1 | 127.0.0.1:" in cluster.tensor_proto.string_val[0]
-    perf = {"perf/examples_per_second", "perf/step_ms", "comm/bytes_per_step", "faults/restarts"}
+    perf = {
+        "perf/examples_per_second",
+        "perf/step_ms",
+        "comm/bytes_per_step",
+        "comm/gradient_bytes_per_step",
+        "faults/restarts",
+    }
     perf |= {"system/rss_bytes", "system/cpu_percent", "perf/input_wait_ms"}
     names = ("loss", "accuracy", "learning_rate")
     own = perf | {"faults/lost_steps", "goodput/productive"}
@@ -192,12 +198,16 @@ def test_main_job_writes_scalars_by_epoch_and_by_step(main_job):
     start = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
     hparams = plugin_data_pb2.HParamsPluginData.FromString(start).session_start_info.hparams
     assert hparams["strategy.name"].string_value == "multi_worker_mirrored"
+    assert (hparams["Strategy"].string_value, hparams["Replicas"].number_value) == ("multi_worker_mirrored", 2)
+    assert (hparams["Batch size"].number_value, hparams["Learning rate"].number_value) == (64, 0.003)
     assert (hparams["cluster.workers"].number_value, hparams["global_batch_size"].number_value) == (2, 64)
     for run in ("train", "worker-1"):
         sent = [event.tensor_proto.float_val[0] for event in tags[run]["comm/bytes_per_step"]]
         # Other programs of this host may send as well, and as much as they like: there is no upper limit.
         least = summary["wire_bytes_per_step"]["predicted"] / 2 if summary["transport"] == "grpc" else 0
         assert len(sent) == 22 and min(sent) > least
+        gradients = {event.tensor_proto.float_val[0] for event in tags[run]["comm/gradient_bytes_per_step"]}
+        assert gradients == {summary["wire_bytes_per_step"]["predicted"]}
     assert [event.step for event in tags["validation"]["epoch_accuracy"]] == list(range(10))
     assert [event.step for event in tags["train"]["batch_loss"]] == list(range(10, 221, 10))
     last = tags["validation"]["epoch_accuracy"][-1].tensor_proto.float_val[0]

@@ -22,6 +22,11 @@ findAll("tf-custom-scalar-multi-line-chart-card").map(card => [
 LINES = """
 findAll("vz-line-chart2").map(chart => findAll("path", chart.shadowRoot).filter(path => path.getTotalLength() > 50).length)
 """
+# The color of each run in the list of runs.
+COLORS = """
+Object.fromEntries(findAll("tf-multi-checkbox .run-row, .run-row").map(row =>
+  [row.innerText.trim(), getComputedStyle(findAll("paper-checkbox", row)[0] || row).color]))
+"""
 TEXT = 'findAll("*").map(element => element.shadowRoot ? element.shadowRoot.textContent : "").join() + (document.body ? document.body.innerText : "")'
 
 
@@ -54,21 +59,29 @@ def test_the_pages_of_a_run_are_there_and_without_errors(workdir, tmp_path, monk
         wait(ask, lambda found: {"train", "validation", "worker-1", "hparams"} <= found.keys())
         page.open(f"{ask.address}/#custom_scalars")
         expected = {
-            "Is it learning?": ["batch_loss (train)", "evaluation_loss_vs_iterations (validation)"],
-            "How fast is it?": ["perf/examples_per_second (train)", "perf/examples_per_second (worker-1)"],
-            "Who is slow?": ["perf/step_ms (train)", "perf/step_ms (worker-1)"],
+            "Is it learning? (loss)": ["batch_loss (train)", "evaluation_loss_vs_iterations (validation)"],
+            "How fast is it? (examples per second)": [
+                "perf/examples_per_second (train)",
+                "perf/examples_per_second (worker-1)",
+            ],
+            "Who is slow? (ms per step)": ["perf/step_ms (train)", "perf/step_ms (worker-1)"],
         }
         # The lines of a chart come one by one.
         charts = dict(page.wait(CHARTS, lambda found: {**dict(found), **expected} == dict(found)))
-        network = charts.pop("What did the network cost?")
-        assert all(name.startswith("comm/") for name in network)
+        network = charts.pop("What did the network cost? (bytes per step, and of the gradients)")
+        tags = ("comm/bytes_per_step", "comm/gradient_bytes_per_step")
+        assert sorted(network) == sorted(f"{tag} ({run})" for tag in tags for run in ("train", "worker-1"))
         assert charts == expected
         drawn = page.wait(LINES, lambda found: all(found[:3]))
         assert all(drawn[:3]), drawn
+        # The colors of the tasks are the first ones of TensorBoard's, which differ most: they are given by the order of the runs.
+        assert ask("../runs") == ["train", "worker-1", "hparams", "validation"]
+        colors = page.evaluate(COLORS)
+        assert len(set(colors.values())) == 4 and colors["worker-1"] == "rgb(0, 119, 187)", colors
         page.screenshot(tmp_path / "page.png")
         for tab, words in {
-            "text": ["worker:1", "multi_worker_mirrored", "versions"],
-            "hparams": ["compression.name", "Trial ID"],
+            "text": ["worker:1", "multi_worker_mirrored", "versions", "Custom Scalars"],
+            "hparams": ["Batch size", "Learning rate", "Replicas", "Strategy", "Trial ID"],
         }.items():
             page.open(f"{ask.address}/?{tab}#{tab}")
             text = page.wait(TEXT, lambda text, words=words: all(word in text for word in words))
