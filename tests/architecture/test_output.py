@@ -13,7 +13,7 @@ PRINTING = {
     "commands/cluster.py",
     "commands/launch.py",
     "config/flags.py",
-    "monitoring/summary_table.py",
+    "commands/summary_table.py",
 }
 PRINTING |= {
     "__main__.py",

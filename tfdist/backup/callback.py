@@ -219,6 +219,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._active.before_validation = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._progress:
+            self._progress.write(metrics=logs)  # those of the validation, too
         self._active.on_epoch_end(epoch, last=epoch + 1 == (self.params or {}).get("epochs"))
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -216,7 +216,7 @@ class BackupSession:
         steps_before = self.loop_tracker.position.step
         self.loop_tracker.on_execution_end(batch, steps)
         steps_done = self.loop_tracker.position.step
-        self._progress.write(done=steps_done, epoch=self.loop_tracker.position.epoch + 1)
+        self._progress.write(done=steps_done, epoch=self.loop_tracker.position.epoch + 1, metrics=logs)
         self._last_logs = logs
         self._warnings.on_execution_end(self._model.train_function, self._known_variables)
         freq = self._options.save_freq

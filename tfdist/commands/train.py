@@ -34,6 +34,7 @@ from tfdist.cluster import task_versions
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterTask
+from tfdist.commands import summary_table
 from tfdist.compat import keras_backend
 from tfdist.config import TrainConfig, registry, validation
 from tfdist.config import flags as flags_lib
@@ -41,7 +42,7 @@ from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import exit_status, false_success, preemption, progress
+from tfdist.runtime import exit_status, false_success, preemption, progress, tensorflow_log
 from tfdist.runtime.files import WriteError
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
@@ -49,7 +50,9 @@ from tfdist.runtime.log import logger, print_always
 if TYPE_CHECKING:
     from tfdist.training.trainer import Trainer
 
-_SOURCE = "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts
+_SOURCE = (
+    "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts; their results it prints itself
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,8 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    tensorflow_log.set_level()
     faults: list[str] = []
     try:
         with collect_errors(faults):
@@ -251,7 +253,10 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     environ = {**os.environ, _SOURCE: "tf_config"}
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
     limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True, "must_finish": True}
-    return Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
+    code = Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
+    if code == 0:
+        summary_table.print_summary(json.loads((workdir / "summary.json").read_text()), workdir)
+    return code
 
 
 def train(
@@ -282,7 +287,7 @@ def train(
     from tfdist.gradients.configured_optimizer import build_optimizer
     from tfdist.gradients.optimizer import skipped_updates
     from tfdist.monitoring import goodput as goodput_lib
-    from tfdist.monitoring import network, summary_table, tensorboard
+    from tfdist.monitoring import network, tensorboard
     from tfdist.monitoring import summary as summary_lib
     from tfdist.monitoring import throughput as throughput_lib
     from tfdist.training import configured, export_best
@@ -367,7 +372,8 @@ def train(
     if trainer.is_chief:
         summary["training"] = backup.training_id if backup else ""
         summary_lib.write_json(workdir / "summary.json", summary)
-        summary_table.print_summary(summary, workdir)
+        if _SOURCE not in os.environ:
+            summary_table.print_summary(summary, workdir)
     trainer.delete_backup()  # with everything written
     goodput.delete()
     return summary
@@ -378,7 +384,8 @@ def _import_frameworks() -> None:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        importlib.import_module("tfdist.training.trainer")
+        with tensorflow_log.filtered():
+            importlib.import_module("tfdist.training.trainer")
     finally:
         if enabled:
             gc.enable()
