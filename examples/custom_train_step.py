@@ -9,6 +9,7 @@ out. To know the mean of each pixel, and no more, has 27.2.
 """
 
 import argparse
+import pathlib
 
 import keras
 import numpy as np
@@ -86,10 +87,11 @@ with trainer.scope():
     model = Autoencoder(units=256)
     model.compile(optimizer=keras.optimizers.Adam(2e-3))  # the loss is in train_step
 
-callbacks = [keras.callbacks.ModelCheckpoint("custom_train_step.best.keras", "val_loss", save_best_only=True)]
+pathlib.Path("runs").mkdir(exist_ok=True)
+callbacks = [keras.callbacks.ModelCheckpoint("runs/custom_train_step.best.keras", "val_loss", save_best_only=True)]
 model.fit(train, validation_data=validation, epochs=args.epochs, callbacks=callbacks, verbose=2)
 results = model.evaluate(validation, return_dict=True, verbose=0)
-trainer.save(model, "custom_train_step.keras")
+trainer.save(model, "runs/custom_train_step.keras")
 if trainer.is_chief:
     mean = images.mean(axis=0).clip(1e-3, 1 - 1e-3)
     by_mean = -(heldout * np.log(mean) + (1 - heldout) * np.log(1 - mean)).sum(axis=1).mean()

@@ -6,6 +6,8 @@
 It learns whether a point lies inside a circle. Takes about 10 s; expect an accuracy above 0.9.
 """
 
+import pathlib
+
 import tfdist
 
 trainer = tfdist.Trainer("multi_worker_mirrored")  # (1) before any tensor
@@ -33,4 +35,5 @@ with trainer.scope():  # (2) around what builds, loads or compiles the model
 model.fit(x[:1536], y[:1536], batch_size=64, epochs=10, validation_data=(x[1536:], y[1536:]), verbose=2)
 loss, accuracy = model.evaluate(x[1536:], y[1536:], verbose=0)
 print(f"accuracy {accuracy:.4f} on {trainer.num_replicas} replicas")
-model.save("circle.keras")
+pathlib.Path("runs").mkdir(exist_ok=True)
+model.save("runs/circle.keras")

@@ -22,7 +22,7 @@ parser.add_argument("--epochs", type=int, default=30)
 parser.add_argument("--steps", type=int, default=100, help="steps per epoch")
 args = parser.parse_args()
 
-trainer = tfdist.Trainer(args.strategy, backup_dir="gan_backup")  # before any tensor; an interrupted run goes on
+trainer = tfdist.Trainer(args.strategy, backup_dir="runs/gan_backup")  # before any tensor; an interrupted run goes on
 keras.utils.set_random_seed(1)
 angles = np.arange(8) * np.pi / 4
 places = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
@@ -75,6 +75,6 @@ for number, real in enumerate(step.loop(data, epochs=args.epochs, steps_per_epoc
         means = {name: np.mean([each[name] for each in logs[-args.steps :]]) for name in logs[-1]}
         print(f"step {number}: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
 found, reached = error()
-trainer.save(generator, "gan_custom_loop.keras")
+trainer.save(generator, "runs/gan_custom_loop.keras")
 if trainer.is_chief:
     print(f"error {found:.3f}; {reached} of 8 places reached")

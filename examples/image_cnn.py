@@ -125,6 +125,7 @@ callbacks = [
 ]
 model.fit(train, validation_data=validation, epochs=args.epochs, callbacks=callbacks, verbose=2)
 results = model.evaluate(validation, return_dict=True, verbose=0)
-trainer.save(model, "image_cnn.keras")
+pathlib.Path("runs").mkdir(exist_ok=True)
+trainer.save(model, "runs/image_cnn.keras")
 if trainer.is_chief:
     print(f"validation accuracy {results['accuracy']:.4f}, {trainer.num_replicas} replicas")

@@ -9,6 +9,7 @@ and to say 3 always has 1.5. Takes about 40 s on 2 cores; expect a root mean squ
 """
 
 import argparse
+import pathlib
 
 import keras
 import numpy as np
@@ -82,6 +83,7 @@ model.fit(
     verbose=2,
 )
 results = model.evaluate(validation, return_dict=True, verbose=0)
-trainer.save(model, "ratings.keras")
+pathlib.Path("runs").mkdir(exist_ok=True)
+trainer.save(model, "runs/ratings.keras")
 if trainer.is_chief:
     print(f"root mean squared error {results['rmse']:.4f}, {trainer.num_replicas} replicas")

@@ -117,10 +117,11 @@ with trainer.scope():
         metrics=["accuracy"],
     )
 
-callbacks = [keras.callbacks.TerminateOnNaN(), keras.callbacks.CSVLogger("text_transformer.csv")]
+pathlib.Path("runs").mkdir(exist_ok=True)
+callbacks = [keras.callbacks.TerminateOnNaN(), keras.callbacks.CSVLogger("runs/text_transformer.csv")]
 model.fit(train, validation_data=validation, epochs=args.epochs, callbacks=callbacks, verbose=2)
 results = model.evaluate(validation, return_dict=True, verbose=0)
-trainer.save(model, "text_transformer.keras")
+trainer.save(model, "runs/text_transformer.keras")
 if trainer.is_chief:
     print(f"{len(text)} bytes to train on, {len(heldout)} held out, {trainer.num_replicas} replicas")
     print(f"perplexity of the 3-gram model {trigram_perplexity(text, heldout):.3f}")

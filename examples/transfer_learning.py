@@ -9,6 +9,7 @@ it at a smaller rate. Takes about 20 s on 2 cores; expect an accuracy above 0.9 
 """
 
 import argparse
+import pathlib
 
 import keras
 import numpy as np
@@ -72,12 +73,13 @@ with trainer.scope():
     compile_model(model, 3e-3)
 model.fit(images_of(range(5), train), epochs=args.epochs, verbose=2)
 report("digits 0 to 4", model, images_of(range(5), validation))
-trainer.save(network, "network.keras")
+pathlib.Path("runs").mkdir(exist_ok=True)
+trainer.save(network, "runs/network.keras")
 
 # 2. A new head learns the second task. What is frozen is not updated, and costs no communication.
 few, new = images_of(range(5, 10), train, per_class=10), images_of(range(5, 10), validation)
 with trainer.scope():
-    network = keras.models.load_model("network.keras")
+    network = keras.models.load_model("runs/network.keras")
     network.trainable = False
     model = add_head(network, training=False)  # BatchNormalization keeps its statistics, thawed or not
     compile_model(model, 1e-2)
@@ -91,4 +93,4 @@ with trainer.scope():
 stopping = keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True)
 model.fit(few, epochs=2 * args.epochs, callbacks=[stopping], verbose=2)
 report("digits 5 to 9, thawed network", model, new)
-trainer.save(model, "transfer_learning.keras")
+trainer.save(model, "runs/transfer_learning.keras")

@@ -75,7 +75,7 @@ def test_a_config_file_and_the_configuration_of_a_run_hold_options(tmp_path):
 
 
 def test_with_one_replica_it_is_said_once_that_nothing_is_compressed(capsys):
-    trainer = Trainer("mirrored", devices=1, compression="int8")
+    trainer = Trainer("mirrored", devices="CPU:0", compression="int8")
     with trainer.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

@@ -47,12 +47,12 @@ def test_each_task_is_started_by_the_module_whatever_the_commands_name_is(monkey
             started.append(words)
 
         def run(self):
-            return 0
+            return 7
 
     monkeypatch.setattr(train_lib, "Launcher", Launcher)
     monkeypatch.setattr(task_versions, "script", "")
     flags = ["--config=digits_multi_worker", f"--workdir={tmp_path}"]
-    assert command.main(["/somewhere/tfdist", "train", *flags]) == 0
+    assert command.main(["/somewhere/tfdist", "train", *flags]) == 7
     assert started == [[sys.executable, "-m", "tfdist.train", *flags]]
     # Hosts whose scripts differ by the path of Python in their first line train the same.
     assert task_versions.own()["script"] == task_versions.checksum(pathlib.Path(train_lib.__file__).read_bytes())

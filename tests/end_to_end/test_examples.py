@@ -20,7 +20,8 @@ def run_existing_script(tmp_path, workers, script=SCRIPT, ps=0):
         command = [sys.executable, "-m", "tfdist.launch", f"--workers={workers}", f"--ps={ps}", "--", *command]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "circle.keras").exists()
+    assert (tmp_path / "runs" / "circle.keras").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("logs", "script.py")] == ["runs"]
     return re.findall(r"accuracy ([\d.]+) on (\d) replicas", done.stdout)
 
 
@@ -72,7 +73,8 @@ def run_command(command, folder, few=()):
         words = [str(pathlib.Path(sys.executable).with_name("tfdist")), *launcher.split(), "--", *words]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(folder.glob("*.keras"))
+    assert list(folder.glob("runs/*.keras"))
+    assert {path.name for path in folder.iterdir()} <= {"runs", "logs"}
     return done.stdout
 
 

@@ -18,7 +18,8 @@ if name != "plain":
     import tfdist
 
     options = {"devices": 2} if name == "mirrored" else {}
-    trainer = tfdist.Trainer(name, backup_dir=OUT / "backup", **options)
+    kept = tfdist.BackupAndRestore(OUT / "backup", delete_checkpoint=False)  # though the models are saved
+    trainer = tfdist.Trainer(name, backup=kept, **options)
     scope = trainer.scope
 task = json.loads(os.environ.get("TF_CONFIG", '{"task": {"type": "worker", "index": 0}}'))["task"]
 RANK = task["index"] if task["type"] == "worker" else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import time
 
 import keras
@@ -11,6 +13,8 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.errors import ConfigError
+
+README = pathlib.Path(__file__).parents[2] / "README.md"
 
 
 def drop_the_last_slowly(x, y):
@@ -44,6 +48,26 @@ def test_the_end_of_data_of_unknown_size_counts_for_nothing(strategy, mirrored):
     assert counts[0] == int(fresh.state[1]), "no mask was drawn for a step that did not happen"
 
 
+def of_loss_nine(steps=1):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(0.0), "mse", steps_per_execution=steps)
+    return model
+
+
+def of_unknown_length():
+    rows = tf.data.Dataset.from_tensor_slices((np.ones((32, 1), np.float32), np.full((32, 1), 3.0, np.float32)))
+    return rows.filter(lambda *_: True).batch(8, drop_remainder=True)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.skipif(keras.__version__ >= "3.16", reason="corrected in Keras 3.16")
+def test_stock_keras_reports_what_the_readme_says():
+    (said,) = re.findall(r"report (\d\.\d) where every example has the loss 9", README.read_text())
+    assert of_loss_nine().fit(of_unknown_length(), shuffle=False, verbose=0).history["loss"] == pytest.approx(
+        [float(said)]
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("strategy", ["one_device", "central_storage"])
@@ -51,10 +75,8 @@ def test_the_end_of_the_data_is_no_step(strategy, steps):
     """keras#23084; `tests/multiprocess/reports/unknown_length.py` tests the other strategies."""
     trainer = tfdist.Trainer(strategy)
     with trainer.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
-        model.compile(keras.optimizers.SGD(0.0), "mse", steps_per_execution=steps)
-    rows = tf.data.Dataset.from_tensor_slices((np.ones((32, 1), np.float32), np.full((32, 1), 3.0, np.float32)))
-    data = rows.filter(lambda *_: True).batch(8, drop_remainder=True)
+        model = of_loss_nine(steps)
+    data = of_unknown_length()
     assert trainer.fit(model, data, verbose=0).history == {"loss": [9.0]}
     assert trainer.evaluate(model, data, verbose=0) == 9.0
 

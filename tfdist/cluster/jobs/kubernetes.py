@@ -85,4 +85,8 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
             "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
         },
     }
-    return str(yaml.safe_dump_all([service, training], sort_keys=False))
+    comments = (
+        f"# Needs a PersistentVolumeClaim {job.claim} that all pods can read and write (ReadWriteMany): the work directory is there.\n"
+        f"# Needs an image {job.image} with Python, tfdist and your code.\n"
+    )
+    return comments + str(yaml.safe_dump_all([service, training], sort_keys=False))
