@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
+from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, Range
 from tfdist.errors import format_value
 
 _MOST_DIGITS = 15
@@ -39,9 +40,7 @@ class BackupConfig:
             and 0 < len(self.save_freq.strip("0")) <= _MOST_DIGITS
         ):
             yield f"backup.save_freq must be 'epoch', 'never' or a number of steps, 1 or more. Received: {format_value(self.save_freq)}."
-        if not 0 <= self.save_every_seconds < float("inf"):
-            yield f"backup.save_every_seconds must be 0 (off) or more, and finite. Received: {self.save_every_seconds}."
-        if self.keep < 1:
-            yield f"backup.keep must be 1 or more. Received: {self.keep}."
+        yield from Range(0, MOST_SECONDS, off=True).faults("backup.save_every_seconds", self.save_every_seconds)
+        yield from Range(1, MOST_STEPS).faults("backup.keep", self.keep)
         if os.path.exists(self.dir) and not os.path.isdir(self.dir):
             yield f"backup.dir must be a folder, and {self.dir!r} is a file."

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from tfdist.config import callbacks, registry
+from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, MOST_TASKS, Range
 from tfdist.config.schedule import SCALINGS
 from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
 from tfdist.config.strategy_traits import StrategyTraits
@@ -17,6 +18,15 @@ from tfdist.config.train import PRECISIONS, TrainConfig, default_options
 from tfdist.errors import ConfigError, did_you_mean, format_value, unknown_name_message
 
 NAN_POLICIES = ("ignore", "stop", "skip")  # for a step whose loss or gradient is not finite
+_COUNT = Range(1, MOST_STEPS)
+_RANGES = {
+    **dict.fromkeys(("epochs", "steps_per_execution", "validation_freq"), _COUNT),
+    **dict.fromkeys(("steps_per_epoch", "max_restarts"), Range(0, MOST_STEPS)),
+    "learning_rate": Range(0, 1e6),
+    "start_timeout": Range(1, MOST_SECONDS),
+    "grace_seconds": Range(0, MOST_SECONDS),
+    "seed": Range(0, MOST_STEPS),
+}
 _BASE_OF_TASKS = "tfdist.tasks.base"  # a method inherited from there counts as missing
 
 
@@ -86,6 +96,9 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
                 "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
                 f"Received: {sizes[0]} and {sizes[1]}."
             )
+        elif max(sizes) not in _COUNT:
+            field = "global_batch_size" if sizes[0] else "per_replica_batch_size"
+            yield from _COUNT.faults(field, max(sizes))
         elif typed("cluster") and traits:
             tasks = config.cluster.workers if workers is None else workers
             if (replicas := _known_replicas(config.strategy, traits, tasks)) and (
@@ -106,13 +119,9 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
         yield from nan_policy_faults(config.nan_policy, config.strategy.name, traits)
     if typed("jit_compile", "precision", "optimizer") and traits:
         yield from _refused_option_faults(config, traits)
-    least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
-    least_values |= {"max_restarts": 0, "start_timeout": 1, "validation_freq": 1}
-    for name, least in least_values.items():
-        if typed(name) and not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
-            yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."
-    if typed("seed") and not 0 <= config.seed < 2**31:
-        yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
+    for name, allowed in _RANGES.items():
+        if typed(name):
+            yield from allowed.faults(name, getattr(config, name))
 
 
 def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -193,10 +202,8 @@ def _full_name(kind: type) -> str:
 
 def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_cluster: bool) -> Iterator[str]:
     workers = config.cluster.workers
-    if workers < 1:
-        yield f"cluster.workers must be 1 or more. Received: {workers}."
-    if config.cluster.ps < 0:
-        yield f"cluster.ps must be 0 or more. Received: {config.cluster.ps}."
+    yield from Range(1, MOST_TASKS).faults("cluster.workers", workers)
+    yield from Range(0, MOST_TASKS).faults("cluster.ps", config.cluster.ps)
     if traits is None:
         return
     if traits.asynchronous:
@@ -217,7 +224,7 @@ def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_clust
 def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
     number = config.cluster.evaluator
     if number not in (0, 1):
-        yield f"cluster.evaluator must be 0 or 1. Received: {number}."
+        yield f"cluster.evaluator must be 0 or 1. Received: {format_value(number)}."
     if number < 1:
         return
     if config.backup.save_freq == "never":
