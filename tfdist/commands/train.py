@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -48,6 +49,7 @@ from tfdist.runtime.log import logger, print_always
 if TYPE_CHECKING:
     from tfdist.training.trainer import Trainer
 
+_CLOCK_SECONDS = 60  # by which the clock of a file server may be behind
 _SOURCE = "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts
 
 
@@ -89,6 +91,15 @@ def _main(argv: Sequence[str]) -> int:
                 return _run(command.config, command.workdir, found, argv)
     except (ClusterError, BackupError, WriteError, FloatingPointError) as e:
         logger.error(e)
+        return 1
+    except SystemExit as e:
+        if e.code not in (0, None):
+            raise
+        *_, frame = traceback.extract_tb(e.__traceback__)
+        logger.error(
+            f"sys.exit({e.code or ''}) was called before the results were written ({frame.filename}:{frame.lineno}). To end the training "
+            "and write them, set model.stop_training = True in a callback; to fail, raise an error."
+        )
         return 1
     for fault in faults:
         logger.error(fault)
@@ -161,7 +172,16 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     environ = {**os.environ, _SOURCE: "tf_config"}
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
     limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True}
-    return Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
+    began = time.time()
+    code = Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
+    summary = workdir / "summary.json"
+    if code == 0 and not (summary.exists() and summary.stat().st_mtime >= began - _CLOCK_SECONDS):
+        logger.error(
+            f"all tasks ended with exit code 0, and none has written {format_value(str(summary))}: the task or a callback ends the "
+            "process (os._exit). Their output is in the folder logs."
+        )
+        return 1
+    return code
 
 
 def train(
@@ -239,7 +259,7 @@ def train(
     if config.export.best:
         best = os.path.join(exports, "best")
         callbacks.append(export_best.ExportBest(best, config.export.best, config.export.mode))
-    callbacks += configured.build_callbacks(config)
+    callbacks += configured.build_callbacks(config, trainer.is_chief)
     history = trainer.fit(
         model,
         lambda context: task.train_data(context, batch_size, config.seed),

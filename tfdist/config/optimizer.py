@@ -182,8 +182,7 @@ class OptimizerConfig:
             yield f"optimizer.gradient_accumulation_steps must be 0 (off) or 2 to {MOST_STEPS}. Received: {format_value(steps)}."
         for name, value in arguments.items():
             where = f"optimizer.options.{name}" if name in self.options else f"optimizer.{name}"
-            allowed = _RANGES_OF.get((self.name, name)) or _RANGES.get(name)
-            if allowed and name in takes:
+            if name in takes and (allowed := range_of(self.name, name)):
                 yield from allowed.faults(where, value)
         names = arguments.get("exclude_layers", [])
         if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
@@ -196,3 +195,23 @@ class OptimizerConfig:
                 f"optimizer.weight_decay_exclude is {self.weight_decay_exclude!r}, but no weight decays: set "
                 "optimizer.weight_decay, or leave weight_decay_exclude empty."
             )
+
+
+def range_of(optimizer: str, argument: str) -> Range | None:
+    """Returns the range of an optimizer's argument, or None where it is no number or is checked otherwise."""
+    return _RANGES_OF.get((optimizer, argument)) or _RANGES.get(argument)
+
+
+def accumulation_fault(accumulated: int, steps: int) -> str:
+    """Returns the error for an accumulation of gradients that is longer than the run, or an empty text.
+
+    Args:
+        accumulated: `gradient_accumulation_steps`.
+        steps: Steps of the run.
+    """
+    if accumulated <= steps:
+        return ""
+    return (
+        f"optimizer.gradient_accumulation_steps is {accumulated}, but the run has {steps} steps, so that no weight would be updated; "
+        "accumulate fewer, or train longer."
+    )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import sys
 import typing
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from tfdist.config import callbacks, registry
+from tfdist.config.optimizer import accumulation_fault
 from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, MOST_TASKS, Range
 from tfdist.config.schedule import SCALINGS
 from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
@@ -58,6 +60,10 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
             traits = config.strategy.traits
     if typed("optimizer"):
         yield from config.optimizer.faults()
+        steps = config.steps_per_epoch * config.epochs if typed("epochs", "steps_per_epoch") else 0
+        accumulated = config.optimizer.arguments().get("gradient_accumulation_steps", 0)
+        if steps > 0 and isinstance(accumulated, int) and (fault := accumulation_fault(accumulated, steps)):
+            yield fault
     if typed("schedule"):
         yield from config.schedule.faults()
     if typed("learning_rate_scaling"):
@@ -80,7 +86,8 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     if typed("export"):
         yield from config.export.faults()
         if typed("task", "epochs", "validation_freq"):
-            yield from _export_faults(config)
+            best = config.export.best
+            yield from _metric_faults(config, f"export.best is {format_value(best)}", best)
     if typed("monitoring"):
         yield from config.monitoring.faults()
     if typed("task", "task_options"):
@@ -114,7 +121,9 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     ):
         yield f"initial_weights must be a file .weights.h5 or .keras. Received: {format_value(config.initial_weights)}."
     if typed("callbacks"):
-        yield from callbacks.faults(config.callbacks)
+        yield from (found := list(callbacks.faults(config.callbacks)))
+        if not found and typed("task", "epochs", "validation_freq", "optimizer"):
+            yield from _callback_faults(config)
     if typed("nan_policy", "strategy"):
         yield from nan_policy_faults(config.nan_policy, config.strategy.name, traits)
     if typed("jit_compile", "precision", "optimizer") and traits:
@@ -154,9 +163,22 @@ def unknown_field(path: str, name: str, known: Collection[str]) -> str:
     return f"{path}: unknown config field {format_value(name)}{did_you_mean(name, known)} {fields}"
 
 
-def _export_faults(config: TrainConfig) -> Iterator[str]:
-    monitored = f"export.best is {format_value(config.export.best)}"
-    if not config.export.best.startswith("val_"):
+def _callback_faults(config: TrainConfig) -> Iterator[str]:
+    for name, metric in dict.fromkeys(callbacks.monitored(config.callbacks)):
+        yield from _metric_faults(config, f"callbacks: {name} monitors {format_value(metric)}", metric)
+    names = [name for name, _ in callbacks.parse(config.callbacks)]
+    if (
+        "SwapEMAWeights" in names
+        and ":" not in config.optimizer.name
+        and not config.optimizer.arguments().get("use_ema")
+    ):
+        yield "callbacks: SwapEMAWeights needs optimizer.use_ema=True, which is False; set it, or remove the callback."
+    if "RemoteMonitor" in names and not importlib.util.find_spec("requests"):
+        yield "callbacks: RemoteMonitor needs the package requests, which is not installed; install it, or remove the callback."
+
+
+def _metric_faults(config: TrainConfig, monitored: str, metric: str) -> Iterator[str]:
+    if not metric.startswith("val_"):
         return
     if not _has_eval_data(config):
         yield f"{monitored}, but task {config.task!r} has no method eval_data; add one, or use a metric of the training, such as loss."
