@@ -105,6 +105,20 @@ ROWS = [
         "validation_freq=3", "callbacks=EarlyStopping()", words=("'val_loss', but no epoch is validated: validation",)
     ),
 ]
+ROWS += [
+    Row(("new-task", "__init__"), ("Names that begin with __ are Python's own",)),
+    Row(("new-task", "a\x1b[31mb"), ("must be a Python identifier",)),
+    Row(("new-task", "x" * 5000), ("...",)),
+    Row(("launch", "--workers=1000000000", "--", "true"), ("--workers=1000000000",)),
+    Row(
+        ("cluster", "emit", *TRAIN[1:], "--config.cluster.workers=1000000000"), ("cluster.workers must be 1 to 10000",)
+    ),
+    Row(("cluster", "show", "--format=\x1b[31m"), ("flag --format",)),
+    train(f"backup.dir={'x' * 5000}", words=("xxx...",)),
+    train(f"export.dir={'x' * 5000}", words=("xxx...",)),
+    train("backup.dir=a\x1b[31m\nb/" + "x" * 5000, words=("\\x1b[31m\\nb",)),
+    train("backup.dir=file", words=("backup.dir must be a folder, and 'file' is a file",)),
+]
 
 CONFIG = """
 import tfdist

@@ -19,10 +19,12 @@ if __name__ == "__main__":
     interrupt.before_imports()
 
 from tfdist.config import command_line
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, printable_lines
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime.log import logger, print_always
+
+_MOST = 10_000  # tasks; more are a mistake
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,9 +33,16 @@ def main(argv: Sequence[str]) -> int:
 
     print_always()
     values = flags.FlagValues()
-    flags.DEFINE_integer("workers", 1, "Number of training tasks.", lower_bound=1, flag_values=values)
     flags.DEFINE_integer(
-        "ps", 0, "Number of parameter servers; a chief comes on top.", lower_bound=0, flag_values=values
+        "workers", 1, "Number of training tasks.", lower_bound=1, upper_bound=_MOST, flag_values=values
+    )
+    flags.DEFINE_integer(
+        "ps",
+        0,
+        "Number of parameter servers; a chief comes on top.",
+        lower_bound=0,
+        upper_bound=_MOST,
+        flag_values=values,
     )
     flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
     flags.DEFINE_float(
@@ -73,13 +82,14 @@ def main(argv: Sequence[str]) -> int:
         return launcher.run()
     except flags.IllegalFlagValueError as e:
         print(
-            str(e).replace("invalid literal for int() with base 10:", "expected a whole number. Received:"),
+            printable_lines(e).replace("invalid literal for int() with base 10:", "expected a whole number. Received:"),
             file=sys.stderr,
         )
         return 2
     except (ConfigError, flags.Error) as e:
         hint = "" if "--" in arguments else " Write the command behind --: tfdist launch --workers=2 -- COMMAND."
-        print(f"{e}{hint if isinstance(e.__cause__, flags.UnrecognizedFlagError) else ''}", file=sys.stderr)
+        hint = hint if isinstance(e.__cause__, flags.UnrecognizedFlagError) else ""
+        print(f"{printable_lines(e)}{hint}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `--help | head`
         raise

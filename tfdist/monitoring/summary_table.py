@@ -10,6 +10,8 @@ from typing import Any
 
 from rich import console, table  # Keras has imported it already
 
+from tfdist.errors import printable
+
 
 def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, str]]:
     """Returns names and values of the table, without values that were not measured.
@@ -60,7 +62,8 @@ def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # there may be no output
     # A path or a metric's name that the terminal's encoding lacks must not fail a run that has ended well.
     text = [
-        [cell.encode(encoding, "backslashreplace").decode(encoding) for cell in row] for row in rows(summary, workdir)
+        [printable(cell).encode(encoding, "backslashreplace").decode(encoding) for cell in row]
+        for row in rows(summary, workdir)
     ]
     if not is_terminal():
         print(*map(": ".join, text), sep="\n", flush=True)
