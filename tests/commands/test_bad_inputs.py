@@ -119,12 +119,58 @@ ROWS += [
     train("backup.dir=a\x1b[31m\nb/" + "x" * 5000, words=("\\x1b[31m\\nb",)),
     train("backup.dir=file", words=("backup.dir must be a folder, and 'file' is a file",)),
 ]
+OMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_NAMESPACE": "x"}
+PODS = {"TFDIST_SERVICE": "s", "HOSTNAME": "pod-0"}
+SHOW = ("cluster", "show", "--timeout=1")
+
+
+def environment(words: str, **variables: str) -> Row:
+    return Row(SHOW, (words,), environ=tuple(variables.items()))
+
+
+ROWS += [
+    environment("TFDIST_PODS must be the number of pods, 1 or more", **PODS, TFDIST_PODS="0"),
+    environment("JOB_COMPLETION_INDEX must be 0 to 1", **PODS, TFDIST_PODS="2", JOB_COMPLETION_INDEX="5"),
+    environment(
+        "OMPI_COMM_WORLD_RANK must be 0 to 1", **OMPI, OMPI_COMM_WORLD_RANK="5", OMPI_COMM_WORLD_LOCAL_SIZE="1"
+    ),
+    environment("LOCAL_SIZE must be more than", **OMPI, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_LOCAL_SIZE="5"),
+    Row(("train", "--config=/proc/kmsg"), ("expected a regular file", "--config=/proc/kmsg"))
+    if os.geteuid() == 0
+    else ROWS[0],
+    Row(("train", f"--config={'x' * 5000}"), ("no such file, and no preset",)),
+    Row(("train", "--config=a\x1b[31m\n"), ("a\\x1b[31m\\n: no such file",)),
+    train("strategy.devices=/job:worker/device:CPU:0", words=("strategy.devices must be names such as GPU:0",)),
+    train(f"task_options.filters={10**12}", words=("task_options.filters must be 1 to 100000",)),
+    train(f"task_options.filters={10**30}", words=("task_options.filters must be 1 to 100000",)),
+    train(
+        "compression.name=int8", f"compression.block={2**60}", words=("compression.block must be a power of two, 4 to",)
+    ),
+    train("task=synthetic", f"task_options.width={10**30}", words=("task_options.width must be 1 to 1000000000",)),
+    Row(("train", "--config=cycle.py"), ("config.task_options must not hold itself",)),
+    Row(("train", "--config=options.py"), ("config.optimizer.options must be dict. Received: [1].",)),
+    Row(("train", "--config=names.py"), ("optimizer.options must have texts as names. Received: {1: 2}.",)),
+    Row(
+        ("train", "--config=null.py"),
+        ("backup.dir must be a folder, and a path has no null", "export.dir must be a fol"),
+    ),
+    Row(
+        (*TRAIN[:2], "--workdir=.", "--config.strategy.name=multi_worker_mirrored", "--config.cluster.workers=2"),
+        ("'logs' must be a folder for the tasks' output, and is a file",),
+    ),
+]
 
 CONFIG = """
 import tfdist
 def get_config():
     return tfdist.TrainConfig(task="digits", global_batch_size=64, steps_per_epoch=2, epochs=2)
 """
+PROGRAMS = {
+    "cycle.py": "made.task_options = made",
+    "options.py": "made.optimizer.options = [1]",
+    "names.py": "made.optimizer.options = {1: 2}",
+    "null.py": "made.backup.dir = made.export.dir = 'a\\0b'",
+}
 RUN = """
 import contextlib, io, json, os, sys, traceback
 from tfdist.__main__ import main
@@ -150,7 +196,10 @@ def results(tmp_path_factory):
     """Returns exit code, output and whether TensorFlow was imported, for each row."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "bad_config.py").write_text(CONFIG)
-    (folder / "file").write_text("a file")
+    for name in ("file", "logs"):
+        (folder / name).write_text("a file")
+    for name, line in PROGRAMS.items():
+        (folder / name).write_text(CONFIG.replace("    return", "    made =") + f"    {line}\n    return made\n")
     command = [sys.executable, "-c", RUN]
     text = json.dumps([(row.argv, row.environ) for row in ROWS])
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}

@@ -11,6 +11,8 @@ import json
 import pathlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tfdist import config
 from tfdist.config import (
@@ -175,12 +177,15 @@ def test_every_file_in_configs_passes(path, monkeypatch):
             {"task_options": synthetic.Options()},
             "takes task_options of tfdist.tasks.digits.Options. Received: tfdist.tasks.synthetic.Options;",
         ),
-        ({"task_options": digits.Options(filters=0)}, "task_options.filters must be 1 or more. Received: 0."),
+        ({"task_options": digits.Options(filters=0)}, "task_options.filters must be 1 to 100000. Received: 0."),
         (
             {"task_options": digits.Options(dropout=1)},
             "task_options.dropout must be 0 or more and below 1. Received: 1.0.",
         ),
-        ({"task": "synthetic", "task_options": synthetic.Options(layers=-1)}, "task_options.layers must be 0 or more."),
+        (
+            {"task": "synthetic", "task_options": synthetic.Options(layers=-1)},
+            "task_options.layers must be 0 to 1000000000.",
+        ),
         ({"global_batch_size": 0}, "Exactly one of global_batch_size and per_replica_batch_size must be set"),
         ({"per_replica_batch_size": 8}, "the other be 0. Received: 32 and 8."),
         ({"global_batch_size": -32, "per_replica_batch_size": 32}, "the other be 0. Received: -32 and 32."),
@@ -542,3 +547,40 @@ def test_a_field_that_is_new_makes_no_backup_another_trainings():
         patience: float = 3.0
 
     assert train.fixed(config.TrainConfig(strategy=Later(patience=4.0))) == train.fixed(config.TrainConfig())
+
+
+VALUES = st.one_of(
+    st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=300), st.lists(st.integers(), max_size=2)
+)
+GROUPS = (
+    "optimizer",
+    "schedule",
+    "strategy",
+    "backup",
+    "export",
+    "monitoring",
+    "compression",
+    "cluster",
+    "task_options",
+)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_value_of_any_field_is_taken_or_answered_with_printable_sentences(data):
+    checked = make(steps_per_epoch=2)
+    group = data.draw(st.sampled_from(("", *GROUPS)))
+    holder = getattr(checked, group) if group else checked
+    names = [field.name for field in dataclasses.fields(holder) if field.name not in GROUPS]
+    name = data.draw(st.sampled_from(names))
+    value = data.draw(VALUES)
+    if name == "options":
+        options = [key for key, kind in {**optimizer_lib.OPTIMIZERS["muon"], **optimizer_lib.EVERY_OPTIMIZER}.items()]
+        holder.name, value = (
+            ("muon", {data.draw(st.sampled_from(options)): value}) if group == "optimizer" else ("int8", value)
+        )
+    setattr(holder, name, value)
+    try:
+        validation.check(checked)
+    except ConfigError as e:
+        assert all(fault.isprintable() and len(fault) < 1500 for fault in e.faults)

@@ -161,6 +161,9 @@ class OptimizerConfig:
                 f"Expected one of {', '.join(sorted(OPTIMIZERS))}, or your own as 'package.module:Class'."
             )
             return
+        if not all(isinstance(name, str) for name in self.options):
+            yield f"optimizer.options must have texts as names. Received: {format_value(self.options)}."
+            return
         takes = self.option_fields()
         arguments = self.arguments()
         for name in arguments:

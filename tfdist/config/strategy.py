@@ -18,7 +18,9 @@ TRANSPORTS = (*TENSORFLOW_TRANSPORTS, "gloo", "mpi", "shared_memory")
 MAX_VIRTUAL_CPUS = 256
 
 
-_DEVICE = re.compile(r"(/\w+:[\w:/]+/device:|/device:|/)?(CPU|GPU|TPU)(:[0-9]+)?", re.IGNORECASE)
+_DEVICE = re.compile(
+    r"(/job:localhost(/replica:0)?(/task:0)?/device:|/device:|/)?(CPU|GPU|TPU)(:[0-9]+)?", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass

@@ -143,6 +143,8 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
             yield f"{path}.{name}", unknown_field(f"{path}.{name}", name, fields)
     for field in fields.values():
         value, expected = getattr(config, field.name), hints[field.name]
+        if typing.get_origin(expected) is dict:
+            expected = dict
         where = f"{path}.{field.name}"
         number = isinstance(value, int) and not isinstance(value, bool)
         if expected is float and number and abs(value) <= sys.float_info.max:

@@ -12,6 +12,7 @@ from tfdist.config import TrainConfig
 from tfdist.config import callbacks as callbacks_lib
 from tfdist.errors import ConfigError, describe_error, format_value, unknown_name_message
 from tfdist.runtime.files import write_error_reason
+from tfdist.training import task_checks
 from tfdist.training.trainer import Trainer
 
 # Methods by which a model makes the names of its metrics; where one is the user's own, they are known after an epoch.
@@ -42,7 +43,7 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
     try:
         with trainer.scope():
             model.load_weights(path)
-    except (OSError, ValueError, KeyError) as e:
+    except Exception as e:  # whatever a file that is no archive makes readers raise
         raise ConfigError(
             f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {describe_error(e)} Give a file of this model's weights, "
             "which every task can read."
@@ -152,7 +153,8 @@ def build_model(
         optimizer: Makes the optimizer.
     """
     with trainer.scope():
-        model = task.build_model()
+        model = task_checks.checked_model(config.task, task.build_model())
+        given = task_checks.checked_compile_arguments(config.task, model, task.compile_arguments())
         arguments = {"jit_compile": config.jit_compile, "steps_per_execution": config.steps_per_execution}
-        model.compile(optimizer=optimizer(), **{**arguments, **task.compile_arguments()})
+        model.compile(optimizer=optimizer(), **{**arguments, **given})
     return model
