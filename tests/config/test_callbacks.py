@@ -1,6 +1,8 @@
 """The field `callbacks`."""
 
+import contextlib
 import inspect
+import re
 
 import keras
 import pytest
@@ -71,3 +73,28 @@ def test_a_fault_is_one_sentence_before_tensorflow_is_loaded(text, said):
 def test_what_only_shows_later_is_one_sentence(text, said):
     with pytest.raises(ConfigError, match=said):
         build_callbacks(TrainConfig(callbacks=text))
+
+
+@pytest.mark.parametrize(
+    ("monitor", "logs", "said"),
+    [
+        ("val_acc", {"loss": 1.0, "accuracy": 0.5}, "'val_acc'; did you mean 'val_accuracy'?"),
+        ("acc", {"loss": 1.0, "accuracy": 0.5}, "unknown metric of callback EarlyStopping 'acc'"),
+        ("val_accuracy", {"loss": 1.0, "accuracy": 0.5}, ""),
+        ("learning_rate", {"loss": 1.0}, ""),
+    ],
+)
+def test_a_metric_that_no_step_reports_ends_the_training_at_its_first_step(monitor, logs, said):
+    monitored, *_ = build_callbacks(TrainConfig(callbacks=f"EarlyStopping(monitor={monitor})"))
+    monitored.set_model(keras.Sequential())
+    with pytest.raises(ConfigError, match=re.escape(said)) if said else contextlib.nullcontext():
+        monitored.on_train_batch_end(0, logs)
+
+
+def test_a_metric_of_the_users_own_step_is_missed_after_the_first_epoch_that_is_validated():
+    monitored = MonitoredMetrics([("EarlyStopping", "val_own"), ("EarlyStopping", "own")], at_once=False)
+    monitored.set_model(keras.Sequential())
+    monitored.on_train_batch_end(0, {"loss": 1.0})
+    monitored.on_epoch_end(0, {"loss": 1.0, "own": 2.0})
+    with pytest.raises(ConfigError, match="unknown metric of callback EarlyStopping 'val_own'"):
+        monitored.on_epoch_end(1, {"loss": 1.0, "own": 2.0, "val_loss": 1.0})

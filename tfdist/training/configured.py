@@ -45,7 +45,7 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
             model.load_weights(path)
     except Exception as e:  # whatever a file that is no archive makes readers raise
         raise ConfigError(
-            f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {describe_error(e)} Give a file of this model's weights, "
+            f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {describe_error(e).rstrip('.')}. Give a file of this model's weights, "
             "which every task can read."
         ) from e
 
