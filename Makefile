@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-all test-torch test-versions slow durations lint docs system-deps clean
 
 demo: .venv/.installed
-	$(BIN)/tfdist train --config=digits_multi_worker --workdir=runs/demo
+	$(BIN)/tfdist train --config=digits_multi_worker --workdir=runs/demo --overwrite
 
 # Processes that run tests: one more than there are cores for those that compute, and two for those that mostly wait.
 # A file is one process's. After a process that crashed, pytest-xdist would wait for the rest of its file without limit.

@@ -15,10 +15,14 @@ from tfdist.version import __version__
 # The module of each command, and what the help says of it.
 COMMANDS = {
     "train": ("tfdist.commands.train", "train what a preset or a config file says"),
-    "launch": ("tfdist.commands.launch", "run a script as several tasks on this machine, and restart them"),
+    "presets": ("tfdist.commands.presets", "list the presets that tfdist train --config takes"),
+    "launch": (
+        "tfdist.commands.launch",
+        "run a script as several tasks, on this machine or on several, and restart them",
+    ),
     "cluster": ("tfdist.commands.cluster", "show or check the cluster found here, emit jobs for schedulers"),
     "backup": ("tfdist.commands.backup", "show the backups of a run, export a model from one"),
-    "doctor": ("tfdist.commands.doctor", "say what this machine and environment give, and what to mend"),
+    "doctor": ("tfdist.commands.doctor", "say what this machine and environment give, and what to fix"),
     "new-task": ("tfdist.commands.new_task", "write the files that a task of your own begins with"),
 }
 
@@ -44,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str], imported: Callable[[], None] = lambda: None) -> int:
     word, rest = (argv[1], argv[2:]) if len(argv) > 1 else ("", [])
+    if word == "help" and rest:  # `tfdist help train`
+        word, rest = rest[0], ["--help"]
     name = word.replace("_", "-")
-    if word in ("--help", "-h"):
+    if word in ("--help", "-h", "help"):
         print(_help())
     elif word == "--version" or (name in COMMANDS and list(rest) == ["--version"]):
         print(f"tfdist {__version__}")
@@ -71,7 +77,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "tfdist COMMAND --help explains the flags of a command. Dashes and underscores in their names are equivalent.",
+            "tfdist COMMAND --help, or tfdist help COMMAND, explains the flags of a command. Dashes and underscores in their names are equivalent.",
             "python -m tfdist is the same as tfdist; python -m tfdist.train as tfdist train, and so for launch, cluster, backup, doctor.",
         ]
     )

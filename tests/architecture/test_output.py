@@ -13,9 +13,16 @@ PRINTING = {
     "commands/cluster.py",
     "commands/launch.py",
     "config/flags.py",
-    "monitoring/summary_table.py",
+    "commands/summary_table.py",
 }
-PRINTING |= {"__main__.py", "commands/doctor.py", "commands/backup.py", "commands/new_task.py", "runtime/log.py"}
+PRINTING |= {
+    "__main__.py",
+    "commands/doctor.py",
+    "commands/backup.py",
+    "commands/new_task.py",
+    "commands/presets.py",
+    "runtime/log.py",
+}
 
 
 def printing(module: ast.Module) -> Iterator[int]:

@@ -476,6 +476,89 @@ def test_backups_stay_until_the_model_is_written(trainer, tmp_path):
     assert (tmp_path / "backup").exists()
 
 
+@pytest.mark.parametrize(
+    ("epochs", "says"),
+    [
+        (2, "To train further, raise epochs. Received: 2."),
+        (3, "More epochs train nothing, as a callback, or stop_training, has stopped it."),
+    ],
+)
+def test_a_finished_training_that_is_started_again_is_told_so_once(trainer, tmp_path, capsys, epochs, says):
+    def stop(epoch, logs):
+        trained.model.stop_training = epochs == 3 and epoch == 1
+
+    trained = keras.callbacks.LambdaCallback(on_epoch_end=stop)
+    fit_line(trainer, backup(tmp_path), trained, epochs=epochs)
+    assert "fit trains nothing" not in capsys.readouterr().out
+    again = backup(tmp_path)
+    model = fit_line(trainer, again, trained, epochs=epochs)
+    out = capsys.readouterr().out
+    where = f"the training in backup_dir {str(tmp_path / 'backup')!r} finished at epoch 2 (step {2 * STEPS}). {says} "
+    assert out.count(f"tfdist: fit trains nothing: {where}To train again from the beginning, remove its backups") == 1
+    assert "going on from step" not in out and "trainer.delete_backup()" in out
+
+    trainer.fit(
+        model, **DATA["function"](), epochs=1, verbose=0, callbacks=[again]
+    )  # a second fit, which is not reached again
+    fit_line(trainer, backup(tmp_path), trained, epochs=epochs)
+    out = capsys.readouterr().out
+    assert "fit trains nothing" not in out and f"going on from step {2 * STEPS} (the end of epoch 2)" in out
+    trainer.delete_backup()
+
+
+WAYS = {
+    "save": (lambda model, path: model.save(path / "model.keras"), False),
+    "export": (lambda model, path: model.export(path / "exported", verbose=False), False),
+    "trainer.export": (lambda model, path: model.distribute_strategy.trainer.export(model, path / "exported"), False),
+    "delete_backup": (lambda model, path: model.save(path / "model.keras", delete_backup=False), True),
+    "weights": (lambda model, path: model.save_weights(path / "model.weights.h5"), True),
+    "another model": (lambda model, path: build(model.distribute_strategy.trainer).save(path / "model.keras"), True),
+    "delete_checkpoint": (lambda model, path: model.save(path / "model.keras"), True),
+    "fails": (lambda model, path: model.save(path), True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_saving_a_model_after_its_fit_removes_the_backups_of_that_fit(trainer, tmp_path, way):
+    save, stays = WAYS[way]
+    trainer._take_models()  # another module may have made a trainer of this strategy since
+    model = fit_line(trainer, backup(tmp_path, delete_checkpoint=way != "delete_checkpoint"))
+    with contextlib.suppress(ValueError):
+        save(model, tmp_path)
+    assert (tmp_path / "backup").exists() == stays
+    trainer.delete_backup()
+
+
+class Saves(keras.callbacks.Callback):
+    """A user's callback that saves."""
+
+    def __init__(self, trainer, folder):
+        super().__init__()
+        self.trainer, self.folder = trainer, folder
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.save(self.folder / "own.keras")
+        self.model.export(self.folder / "own", verbose=False)
+        self.trainer.save(self.model, self.folder / "trainers.keras")
+
+    def on_train_end(self, logs=None):
+        self.model.save(self.folder / "end.keras")
+
+
+def test_what_a_callback_saves_removes_no_backup(trainer, tmp_path):
+    saved = backup(tmp_path)
+    model = fit_line(trainer, saved)
+    callbacks = [keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"), Saves(trainer, tmp_path), saved]
+    trainer.fit(model, **DATA["function"](), epochs=1, verbose=0, callbacks=callbacks)
+    assert {"model.keras", "own.keras", "own", "trainers.keras", "end.keras"} < {
+        path.name for path in tmp_path.iterdir()
+    }
+    for fit, step in ((tmp_path / "backup", 2 * STEPS), (tmp_path / "backup" / "fit-2", STEPS)):
+        assert (fit / f"step-{step}-end" / "manifest.json").exists()
+    model.save(tmp_path / "model.keras")
+    assert not (tmp_path / "backup").exists(), "those of both fits"
+
+
 def test_time_is_a_reason_to_save(trainer, tmp_path):
     saved = backup(tmp_path, 10**6, save_every_seconds=1e-6, keep=100)
     fit_line(trainer, saved, epochs=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 from tfdist import cluster
 from tfdist.cluster import local
 from tfdist.errors import ConfigError
+from tfdist.runtime import temporary
 
 
 def test_ports_are_free_and_different():
@@ -34,6 +37,30 @@ def test_a_port_that_another_process_was_given_is_not_given_again():
         [sys.executable, "-c", f"from tfdist.cluster import local; {code}"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"[{free}]\n"
+
+
+def of_another_user(folder):
+    if os.geteuid():
+        pytest.skip("only root gives a folder away")
+    folder.mkdir(0o700)
+    os.chown(folder, 65534, 65534)
+
+
+def link(folder):
+    (folder.parent / "elsewhere").mkdir(0o700)
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "squat", [of_another_user, link, lambda folder: folder.mkdir() or folder.chmod(0o777), pathlib.Path.touch]
+)
+def test_a_strangers_folder_in_place_of_the_users_is_not_used(tmp_path, monkeypatch, squat):
+    monkeypatch.setattr(temporary, "_OF_ALL_PROCESSES", str(tmp_path))
+    folder = tmp_path / f".tfdist-{os.geteuid()}"
+    squat(folder)
+    assert temporary.user_folder() is None
+    assert len(set(cluster.free_ports(3))) == 3
+    assert not folder.is_dir() or not list(folder.iterdir())
 
 
 def test_a_port_in_use_is_not_given(monkeypatch):

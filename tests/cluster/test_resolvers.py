@@ -486,6 +486,92 @@ def test_a_fault_of_a_list_is_named(given, said):
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "addresses", "here"),
+    [
+        ({"hosts": f"{OWN},h2"}, f"{OWN}:2222 h2:2222", "worker:0"),
+        ({"hosts": f"h1,{OWN.upper()}:3000"}, f"h1:2222 {OWN.upper()}:3000", "worker:1"),
+        ({"hosts": "h1,h2", "task": "worker:1"}, "h1:2222 h2:2222", "worker:1"),
+        ({"hosts": f"h1,{OWN}", "workers_per_host": 1}, f"h1:2222 {OWN}:2222", "worker:1"),
+        (
+            {"hosts": f"h1, {OWN}", "workers_per_host": 2},
+            f"h1:2222 h1:2223 {OWN}:2222 {OWN}:2223",
+            "worker:2 worker:3",
+        ),
+        (
+            {"hosts": "h1:70,[fd00::1]:80", "workers_per_host": 2, "task": "worker:3,worker:2, worker:3"},
+            "h1:70 h1:71 [fd00::1]:80 [fd00::1]:81",
+            "worker:3 worker:2",
+        ),
+        ({"hosts": f"{OWN}:1,{OWN}:2"}, f"{OWN}:1 {OWN}:2", "worker:0 worker:1"),
+        ({"hosts": "127.0.0.1"}, "127.0.0.1:2222", "worker:0"),
+        (
+            {"hosts": f"{OWN},h2", "ps_hosts": f"{OWN},h3", "workers_per_host": 2},
+            f"{OWN}:2222 {OWN}:2223 h2:2222 h2:2223 {OWN}:2224 h3:2222",
+            "chief:0 worker:0 ps:0",
+        ),
+        ({"hostfile": f"h1 slots=2 # two\n\n{OWN}\n"}, f"h1:2222 h1:2223 {OWN}:2222", "worker:2"),
+        (
+            {"hostfile": f"h1\n{OWN}\n", "workers_per_host": 2},
+            f"h1:2222 h1:2223 {OWN}:2222 {OWN}:2223",
+            "worker:2 worker:3",
+        ),
+        ({"hostfile": f"{OWN} slots=2\n", "ps_hosts": "h3"}, f"{OWN}:2222 {OWN}:2223 h3:2222", "chief:0 worker:0"),
+    ],
+)
+def test_a_host_has_its_tasks_of_a_list(given, addresses, here, tmp_path):
+    if "hostfile" in given:
+        (tmp_path / "hosts").write_text(given["hostfile"])
+        given = {**given, "hostfile": str(tmp_path / "hosts")}
+    spec, tasks = hosts.local_tasks(**given)
+    assert (" ".join(map(spec.address, spec.tasks())), " ".join(map(str, tasks))) == (addresses, here)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"hosts": "h1,h2"},
+            "is none of h1, h2: write the names or addresses by which the hosts reach each other, or name",
+        ),
+        ({"hosts": "localhost,127.0.0.1:7"}, "localhost, 127.0.0.1 are all addresses of this host ("),
+        ({"hosts": "h1,h2", "task": "worker:2"}, "task must be one of worker:0, worker:1. Received: 'worker:2'."),
+        (
+            {"hosts": "h1,h2", "task": "worker:0 worker:1"},
+            "task must be one of worker:0, worker:1. Received: 'worker:0 w",
+        ),
+        ({"hosts": "h1,h2", "task": ","}, "task must be one of worker:0, worker:1. Received: ','."),
+        (
+            {"hosts": "h1,H1"},
+            "hosts has 'h1' more than once; write each host once, and workers_per_host=2 for two tasks.",
+        ),
+        ({"hosts": "h1:1,h1:1"}, "hosts has 'h1:1' more than once"),
+        ({"hosts": "h1,h1:2222"}, "address 'h1:2222' is already that of worker:0"),
+        ({"hosts": "h1", "ps_hosts": "h3,h3"}, "ps_hosts has 'h3' more than once; give each server of a host a port"),
+        ({"hosts": "h1:1,h1:2", "workers_per_host": 2}, "worker:2: address 'h1:2' is already that of worker:1"),
+        ({"hosts": "h1:65535", "workers_per_host": 2}, "port 65536 of 'h1:65536' is out of range"),
+        ({"hosts": f"h1:{'9' * 5000}", "workers_per_host": 2}, "is out of range"),
+        ({"hosts": "h1:x", "workers_per_host": 2}, "is not 'host:port'"),
+        ({"hosts": "127.0.0.1,h2"}, "address '127.0.0.1:2222' is each host's own, but worker:1 is at 'h2:2222'"),
+        ({"hosts": "h1", "ps_hosts": "h3"}, "1 parameter servers need a chief and a worker besides"),
+        ({"hosts": " , "}, "hosts has no host; write it as host1,host2. Received: ' , '."),
+        ({}, "either hosts or hostfile must be given. Received: hosts='', hostfile=''."),
+        ({"hosts": "h1", "hostfile": "x"}, "either hosts or hostfile must be given"),
+        ({"hosts": "h1,h2", "workers_per_host": 10**9}, "a cluster has at most 10000 tasks. Received: 2000000000."),
+        ({"hostfile": "no/such"}, "hostfile no/such: No such file or directory."),
+        ({"hostfile": "# none\n"}, " has no host."),
+        ({"hostfile": "h1 slots=2\n", "workers_per_host": 2}, "leave out its slots, or workers_per_host."),
+    ],
+)
+def test_a_fault_of_the_tasks_of_a_host_is_named(given, said, tmp_path):
+    if " " in given.get("hostfile", ""):
+        (tmp_path / "hosts").write_text(given["hostfile"])
+        given = {**given, "hostfile": str(tmp_path / "hosts")}
+    with pytest.raises(ConfigError) as raised:
+        hosts.local_tasks(**given)
+    assert said in str(raised.value)
+
+
 def test_json_of_a_cluster_is_what_tf_config_has():
     found = discovery.resolve(slurm("n[1-2]", "1(x2)", 1, 1, 0))
     assert json.loads(found.cluster.to_tf_config(found.task)) == {

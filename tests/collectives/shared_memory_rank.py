@@ -131,7 +131,7 @@ def main():
     def lookup(key, timeout_seconds):
         text = get(key, timeout_seconds)
         if OPTIONS.get("unreachable") and key.endswith("address/0"):
-            return json.dumps(json.loads(text) | {"socket": "tfdist-of-another-host"})
+            return json.dumps(json.loads(text) | {"folder": "/of-another-host"})
         return text
 
     limits = {

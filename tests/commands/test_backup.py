@@ -8,6 +8,8 @@ import pytest
 
 from tests.backup.test_storage import write
 from tfdist import __main__ as command
+from tfdist.backup.contents import SavePoint
+from tfdist.backup.storage import Storage
 
 
 def run(capsys, *words):
@@ -60,6 +62,15 @@ def test_all_checksums_are_verified_and_what_is_damaged_is_named(capsys, backups
     assert f"{backups}/step-14/rank-1 is not what was written" in found[2]["why"] and not found[3]["why"]
     assert before == sorted((path, path.stat().st_mtime_ns) for path in backups.rglob("*")), "nothing was written"
     assert f"step-14: {backups}/step-14/rank-1 is not what was written" in run(capsys, "show", backups)[1]
+
+
+def test_a_backup_that_is_being_removed_is_not_shown(capsys, backups):
+    Storage(str(backups), 0, 2).remove(SavePoint(14, False))  # to which the other rank has not come
+    assert [path.name for path in (backups / "step-14").glob("rank-*.index")] == ["rank-1.index"]
+    code, out, _ = run(capsys, "show", backups)
+    assert code == 0 and "step-14" not in out and "unfinished" not in out
+    Storage(str(backups), 1, 2).remove(SavePoint(14, False))
+    assert not (backups / "step-14").exists()
 
 
 def test_no_whole_backup_is_exit_code_1(capsys, backups):

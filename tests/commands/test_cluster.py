@@ -106,10 +106,10 @@ def test_check_connects(capsys, monkeypatch):
         code, out, err = run(capsys, "check", "--connect", "--timeout=5")
     assert (code, err) == (0, "")
     assert "http_proxy=http://proxy:1" in out and "https_proxy=proxy:2" in out and "hunt" not in out
-    assert out.endswith("OK: all tasks can be reached\n")
+    assert out.startswith("worker:0 of 2 tasks\n") and out.endswith("OK: all tasks can be reached\n")
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": [own, absent]}))
     code, out, err = run(capsys, "check", "--connect", "--timeout=3")
-    assert code == 1 and f"worker:1 at {absent} (connection refused)" in err
+    assert code == 1 and f"worker:1 at {absent} (connection refused)" in err and "OK" not in out
 
 
 def test_every_wrong_tf_config_is_told_at_once_and_soon(tmp_path):

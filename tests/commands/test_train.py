@@ -1,8 +1,11 @@
 """`tfdist train` in this process: what it refuses before it trains. Its training runs are in tests/end_to_end/test_train.py."""
 
+import json
+
 import pytest
 
 from tfdist.commands import train
+from tfdist.config import TrainConfig
 
 
 @pytest.mark.parametrize("where", ["{0}/file", "{0}/file/below", "/proc/nowhere", "{0}/" + "x" * 300])
@@ -13,3 +16,73 @@ def test_a_work_directory_that_cannot_be_written_to_is_said(tmp_path, capsys, wh
     assert (
         said.startswith("tfdist: workdir must be a folder that can be written to. Received: ") and said.count("\n") == 1
     )
+
+
+FINISHED = {"training": "a", "steps": 6, "epochs": 2}
+
+
+def of(training, step):
+    return {"training": training, "position": {"step": step}}
+
+
+@pytest.mark.parametrize(
+    ("summary", "backups", "epochs", "keeps", "overwrite", "becomes"),
+    [
+        (None, {}, 2, False, False, "trained"),
+        (FINISHED, {}, 2, False, False, "refused"),
+        (FINISHED, {}, 3, False, False, "refused"),
+        (FINISHED, {}, 2, False, True, "replaced"),
+        ({}, {}, 2, False, False, "refused"),
+        (FINISHED, {"step-6-end": of("a", 6)}, 2, False, False, "trained"),  # killed before it had removed them
+        (FINISHED, {"step-6-end": of("a", 6)}, 2, False, True, "trained"),
+        (
+            FINISHED,
+            {"step-3-end": of("b", 3)},
+            2,
+            False,
+            False,
+            "trained",
+        ),  # of a run with --overwrite, which was killed
+        (FINISHED, {"step-3-end": of("b", 3)}, 2, True, True, "trained"),
+        (FINISHED, {"step-6-end": of("a", 6)}, 2, True, False, "refused"),
+        (FINISHED, {"step-6-end": of("a", 6)}, 3, True, False, "trained"),  # more epochs
+        (FINISHED, {"step-7": of("a", 7), "step-6-end": of("a", 6)}, 3, True, True, "trained"),
+        (FINISHED, {"step-6-end": of("a", 6), "step-3-end": of("a", 3)}, 2, True, True, "replaced"),
+    ],
+)
+def test_a_finished_run_is_replaced_only_with_overwrite(
+    tmp_path, capsys, summary, backups, epochs, keeps, overwrite, becomes
+):
+    (tmp_path / "model.keras").write_text("old")
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+    for name, manifest in backups.items():
+        (tmp_path / "backup" / name).mkdir(parents=True)
+        (tmp_path / "backup" / name / "manifest.json").write_text(json.dumps(manifest))
+    before = sorted(tmp_path.rglob("*"))
+    config = TrainConfig(epochs=epochs)
+    config.backup.delete_checkpoint = not keeps
+    found = train.FinishedRun(config, tmp_path, overwrite)
+    if becomes == "refused":
+        flags = [f"--config.epochs={epochs}", f"--config.backup.delete_checkpoint={not keeps}"]
+        assert train.main(["train", "--config=digits", f"--workdir={tmp_path}", *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"tfdist: workdir '{tmp_path}' holds a finished run. Choose another --workdir; or ")
+        assert "--overwrite" in line and "--config.epochs" in line
+        assert ("initial_weights=" in line) == (not keeps), "there is a backup from which more epochs go on"
+    else:
+        found.check()
+        found.replace()
+        said = "holds a finished run; training again from the beginning. Its model.keras and summary.json stay until"
+        assert (said in capsys.readouterr().out) == (becomes == "replaced")
+    if becomes == "replaced":
+        assert not [*tmp_path.glob("backup/step-*")] and (tmp_path / "model.keras").read_text() == "old"
+    else:
+        assert before == sorted(tmp_path.rglob("*")), "nothing was written"
+
+
+def test_a_task_that_a_supervisor_starts_again_belongs_to_the_run_that_is_there(tmp_path, monkeypatch):
+    (tmp_path / "summary.json").write_text(json.dumps(FINISHED))
+    (tmp_path / "restarts").write_text("1")
+    monkeypatch.setenv("TFDIST_PROGRESS", str(tmp_path))
+    train.FinishedRun(TrainConfig(), tmp_path, False).check()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import keras
+import numpy as np
 import pytest
 
 from tests.helpers import tiers
@@ -70,6 +72,16 @@ def test_a_config_file_and_the_configuration_of_a_run_hold_options(tmp_path):
     assert config.compression.options == {"scale": 0.25, "width": 32}
     (tmp_path / "config.json").write_text(json.dumps(train.to_dict(config)))
     assert flags.parse(["train", f"--config={tmp_path}/config.json"], "")[0] == config
+
+
+def test_with_one_replica_it_is_said_once_that_nothing_is_compressed(capsys):
+    trainer = Trainer("mirrored", devices=1, compression="int8")
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    for _ in range(2):
+        trainer.fit(model, np.ones((4, 2)), np.ones((4, 1)), batch_size=4, verbose=0)
+    assert capsys.readouterr().out.count("compression has no effect: with one replica there is nothing to send") == 1
 
 
 def test_the_trainer_takes_the_name_of_a_users_own_compressor():

@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 
 from tfdist import __main__ as command
-from tfdist.config import command_line
+from tfdist.config import command_line, files
 from tfdist.errors import ConfigError
 from tfdist.version import __version__
 
@@ -35,6 +35,7 @@ def values():
         (["--max-restarts", "3", "a-b"], (3, "", True), ["a-b"]),
         (["-max_restarts=3"], (3, "", True), []),
         (["--nodry-run"], (0, "", False), []),
+        (["--no-dry-run", "--no_dry_run"], (0, "", False), []),
         (["--log-dir=a-b=c-d"], (0, "a-b=c-d", True), []),
         (["--log-dir", "--max-restarts"], (0, "--max-restarts", True), []),  # a value, whatever it looks like
         (["--dry-run", "--log-dir=x"], (0, "x", True), []),
@@ -64,24 +65,26 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
     [
         (
             ["trian", "--config=digits"],
-            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, doctor, launch, new-task, train.\n",
+            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, doctor, launch, new-task, presets, train.\n",
         ),
+        (["help", "trian"], "unknown command 'trian'; did you mean 'train'? "),
+        (["presets", "digits"], "Usage: tfdist presets, without further words. Received: digits\n"),
         (["--verison"], "unknown flag '--verison'; did you mean '--version'? Known: --help, --version.\n"),
         ([], "Usage: tfdist COMMAND [FLAGS]; tfdist --help lists the commands.\n"),
-        (["doctor", "--no-device"], "unknown flag '--no-device'; did you mean '--no_devices'? "),
+        (["doctor", "--no-device"], "unknown flag '--no-device'; did you mean '--devices'? "),
         (["backup", "shwo", "docs"], "unknown command 'shwo'; did you mean 'show'? "),
         (["backup", "export", "docs", "x", "--stpe=1"], "unknown flag '--stpe'; did you mean '--step'? "),
         (["cluster", "show", "--fromat=json"], "unknown flag '--fromat'; did you mean '--format'? "),
         (
             ["cluster", "emit", "--config=digits", "--targte=slurm"],
-            "unknown flag --targte; did you mean '--target'? Known: --config, --config.field, --workdir, --help, --target, --name, ",
+            "unknown flag --targte; did you mean '--target'? Known: --config, --config.field, --workdir, --overwrite, --help, --target, --name, ",
         ),
         (["cluster", "emit", "--config=digits", "--memroy=1G"], "unknown flag --memroy; did you mean '--memory'? "),
         (["cluster", "chek"], "unknown command 'chek'; did you mean 'check'? Known: check, emit, show.\n"),
         (
             ["launch", "--max-restart=1", "--", "true"],
-            "unknown flag '--max-restart'; did you mean '--max_restarts'? Known: --grace_seconds, --help, --log_dir, --max_restarts, "
-            "--netns, --ps, --workers.\n",
+            "unknown flag '--max-restart'; did you mean '--max_restarts'? Known: --grace_seconds, --help, --hostfile, --hosts, --log_dir, "
+            "--max_restarts, --netns, --ps, --ps_hosts, --task, --workers, --workers_per_host.\n",
         ),
         (["train", "--config=digit"], "tfdist: --config=digit: no such file, and no preset; did you mean 'digits'? "),
         (
@@ -114,7 +117,39 @@ def test_help_names_every_command_and_each_names_both_ways_to_start_it(capsys):
         assert f"    tfdist {name} " in shown
         assert command.main(["tfdist", name, "--help"]) == 0
         assert f"tfdist {name} " in (of_command := capsys.readouterr().out)
-        assert f"python -m {module if name == 'new-task' else f'tfdist.{name}'}" in of_command
+        assert f"python -m {module if name in ('new-task', 'presets') else f'tfdist.{name}'}" in of_command
+        assert command.main(["tfdist", "help", name]) == 0
+        assert capsys.readouterr().out == of_command
+    assert command.main(["tfdist", "help"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["cluster"], "--memory: For `emit`: Memory for each task, as `4G`."),
+        (["cluster"], "--[no]connect: For `check`: try this task's port, and the names and"),
+        (["doctor"], "--[no]devices: Check the devices, for which TensorFlow is loaded."),
+        (["backup"], "--[no]json: Print JSON, for `show`."),
+        (["launch"], "-n,--workers: Number of training tasks on this machine."),
+        (["train"], "(--noconfig.FIELD is short for --config.FIELD=false)"),
+    ],
+)
+def test_help_explains_a_flag(capsys, words, told):
+    assert command.main(["tfdist", *words, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert told in shown and "see `tfdist.cluster" not in shown and "--[no]no" not in shown
+
+
+def test_presets_are_listed_with_a_line_on_each(capsys):
+    assert command.main(["tfdist", "presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == files.preset_names()
+    assert (
+        "digits                   Digits: a small CNN with BatchNorm and Dropout on 1437 real images, on one device."
+        in lines
+    )
+    assert all(line.endswith(".") and len(line) < 160 for line in lines)
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)

@@ -210,9 +210,10 @@ def test_versions(tmp_path, monkeypatch):
     finding = found(versions.check, {})["TensorFlow"]
     assert (finding.level, finding.value.startswith("2.17.0; ")) == (WARNING, True)
     assert finding.remedy.startswith("pip install 'tensorflow<2.23,>=2.18")
-    nightly = tmp_path / "keras_nightly-3.16.0.dev1.dist-info"
-    nightly.mkdir()
-    (nightly / "METADATA").write_text("Metadata-Version: 2.1\nName: keras-nightly\nVersion: 3.16.0.dev1\n")
+    for name in ("keras", "keras-nightly"):
+        folder = tmp_path / f"{name.replace('-', '_')}-3.14.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.14.0\n")
     keras = next(each for each in versions.check({}) if each.what == "Keras")
     assert (keras.level, keras.remedy) == (ERROR, "pip uninstall keras keras-nightly, and install one of them")
 

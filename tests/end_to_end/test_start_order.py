@@ -95,6 +95,27 @@ def test_roles_that_wait_for_each_other_in_vain_say_so(tasks):
     assert f"ps:0 cannot listen at 127.0.0.1:{taken}: port {taken} is taken by pid {os.getpid()}" in tasks.log(3)
 
 
+def test_tasks_without_a_shared_folder_name_the_remedies_on_each_task(tasks):
+    cluster = local_cluster(2)
+    for index in range(2):
+        tasks.start(cluster, index, f"--workdir={tasks.folder / str(index)}")
+    for index, process in enumerate(tasks.processes):
+        assert process.wait(150) == 2, tasks.log(index)
+        log = tasks.log(index)
+        assert (
+            f"tfdist: backup_dir '{tasks.folder}/{index}/backup' must be a folder that all tasks share, but task 1 does"
+            in log
+        )
+        for remedy in (
+            "backup_dir=..., ",
+            "--config.backup.dir=...",
+            "no backup_dir, ",
+            "--config.backup.save_freq=never",
+        ):
+            assert remedy in log
+        assert "says why" not in log and "Traceback" not in log
+
+
 @pytest.mark.full  # tasks of any launcher wait for each other, if shorter; tests/cluster/test_preflight.py has the wait's end
 def test_tasks_may_start_in_any_order(tasks):
     cluster = local_cluster(2)

@@ -19,6 +19,7 @@ from tests.helpers import gate, tiers
 from tests.helpers.terminal import Terminal
 from tfdist import config
 from tfdist.config import registry
+from tools.site import demo
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -83,25 +84,34 @@ def test_main_job_reaches_its_accuracy_and_says_so(main_job):
     # Other programs of this host may send as well: there is no upper limit.
     least = 0.9 * planned if summary["transport"] == "grpc" else 0
     assert summary["wire_bytes_per_step"]["measured"] > least
-    shown = [line.removeprefix("[worker:0] ") for line in output.splitlines() if line.startswith("[worker:0] ")]
-    end = shown[shown.index("task: digits") : shown.index(f"workdir: {workdir}")]
-    assert end == [
+    shown = output.splitlines()
+    sent = f"{summary['wire_bytes_per_step']['measured']:,}"
+    assert shown[shown.index("task: digits") :] == [
         "task: digits",
         "strategy: multi_worker_mirrored",
         "replicas: 2",
-        "batch: 64",
+        "global batch: 64",
         *(f"{name}: {value:.6g}" for name, value in summary["metrics"].items()),
-        f"examples/s: {summary['examples_per_second']}",
-        f"step median ms: {summary['step_ms']['median']}",
-        f"step p95 ms: {summary['step_ms']['p95']}",
-        f"bytes per step predicted: {planned}",
-        f"bytes per step measured: {summary['wire_bytes_per_step']['measured']}",
+        f"speed: {summary['step_ms']['mean']:.1f} ms a step, {summary['examples_per_second']:,.0f} examples/s, validation not counted",
+        f"network bytes per step: {sent} (gradients travel through shared memory: {planned:,} bytes)"
+        if summary["transport"] == "shared_memory"
+        else f"network bytes per step: {sent} (prediction for the gradients alone: {planned:,} bytes)",
         "restarts: 0",
-        f"wall time s: {goodput['wall_seconds']}",
-        *(f"of it {part.replace('_', ' ')} s: {seconds}" for part, seconds in goodput["seconds"].items() if seconds),
+        f"wall time: {goodput['wall_seconds']} s: "
+        + ", ".join(f"{part.replace('_', ' ')} {seconds} s" for part, seconds in goodput["seconds"].items() if seconds),
+        f"workdir: {workdir}",
+        f"tensorboard --logdir {workdir}/tensorboard",
     ]
     assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_seconds"], abs=0.05)
+    # One speed: the batch divided by the time of a step.
+    assert 64_000 / summary["step_ms"]["mean"] == pytest.approx(summary["examples_per_second"], rel=1e-3)
     assert any("replicas, global batch 64 = 2 x 32" in line for line in shown)
+
+
+def test_the_readme_shows_what_the_main_job_prints(main_job):
+    output, workdir = main_job
+    printed = demo.shorten(output).replace(str(workdir), demo.WORKDIR)
+    assert demo.without_numbers(demo.shown()) == demo.without_numbers(printed), "python -m tools.site.demo writes it"
 
 
 def test_main_job_shows_progress_on_the_chief_alone(main_job):
@@ -165,7 +175,13 @@ def test_main_job_writes_scalars_by_epoch_and_by_step(main_job):
         if run == "train":
             (cluster,) = events.Tensors("cluster")
             assert b"| worker:1 | 127.0.0.1:" in cluster.tensor_proto.string_val[0]
-    perf = {"perf/examples_per_second", "perf/step_ms", "comm/bytes_per_step", "faults/restarts"}
+    perf = {
+        "perf/examples_per_second",
+        "perf/step_ms",
+        "comm/bytes_per_step",
+        "comm/gradient_bytes_per_step",
+        "faults/restarts",
+    }
     perf |= {"system/rss_bytes", "system/cpu_percent", "perf/input_wait_ms"}
     names = ("loss", "accuracy", "learning_rate")
     own = perf | {"faults/lost_steps", "goodput/productive"}
@@ -182,12 +198,16 @@ def test_main_job_writes_scalars_by_epoch_and_by_step(main_job):
     start = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
     hparams = plugin_data_pb2.HParamsPluginData.FromString(start).session_start_info.hparams
     assert hparams["strategy.name"].string_value == "multi_worker_mirrored"
+    assert (hparams["Strategy"].string_value, hparams["Replicas"].number_value) == ("multi_worker_mirrored", 2)
+    assert (hparams["Batch size"].number_value, hparams["Learning rate"].number_value) == (64, 0.003)
     assert (hparams["cluster.workers"].number_value, hparams["global_batch_size"].number_value) == (2, 64)
     for run in ("train", "worker-1"):
         sent = [event.tensor_proto.float_val[0] for event in tags[run]["comm/bytes_per_step"]]
         # Other programs of this host may send as well, and as much as they like: there is no upper limit.
         least = summary["wire_bytes_per_step"]["predicted"] / 2 if summary["transport"] == "grpc" else 0
         assert len(sent) == 22 and min(sent) > least
+        gradients = {event.tensor_proto.float_val[0] for event in tags[run]["comm/gradient_bytes_per_step"]}
+        assert gradients == {summary["wire_bytes_per_step"]["predicted"]}
     assert [event.step for event in tags["validation"]["epoch_accuracy"]] == list(range(10))
     assert [event.step for event in tags["train"]["batch_loss"]] == list(range(10, 221, 10))
     last = tags["validation"]["epoch_accuracy"][-1].tensor_proto.float_val[0]
@@ -489,7 +509,10 @@ def test_another_configuration_does_not_go_on_from_a_backup(tmp_path):
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == 75, output
-    assert "tfdist: told to end (SIGTERM): saved at step" in output
+    said = (
+        r"tfdist: told to end \(SIGTERM\): saved at step (\d+)\. Run the same command again to continue from step \1\n"
+    )
+    assert re.search(said, output)
     process = start(*options, "--config.learning_rate=0.5", "--config.epochs=1")
     output = finish(process)
     assert process.returncode == 2, output
@@ -506,4 +529,56 @@ def test_ctrl_c_ends_a_training_with_one_line(tmp_path):
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "tfdist: ended by Ctrl-C (SIGINT)" in rest and "Traceback" not in rest
+    again = r"tfdist: ended by Ctrl-C \(SIGINT\)\. Run the same command again to continue from step \d+\n"
+    assert re.search(again, rest) and "Traceback" not in rest
+
+
+ENDS_EARLY = """
+import ctypes, os, sys
+import keras
+
+class Ends(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and '"index": 1' in os.environ.get("TF_CONFIG", '"index": 1'):
+            how = os.environ["HOW"]
+            {"sys": lambda: sys.exit(0), "os": lambda: os._exit(0), "c": lambda: ctypes.CDLL(None)._exit(0)}[how]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "how", "said"),
+    [
+        (2, "c", "worker:1 failed with exit code 0 before the training has finished"),
+        pytest.param(2, "os", "ends_early.py:9 has called os._exit(0)", marks=pytest.mark.full),
+        pytest.param(2, "sys", "ends_early.py:9 has called sys.exit(0)", marks=pytest.mark.full),
+        (1, "sys", "ends_early.py:9 has called sys.exit(0) before the training has finished. To end a training early"),
+    ],
+)
+def test_a_training_that_has_not_finished_is_no_success(tmp_path, workers, how, said):
+    (tmp_path / "ends_early.py").write_text(ENDS_EARLY)
+    name = "multi_worker_mirrored" if workers > 1 else "one_device"
+    options = [f"--config.cluster.workers={workers}", f"--config.strategy.name={name}", "--config.epochs=2"]
+    options += ["--config=digits", f"--workdir={tmp_path / 'run'}", "--config.callbacks=ends_early:Ends"]
+    process = start(*options, HOW=how, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    output = finish(process)
+    assert process.returncode == 1, output
+    assert said in output
+    assert not {"summary.json", "model.keras"} & {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def test_a_finished_run_is_trained_again_only_when_asked_to(tmp_path):
+    def run(*more):
+        process = start(*options, *more)
+        return finish(process), process.returncode, (tmp_path / "model.keras").stat().st_mtime_ns
+
+    options = ["--config=digits", f"--workdir={tmp_path}", "--config.epochs=1", "--config.steps_per_epoch=2"]
+    output, code, written = run()
+    assert code == 0 and "finished run" not in output
+    output, code, still = run()
+    assert (code, still) == (2, written) and "holds a finished run. Choose another --workdir; or " in output
+    output, code, after = run("--overwrite")
+    assert code == 0 and after > written
+    assert (
+        output.count("holds a finished run; training again from the beginning. Its model.keras and summary.json stay")
+        == 1
+    )

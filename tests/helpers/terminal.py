@@ -76,11 +76,13 @@ class Terminal:
 
     def __init__(self, command: Sequence[str], folder: pathlib.Path, environ: Mapping[str, str], width: int = 100):
         self.screen, self.output = Screen(width), ""
+        # Programs would take these for the terminal's size; GNU readline sets them in a process that has no terminal.
+        outer = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.pid, self._file = pty.fork()
         if not self.pid:
             try:
                 os.chdir(folder)
-                os.execvpe(command[0], list(command), {**os.environ, "TERM": "xterm", **environ})
+                os.execvpe(command[0], list(command), {**outer, "TERM": "xterm", **environ})
             finally:
                 os._exit(127)
         self.resize(width)

@@ -202,7 +202,15 @@ def test_servers_end_when_the_chief_has_finished(job):
 
 def test_a_command_that_does_not_exist_is_a_fault(job):
     assert job.run(["no-such-command"], "--workers=2") == 2
-    assert "cannot start the tasks" in job.output() and "'no-such-command'" in job.output()
+    assert job.output() == "the command 'no-such-command' cannot be run; is it installed?\n"
+    assert not (job.folder / "logs").exists()
+
+
+def test_a_command_that_the_system_does_not_run_is_a_fault(job):
+    (program := job.folder / "program").write_text("of no known format")
+    program.chmod(0o755)
+    assert job.run(["./program"], "--workers=2") == 2
+    assert "cannot start the tasks" in job.output() and "'./program'" in job.output()
     assert "Traceback" not in job.output()
 
 

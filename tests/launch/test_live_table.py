@@ -16,10 +16,11 @@ from tfdist.runtime.progress import Progress
 name = f"{TASK['type']}-{TASK['index']}"
 tell = Progress(name).write
 print("begins " + "x" * 150, flush=True)
+METRICS = {"accuracy": 0.98765432, "loss": 0.25, "val_top_five_categorical_accuracy": float("nan"), "names": "no number"}
 step = 0
 while not pathlib.Path("go").exists():
     step += 1
-    tell(done=step, epoch=2, epochs=3, total=9000)
+    tell(done=step, epoch=2, epochs=3, total=9000, metrics=METRICS)
     if step % 20 == 0:
         print("at step", step, flush=True)
     time.sleep(0.02)
@@ -27,7 +28,7 @@ print("last words of", name, flush=True)
 if pathlib.Path("go").read_text() == "fail" and TASK["index"] == 1:
     raise ValueError("odd")
 """
-ROW = r"worker:{} +training +2/3 +\d+/9000 +\d+\.\d +\d+:\d\d\n?"
+ROW = r"worker:{} +training +2/3 +\d+/9000 +\d+\.\d +\d+:\d\d +0\.25 +0\.9877\n?"
 
 
 @pytest.fixture
@@ -62,7 +63,8 @@ def test_the_screen_shows_each_task_below_the_lines_and_is_left_in_order(launche
     terminal = launched()
     table = re.compile(ROW.format(0) + ROW.format(1) + r"\Z")
     terminal.until(lambda: "at step 40" in terminal.text() and table.search(terminal.text()))
-    assert re.search(r"task +state +epoch +step +steps/s +time left\n", terminal.text())
+    # The loss first; of the other metrics those for which a terminal of 100 columns has room.
+    assert re.search(r"task +state +epoch +step +steps/s +time left +loss +accuracy\n", terminal.text())
     assert not terminal.screen.cursor_is_shown
 
     def rate():
@@ -72,6 +74,9 @@ def test_the_screen_shows_each_task_below_the_lines_and_is_left_in_order(launche
     # A step takes 0.02 s and a little more. A look that comes early or late tells another rate, and the next ones make up for it.
     terminal.until(lambda: 5 < rate() < 75)
     terminal.resize(160)  # where it gets narrower, a row that is just being drawn may be left
+    terminal.until(
+        lambda: re.search(r"accuracy +val_top_five_categorical_accuracy\n(.* +0\.9877 +nan\n?){2}\Z", terminal.text())
+    )
     terminal.until(lambda: all(f"[worker:{task}] at step 80\n" in terminal.text() for task in range(2)))
     if end == "ctrl-c":
         terminal.type("\x03")

@@ -175,7 +175,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch
     (tmp_path / "worker-0.log").symlink_to("/dev/full")
     shown = io.BytesIO()
     launcher = Launcher([sys.executable, "-c", "print('on')"], local_cluster(1), tmp_path, output=shown)
-    monkeypatch.setattr("tfdist.launch.launcher.set_logs_aside", lambda folder: None)  # or the link would go
+    monkeypatch.setattr("tfdist.launch.launcher.set_logs_aside", lambda *_: None)  # or the link would go
     assert launcher.run() == 0
     assert b"[worker:0] on\n" in shown.getvalue()
     assert f"cannot write {tmp_path}/worker-0.log: No space left on device".encode() in shown.getvalue()

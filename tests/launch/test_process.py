@@ -3,6 +3,7 @@
 import pytest
 
 from tfdist.launch import process
+from tfdist.runtime import tensorflow_log
 
 TENSORFLOW_LOG = [
     b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -48,14 +49,14 @@ SHOWN = [
 
 @pytest.mark.parametrize("line", TENSORFLOW_LOG)
 def test_tensorflows_log_is_known(line):
-    assert process.is_tensorflow_log(line)
+    assert tensorflow_log.is_tensorflow_log(line)
 
 
 @pytest.mark.parametrize("line", SHOWN)
 def test_what_is_not_surely_tensorflows_or_tells_of_a_fault_is_shown(line):
-    assert not process.is_tensorflow_log(line)
+    assert not tensorflow_log.is_tensorflow_log(line)
     # ... also behind a line of TensorFlow's, but for the tasks that such a line lists.
-    assert process.is_tensorflow_log(line, after_log=True) == line.startswith(b"/job:")
+    assert tensorflow_log.is_tensorflow_log(line, after_log=True) == line.startswith(b"/job:")
 
 
 def test_repetitions_of_a_warning_have_a_text_in_common():

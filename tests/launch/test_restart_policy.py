@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tfdist.launch.restart_policy import RestartPolicy
@@ -72,8 +73,17 @@ def test_tasks_tell_how_far_they_are(tmp_path, monkeypatch):
     assert progress.read(tmp_path, "worker-0") == (5, 0, 0, 0, 0)
     mine.write(saved=3)
     assert progress.read(tmp_path, "worker-0") == progress.Steps(done=5, saved=3)
+    assert progress.read_metrics(tmp_path, "worker-0") == {}
+    mine.write(metrics={"loss": np.float32(0.123456), "accuracy": 1.0, "curve": [1.0]})
+    mine.write(6, metrics={"val_loss": 2e-10, "loss": 0.5})
+    assert progress.read_metrics(tmp_path, "worker-0") == {"loss": "0.5", "accuracy": "1", "val_loss": "2e-10"}
+    mine.write(metrics={f"metric {number}": number for number in range(99)})
+    shown = progress.read_metrics(tmp_path, "worker-0")
+    assert 20 < len(shown) < 99 and shown["metric 9"] == "9" and progress.read(tmp_path, "worker-0").done == 6
+    mine.write(0)  # another training
+    assert progress.read_metrics(tmp_path, "worker-0") == {}
     progress.clear(tmp_path, 2)
-    assert progress.read(tmp_path, "worker-0") is None
+    assert progress.read(tmp_path, "worker-0") is None and progress.read_metrics(tmp_path, "worker-0") == {}
     assert progress.restarts() == 2
 
 

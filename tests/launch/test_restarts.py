@@ -30,6 +30,33 @@ def test_a_killed_task_is_followed_by_what_to_do(job, saved, again):
     assert f"Full output: logs/worker-0.log. {again}; max_restarts starts the tasks again by itself" in job.output()
 
 
+NOTHING = "There is no backup, so nothing is kept: the same command starts from the beginning"
+AGAIN = "Run the same command again to continue from step 400"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("tells", "said"), [("tell(412, 400)", AGAIN), ("tell(412, 0)", NOTHING), ("", "")])
+def test_a_training_that_is_told_to_end_says_how_to_continue(job, number, tells, said):
+    code = f"{TELL}\n{tells}\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(75))\nsleep_for_ever()"
+    process = job.start(code, "--workers=2")
+    until(lambda: job.output().count("ready") == 2)
+    process.send_signal(number)
+    assert process.wait(60) == (130 if number == signal.SIGINT else 75)
+    assert [job.output().count(text) for text in (AGAIN, NOTHING)] == [said == AGAIN, said == NOTHING]
+
+
+def test_a_task_that_saved_and_asks_for_another_start_says_how_to_get_it(job):
+    assert job.run(f"{TELL}tell(400, 400)\nsys.exit(75)", "--workers=2") == 75
+    assert job.output().splitlines()[-1] == f"tfdist: {AGAIN}"
+
+
+@pytest.mark.parametrize(("tells", "why"), [("mark_backed_up()", ""), ("", ", as there is no backup_dir")])
+def test_a_restart_without_backups_says_why_it_begins_at_step_0(job, tells, why):
+    code = f"{TELL}from tfdist.runtime.progress import mark_backed_up\ntell(12, 0)\n{tells}\nsys.exit(7)"
+    assert job.run(code, "--max_restarts=1") == 7
+    assert f"restart 1/1 from step 0{why}. Full output: " in job.output()
+
+
 def test_a_failed_run_starts_again_as_a_whole(job):
     code = f"""{LIFE}{TELL}
 say(f"life {{LIFE}}")

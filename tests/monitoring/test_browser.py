@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 
@@ -22,6 +24,12 @@ findAll("tf-custom-scalar-multi-line-chart-card").map(card => [
 LINES = """
 findAll("vz-line-chart2").map(chart => findAll("path", chart.shadowRoot).filter(path => path.getTotalLength() > 50).length)
 """
+# For each chart, the colors of its lines.
+COLORS = """
+findAll("vz-line-chart2").map(chart => [...new Set(findAll("path", chart.shadowRoot)
+  .filter(path => path.getTotalLength() > 50).map(path => getComputedStyle(path).stroke))].sort())
+"""
+ORANGE, BLUE, CYAN = "rgb(255, 112, 67)", "rgb(0, 119, 187)", "rgb(51, 187, 238)"
 TEXT = 'findAll("*").map(element => element.shadowRoot ? element.shadowRoot.textContent : "").join() + (document.body ? document.body.innerText : "")'
 
 
@@ -54,17 +62,27 @@ def test_the_pages_of_a_run_are_there_and_without_errors(workdir, tmp_path, monk
         wait(ask, lambda found: {"train", "validation", "worker-1", "hparams"} <= found.keys())
         page.open(f"{ask.address}/#custom_scalars")
         expected = {
-            "Is it learning?": ["batch_loss (train)", "evaluation_loss_vs_iterations (validation)"],
-            "How fast is it?": ["perf/examples_per_second (train)", "perf/examples_per_second (worker-1)"],
-            "Who is slow?": ["perf/step_ms (train)", "perf/step_ms (worker-1)"],
+            "Is it learning? (loss)": ["batch_loss (train)", "evaluation_loss_vs_iterations (validation)"],
+            "How fast is it? (examples per second)": [
+                "perf/examples_per_second (train)",
+                "perf/examples_per_second (worker-1)",
+            ],
+            "Who is slow? (ms per step)": ["perf/step_ms (train)", "perf/step_ms (worker-1)"],
         }
+        tags = ("comm/bytes_per_step", "comm/gradient_bytes_per_step")
+        expected["What did the network cost? (bytes per step, and of the gradients)"] = [
+            f"{tag} ({run})" for tag in tags for run in ("train", "worker-1")
+        ]
         # The lines of a chart come one by one.
         charts = dict(page.wait(CHARTS, lambda found: {**dict(found), **expected} == dict(found)))
-        network = charts.pop("What did the network cost?")
-        assert all(name.startswith("comm/") for name in network)
         assert charts == expected
         drawn = page.wait(LINES, lambda found: all(found[:3]))
         assert all(drawn[:3]), drawn
+        # TensorBoard gives its colors in the order of the runs: those of the tasks are told apart.
+        with urllib.request.urlopen(f"{ask.address}/data/runs") as got:
+            assert json.load(got) == ["train", "worker-1", "hparams", "validation"]
+        page.wait(LINES, lambda found: all(found[:4]))
+        assert page.evaluate(COLORS) == [sorted([ORANGE, CYAN]), *[sorted([ORANGE, BLUE])] * 3]
         page.screenshot(tmp_path / "page.png")
         for tab, words in {
             "text": ["worker:1", "multi_worker_mirrored", "versions"],

@@ -45,7 +45,7 @@ def nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    assert [*folder.glob("*tfdist*"), *pathlib.Path("/dev/shm").glob("*tfdist*")] == []
+    assert [*folder.glob("tfdist*"), *pathlib.Path("/dev/shm").glob("*tfdist*")] == []
 
 
 def test_two_workers_train_what_they_do_by_grpc_to_the_bit(tmp_path):

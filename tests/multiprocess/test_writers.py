@@ -62,6 +62,13 @@ def test_keras_own_backups_are_replaced(two):
         assert not any("latest.weights.h5" in names for names in seen) and after == []
 
 
+def test_the_chief_that_saves_the_model_removes_the_backups_of_all_ranks_and_no_worker_does(two):
+    for results in two[0]:
+        left = results["backups left"]
+        assert left["all"] == left["chief"] == []
+        assert "manifest.json" in left["worker"] and "rank-1.index" in left["worker"]
+
+
 def test_workers_that_leave_a_writer_out_have_the_same_callbacks_all_the_same(two):
     for results in two[0]:
         assert "differ from the chief's after epoch 1, though all tasks have the same callbacks" in results["spoiled"]

@@ -158,6 +158,22 @@ def keras_backup():
     return seen, sorted(path.name for path in folder.glob("step-*"))
 
 
+def backups_left():
+    """Returns what is left of the backups of a fit after some ranks, or those in a callback, have saved its model."""
+    left = {}
+    for name, ranks in {"all": (0, 1), "chief": (0,), "worker": (1,)}.items():
+        folder = OUT / "backups_left" / name
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+        model.fit(x, y, batch_size=16, verbose=0, callbacks=[tfdist.BackupAndRestore(folder)])
+        if RANK in ranks:
+            model.save(OUT / "backups_left" / f"{name}.keras")
+        model.evaluate(x, y, verbose=0)  # once all ranks have saved
+        left[name] = sorted(path.name for path in folder.rglob("*") if path.is_file())
+    return left
+
+
 def saved_by_all():
     """Every rank saves to the same paths, and loads from them at once. Returns what was not as it was saved, and the files."""
     folder, wrong = OUT / "saved_by_all", []
@@ -229,5 +245,6 @@ results = {
     "spoiled, and not checked": spoiled(checks=False),
     "command": command(),
     "saved by all": saved_by_all(),
+    "backups left": backups_left(),
 }
 harness.store(sys.argv[2], RANK, results)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,14 +33,14 @@ class BackupAndRestore(keras.callbacks.Callback):
     `keras.callbacks.BackupAndRestore` it goes on at the very step, saves what replicas and callbacks have of their own, and
     is safe with several workers; the Keras names of its arguments mean the same. A callback of your own is backed up if it has
     `state_dict()`, which returns plain values and arrays, and `load_state_dict(state)`. A run that has come to its end keeps its
-    last backup until `Trainer.save` has written the model.
+    last backup until `Trainer.save`, or the model's own `save` or `export`, has written the model.
 
     Args:
         backup_dir: A folder that all tasks share, of this training alone; a path for `tf.io.gfile`.
         save_freq: `"epoch"`, or a number of steps.
         save_every_seconds: Save also when so much time has passed since the last backup. None means never.
         keep: How many backups to keep: the older ones are for when the newest is damaged.
-        delete_checkpoint: Whether `Trainer.save` removes the backups.
+        delete_checkpoint: Whether saving the model after `fit` removes the backups.
         save_before_preemption: On SIGTERM to any task, save at the same step on all, and end with exit code 75. False
             leaves SIGTERM alone.
         grace_seconds: How long that may take; a process that has not ended by nine tenths of it does so then.
@@ -79,7 +80,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             defaults=dict(defaults or {}),
         )
         self._fits = 0  # that have come to their end, their backups deleted or not: a run started again counts alike
-        self._finished: list[Storage] = []  # of the fits that have come to their end
+        # Of the fits that have come to their end, each with its model.
+        self._finished: list[tuple[Storage, weakref.ref[keras.Model]]] = []
         self._progress: progress.Progress | None = None
         self._session: BackupSession | None = None
         self.training_id = ""
@@ -113,10 +115,13 @@ class BackupAndRestore(keras.callbacks.Callback):
             ConfigError: The folder cannot be used, or holds backups of another training.
             BackupError: None of the backups there is whole, or one cannot be read.
         """
+        next_folder = os.path.join(self.backup_dir, f"fit-{self._fits + 2}")
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
         storage = Storage(folder, ranks.rank, ranks.size)
-        self._session = session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress)
+        self._session = session = BackupSession(
+            self.options, storage, model, ranks, arguments, engine, self._progress, next_folder
+        )
         try:
             session.check_free()
             session.find_backup()
@@ -130,7 +135,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         try:
             with session.loop_tracker.track():
                 yield
-            self._finished.append(storage)
+            self._finished.append((storage, weakref.ref(model)))
             self._fits += 1
         finally:
             if self.preemption:
@@ -147,12 +152,32 @@ class BackupAndRestore(keras.callbacks.Callback):
     def delete(self) -> None:
         """Removes the backups of trainings that have come to their end, unless `delete_checkpoint=False`."""
         if self.delete_checkpoint:
-            for storage in reversed(self._finished):
+            for storage, _ in reversed(self._finished):
                 progress.note_backup(storage.folder, exists=False)
                 storage.remove_all()
             self._finished = []
             if self._progress:
                 self._progress.write(saved=0)
+
+    def delete_of(self, model: keras.Model) -> None:
+        """Removes the backups of trainings of one model that have come to their end, unless `delete_checkpoint=False`.
+
+        No collective: the chief removes the files of all ranks, and the other ranks none. So a rank that saves alone neither waits
+        nor damages a backup.
+
+        Args:
+            model: The model.
+        """
+        if not self.delete_checkpoint:
+            return
+        saved = [storage for storage, trained in self._finished if trained() is model]
+        self._finished = [each for each in self._finished if each[1]() is not model]
+        for storage in reversed(saved):
+            if storage.rank == 0:
+                progress.note_backup(storage.folder, exists=False)
+                storage.remove_all(every_rank=True)
+        if saved and self._progress:
+            self._progress.write(saved=0)
 
     def restore_seed(self) -> None:
         """Sets TensorFlow's random seed to that of the training that will go on, or to some seed if there is none.
@@ -194,6 +219,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._active.before_validation = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._progress:
+            self._progress.write(metrics=logs)  # those of the validation, too
         self._active.on_epoch_end(epoch, last=epoch + 1 == (self.params or {}).get("epochs"))
 
     def on_train_end(self, logs: Any = None) -> None:

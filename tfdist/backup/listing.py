@@ -55,7 +55,7 @@ class Listed:
 
 
 def read(folder: str) -> list[Listed]:
-    """Returns the backups of a folder, the newest first; all their files are read.
+    """Returns the backups of a folder, the newest first; all their files are read. One that is being removed is left out.
 
     Args:
         folder: The folder.
@@ -68,7 +68,9 @@ def read(folder: str) -> list[Listed]:
         points = storage.points()
     except ReadError as e:
         raise BackupError(f"{e}") from e
-    return [_read(storage, point) for point in points]
+    found = [_read(storage, point) for point in points]
+    # Asked after the files were read, which may have gone meanwhile.
+    return [each for each in found if each.state == "whole" or not storage.is_removed(each.point)]
 
 
 def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:

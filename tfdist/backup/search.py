@@ -23,6 +23,10 @@ FORMAT = 1
 _SHARED_WITHIN = 30.0  # seconds in which a file of the chief's shows on the other tasks
 _PATIENCE = 10.0  # seconds for which what cannot be read is tried again
 _RETRY_EVERY = 0.5
+_NO_SHARED = (
+    "Give a folder that all tasks share (backup_dir=..., or of tfdist train --config.backup.dir=...), or train without backups (no "
+    "backup_dir, or --config.backup.save_freq=never)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +147,7 @@ def _agreed(ranks: Ranks, path: str, mine: _Outcome) -> Any:
     worst = int(codes.max())
     if worst < _UNREADABLE:
         return mine.value if worst == _READ else None
-    others = ", ".join(str(rank) for rank, code in enumerate(codes) if code == worst)
+    others = _numbers(codes == worst)
     why = mine.why if mine.code == worst else f"{path} cannot be used by task {others}, whose own message says why"
     if worst == _REFUSED:
         raise ConfigError(why)
@@ -196,20 +200,28 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
         owner = os.lstat(mine).st_uid if files.is_local(mine) else 0
     except (tf.errors.OpError, OSError) as e:
         why = f"backup_dir {folder!r} cannot be written to: {files.first_line(e)}. Is there room, and the right to?"
-    owners = ranks.gather(float(owner))[:, 0]
+    owners, failed = ranks.gather(float(owner), float(bool(why))).T
     deadline = time.monotonic() + _SHARED_WITHIN
-    while not why and not tf.io.gfile.exists(chiefs):
-        if time.monotonic() > deadline:
-            why = (
-                f"backup_dir {folder!r} must be a folder that all tasks share, but the chief's files do not show here."
-            )
+    while not failed.any() and not (sees := tf.io.gfile.exists(chiefs)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    failed = ranks.any(bool(why))
+    blind = ranks.gather(float(not failed.any() and not sees))[:, 0]
     if tf.io.gfile.exists(mine):
         tf.io.gfile.remove(mine)
-    if failed:
-        raise ConfigError(why or f"backup_dir {folder!r} cannot be used by another task; its own message says why.")
+    if failed.any():
+        raise ConfigError(
+            why
+            or f"backup_dir {folder!r} cannot be written to by task {_numbers(failed)}, whose log has the cause. {_NO_SHARED}"
+        )
+    if blind.any():
+        raise ConfigError(
+            f"backup_dir {folder!r} must be a folder that all tasks share, but task {_numbers(blind)} does not see what the chief writes there. "
+            f"{_NO_SHARED}"
+        )
     return frozenset({0, os.geteuid(), *map(int, owners)})
+
+
+def _numbers(flags: Any) -> str:
+    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
 def _check_cluster(storage: Storage, point: SavePoint, manifest: Mapping[str, Any], tasks: int, replicas: int) -> None:

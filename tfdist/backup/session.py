@@ -54,7 +54,9 @@ class BackupSession:
         arguments: Mapping[str, Any],
         engine: Engine,
         task_progress: progress.Progress,
+        next_folder: str,
     ):
+        self._next_folder = next_folder  # of the next fit of this program
         self._callbacks: Sequence[keras.callbacks.Callback] = ()
         self.loop_tracker = LoopTracker(model)
         self.writer = WriterThread()
@@ -118,6 +120,7 @@ class BackupSession:
             epochs: The last epoch.
             steps: The number of steps of an epoch, if known.
         """
+        progress.mark_backed_up()
         self._state = TrainingState(self._model, self._callbacks)
         self._state.check()
         # In this order: a difference in the arguments or the model causes the differences of the variables.
@@ -161,12 +164,30 @@ class BackupSession:
             logger.warning(
                 f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()"
             )
-        if self._ranks.is_chief:
+        if self._ranks.is_chief and first_epoch >= epochs and self._is_last():
+            path, last = self._storage.folder, position.epoch
+            further = (
+                f"To train further, raise epochs. Received: {epochs}."
+                if not stops
+                else "More epochs train nothing, as a callback, or stop_training, has stopped it."
+            )
+            logger.warning(
+                f"fit trains nothing: the training in backup_dir {path!r} finished at epoch {last} (step {position.step}). {further} To "
+                "train again from the beginning, remove its backups with trainer.delete_backup() after this fit, or by "
+                "trainer.save, and start again; or choose another backup_dir."
+            )
+        elif self._ranks.is_chief:
             where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
             logger.info(
                 f"going on from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
                 f"of {self._storage.path(snapshot.point)}"
             )
+
+    def _is_last(self) -> bool:
+        """Returns whether this fit is the last one that has begun, in a run that no supervisor restarted."""
+        with contextlib.suppress(tf.errors.OpError, OSError):
+            return not progress.restarts() and not tf.io.gfile.isdir(self._next_folder)
+        return False
 
     def _report_progress(self, saved: int, epochs: int, steps: int | None) -> None:
         position = self.loop_tracker.position
@@ -195,7 +216,7 @@ class BackupSession:
         steps_before = self.loop_tracker.position.step
         self.loop_tracker.on_execution_end(batch, steps)
         steps_done = self.loop_tracker.position.step
-        self._progress.write(done=steps_done, epoch=self.loop_tracker.position.epoch + 1)
+        self._progress.write(done=steps_done, epoch=self.loop_tracker.position.epoch + 1, metrics=logs)
         self._last_logs = logs
         self._warnings.on_execution_end(self._model.train_function, self._known_variables)
         freq = self._options.save_freq
@@ -263,7 +284,9 @@ class BackupSession:
         with contextlib.suppress(tf.errors.OpError):  # of a rank that could not save
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
         if self._ranks.is_chief:
-            logger.info(f"told to end (SIGTERM): saved at step {self.loop_tracker.position.step}")
+            step = self.loop_tracker.position.step
+            self._progress.write(saved=step)
+            logger.info(f"told to end (SIGTERM): saved at step {step}{progress.how_to_continue_mine()}")
         sys.exit(exit_status.PREEMPTED)
 
     def _capture(self, to_host: bool = True) -> Snapshot:

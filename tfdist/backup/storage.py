@@ -9,11 +9,13 @@ At the end of an epoch the folder is `step-400-end`: there may be one of its las
 ever written over a backup. The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
 and the manifest holds a checksum of each index: whatever is torn or flipped shows. A part's index appears when the part is
 whole, so the chief need only wait for all indices. No rank deletes another's files, but for the chief those of backups that are
-damaged: it renames them to `damaged-step-400` when a run goes on from an older one, and removes them once the next one is complete.
+damaged: it renames them to `damaged-step-400` when a run goes on from an older one, and removes them once the next one is complete; and
+those of a training that has finished, once the model's own `save` has written it. A backup that is being removed has a file `removed`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -40,6 +42,7 @@ _CHECKPOINT_PATH = re.compile(r'checkpoint_paths?: "(.*)"')
 _PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 _DAMAGED = "damaged-"
+_REMOVED = "removed"  # the manifest of a backup that is being removed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,32 +220,33 @@ class Storage:
             if (point < newest if after is None else point > after) and self.is_unfinished(point):
                 self.remove(point)
 
-    def remove(self, point: SavePoint) -> None:
-        """Removes this rank's files of a backup, and its folder once that is empty."""
+    def remove(self, point: SavePoint, every_rank: bool = False) -> None:
+        """Removes this rank's files of a backup, or those of all ranks, and its folder once that is empty."""
         if files.is_link(self.path(point)):
             if self.rank == 0:
                 self._remove_file(self.path(point))
             return
         if self.rank == 0:  # first, so that no reader takes what is left for a backup
-            self._remove_file(self.path(point, MANIFEST))
+            with contextlib.suppress(tf.errors.NotFoundError):
+                tf.io.gfile.rename(self.path(point, MANIFEST), self.path(point, _REMOVED), overwrite=True)
         own_prefixes = (f"{self.part}.", *((f"{SHARED}.", MANIFEST) if self.rank == 0 else ()))
         try:
             for name in tf.io.gfile.listdir(self.path(point)):
-                if name.startswith(own_prefixes):
+                if name.startswith(own_prefixes) or (every_rank and name != _REMOVED):
                     self._remove_file(self.path(point, name))
-            if not tf.io.gfile.listdir(self.path(point)):
+            if not {*tf.io.gfile.listdir(self.path(point))} - {_REMOVED}:
                 tf.io.gfile.rmtree(self.path(point))
         except tf.errors.NotFoundError:  # another rank was the last one
             pass
 
-    def remove_all(self) -> None:
-        """Removes this rank's files of all backups; the chief, their list, too."""
+    def remove_all(self, every_rank: bool = False) -> None:
+        """Removes this rank's files of all backups, or those of all ranks; the chief, their list, too."""
         if self.rank == 0:
             for name in (STATE_FILE, STATE_FILE + _PARTIAL):
                 self._remove_file(os.path.join(self.folder, name))
             remove_damaged(self.folder)
         for point in self.points():
-            self.remove(point)
+            self.remove(point, every_rank)
         try:
             if not tf.io.gfile.listdir(self.folder):
                 tf.io.gfile.rmtree(self.folder)
@@ -253,6 +257,15 @@ class Storage:
         """Returns whether all ranks have written a backup, and none has begun to remove it."""
         try:
             return files.is_folder(self.path(point)) and files.size(self.path(point, MANIFEST)) is not None
+        except ReadError:
+            return False
+
+    def is_removed(self, point: SavePoint) -> bool:
+        """Returns whether a backup has been removed, or is being removed: False if that cannot be told."""
+        try:
+            if self.is_complete(point):
+                return False
+            return not files.is_folder(self.path(point)) or files.size(self.path(point, _REMOVED)) is not None
         except ReadError:
             return False
 

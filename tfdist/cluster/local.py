@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import fcntl
 import os
 import random
 import socket
-import sys
+import struct
 
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.errors import ConfigError
+from tfdist.runtime import temporary
 
 _MOST_HELD = 100  # of the ports that this process has given last
+_LOCK = struct.Struct("hhqqi4x")  # `struct flock`: type, whence, start, length, process
 _held: collections.deque[int] = collections.deque()  # descriptors
 
 
@@ -44,8 +47,8 @@ def free_ports(count: int) -> list[int]:
     """Returns ports of this machine that nobody listens on.
 
     They lie below the range from which the kernel picks ports for outgoing connections: a port from that range may
-    be taken again before the task that it is meant for has started. Nor does this function give them to another process while this
-    one lives, though nobody listens on them yet.
+    be taken again before the task that it is meant for has started. Nor does this function give them to another process of this user
+    while this one lives, though nobody listens on them yet.
     """
     ports: list[int] = []
     holders: list[int] = []
@@ -73,20 +76,27 @@ def free_ports(count: int) -> list[int]:
 
 
 def _hold(port: int) -> int | None:
-    """Keeps other processes from giving a port, or returns None where one does so.
+    """Keeps other processes of this user from giving a port, or returns None where one does so.
 
     Returns:
-        The descriptor of a socket with a name that stands for the port. The kernel knows such a name for each network namespace, as
-        the port itself, and forgets it with the process. -1 on systems without such names, which are not Linux.
+        The descriptor of a file in which the byte that stands for the port is locked; the kernel forgets the lock with the process. -1 on
+        systems without such locks, which are not Linux, and where the user has no folder of their own.
     """
-    if sys.platform != "linux":
+    folder = temporary.user_folder() if hasattr(fcntl, "F_OFD_SETLK") else None
+    if folder is None:
         return -1
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as holder:
-            holder.bind(f"\0tfdist-port-{port}")
-            return holder.detach()
+        # Ports are those of a network namespace.
+        path = os.path.join(folder, f"ports-{os.stat('/proc/self/ns/net').st_ino}")
+        holder = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError:
+        return -1
+    try:
+        fcntl.fcntl(holder, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, port, 1, 0))
     except OSError as e:
-        return None if e.errno == errno.EADDRINUSE else -1
+        _close(holder)
+        return None if e.errno in (errno.EAGAIN, errno.EACCES) else -1
+    return holder
 
 
 def _close(holder: int) -> None:

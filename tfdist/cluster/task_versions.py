@@ -15,6 +15,10 @@ import sys
 from collections.abc import Iterator, Mapping
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
+_DISTRIBUTIONS = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu"),
+    "keras": ("keras", "keras-nightly"),
+}
 _TITLES = {"tensorflow": "TensorFlow", "keras": "Keras", "numpy": "NumPy", "python": "Python"}
 _MOST = 4096  # bytes of what a task says
 
@@ -25,15 +29,16 @@ configuration = ""  # a checksum of it, where there is one
 script = ""  # its path, where it is not the main module's
 
 
+def distribution(package: str) -> importlib.metadata.Distribution | None:
+    """Returns what has installed a package, such as `keras` or `keras-nightly`; None if it is not known."""
+    names = _DISTRIBUTIONS.get(package, (package,))
+    return next((found for name in names for found in importlib.metadata.Distribution.discover(name=name)), None)
+
+
 @functools.cache
 def _packages() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""  # another distribution of it
-    return found
+    found = {name: distribution(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {name: each.version if each else "" for name, each in found.items()}
 
 
 def own() -> dict[str, str]:

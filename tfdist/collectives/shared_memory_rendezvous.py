@@ -1,8 +1,8 @@
 """Gives the processes of one host a memory that they share, and a socket between any two. No TensorFlow here.
 
-Neither has a name in a file system: the memory's descriptor travels through the sockets, whose names the kernel forgets with the
-process. So nothing is left over, however a process ends, and a small /dev/shm (64 MB in Docker) does not matter. Processes of other
-users cannot take part. Containers share memory if they share a network namespace, as those of a pod do.
+The memory has no name in a file system: its descriptor travels through the sockets. So a small /dev/shm (64 MB in Docker) does not matter.
+The sockets are in temporary folders that other users cannot enter, for as long as it takes to connect. Containers share memory if they
+share a network namespace and the folder for temporary files.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.collectives.buffer_transport import NoTransportError
+from tfdist.runtime import temporary
+from tfdist.runtime.files import WriteError
 
 Put = Callable[[str, str], None]
 Get = Callable[[str, float], str]
@@ -81,13 +83,14 @@ def _join(
             if sys.platform != "linux":
                 raise NoTransportError(f"shared memory needs Linux; this is {sys.platform}")
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            mine["socket"] = f"tfdist-{secrets.token_hex(16)}"
-            listener.bind("\0" + mine["socket"])
+            mine["folder"] = stack.enter_context(temporary.temporary_folder())
+            with _short(mine["folder"]) as path:
+                listener.bind(path)
             listener.listen(size)
             if rank == 0:
                 descriptor = _reserve(memory_bytes)
                 stack.callback(os.close, descriptor)
-        except (NoTransportError, OSError) as e:
+        except (NoTransportError, OSError, WriteError) as e:
             mine["reason"] = f"rank {rank}: {e}"
         put(f"{name}/address/{rank}", json.dumps(mine))
         limit = time.monotonic() + seconds
@@ -103,7 +106,8 @@ def _join(
             sockets[other] = each = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             each.settimeout(seconds)
             try:
-                each.connect("\0" + addresses[other]["socket"])
+                with _short(addresses[other]["folder"]) as path:
+                    each.connect(path)
             except OSError as e:
                 raise NoTransportError(f"rank {rank} cannot reach rank {other} by a socket of its host: {e}") from e
             if _user(each) != os.geteuid():
@@ -120,6 +124,16 @@ def _join(
             each.settimeout(None)
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags)
+
+
+@contextlib.contextmanager
+def _short(folder: str) -> Iterator[str]:
+    """Yields a path of the socket in a folder: a socket's own may have 107 characters at most."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield f"/proc/self/fd/{descriptor}/socket"
+    finally:
+        os.close(descriptor)
 
 
 def host_key() -> str:

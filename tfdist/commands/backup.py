@@ -23,7 +23,7 @@ from absl import flags
 from tfdist.compat import keras_backend
 from tfdist.config import command_line, files
 from tfdist.errors import BackupError, ConfigError, describe_error, format_value, unknown_name_message
-from tfdist.runtime import interrupt
+from tfdist.runtime import interrupt, tensorflow_log
 from tfdist.runtime.files import WriteError
 from tfdist.runtime.log import logger, print_always
 
@@ -36,11 +36,17 @@ COMMANDS = ("show", "export")
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code: 0, 2 for a faulty command line, 1 where no backup is whole."""
     print_always()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's C++ log: errors only
+    tensorflow_log.set_level()
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
-    flags.DEFINE_bool("json", False, "Whether `show` prints JSON.", flag_values=values)
-    flags.DEFINE_integer("step", None, "Of which step `export` takes the backup.", lower_bound=0, flag_values=values)
+    flags.DEFINE_bool("json", False, "Print JSON, for `show`.", flag_values=values)
+    flags.DEFINE_integer(
+        "step",
+        None,
+        "The step whose backup `export` takes. Default: the newest whole backup.",
+        lower_bound=0,
+        flag_values=values,
+    )
     try:
         words = command_line.read_flags(values, argv)[1:]
         if values.help:
@@ -125,7 +131,8 @@ def _export(folder: str, config: pathlib.Path | None, path: str, step: int | Non
             "run of tfdist train; for a script, build the model in it, and call fit with the same backup_dir."
         )
     keras_backend.check()
-    from tfdist.training import backup_export
+    with tensorflow_log.filtered():
+        from tfdist.training import backup_export
 
     backup = backup_export.export(files.load(str(config)), folder, path, step)
     print(f"{path}: the model of {backup}")

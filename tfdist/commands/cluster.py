@@ -86,28 +86,39 @@ def main(argv: Sequence[str]) -> int:
     if command == "show":
         print(show(found, values.format))
         return 0
-    print(f"OK: {found.task} of {len(found.cluster.tasks())} tasks" if found else "OK: no cluster in the environment")
-    return _connect(found.cluster, found.task, values.timeout) if found and values.connect else 0
+    described = f"{found.task} of {len(found.cluster.tasks())} tasks" if found else "no cluster in the environment"
+    if found and values.connect:
+        print(described, flush=True)
+        return _connect(found.cluster, found.task, values.timeout)
+    print(f"OK: {described}")
+    return 0
 
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
-    flags.DEFINE_enum("format", "table", FORMATS, "How `show` prints.", flag_values=values)
+    style = "How `show` prints: a table, JSON, or variables for a file (env) or for `eval` (shell)."
+    flags.DEFINE_enum("format", "table", FORMATS, style, flag_values=values)
     # Other strategies train in any cluster, or without one.
     suited = [name for name, traits in STRATEGIES.items() if traits.asynchronous]
-    flags.DEFINE_enum("strategy", None, suited, "What the cluster must suit, for `check`.", flag_values=values)
+    text = "For `check`: a strategy for which the cluster must have the tasks."
+    flags.DEFINE_enum("strategy", None, suited, text, flag_values=values)
     sources = f"auto, none, {', '.join(discovery.RESOLVERS)}, or one that a distribution has installed"
     flags.DEFINE_string("source", "auto", f"Who is asked for the cluster: {sources}.", flag_values=values)
-    flags.DEFINE_integer("ps", 0, "How many ranks are parameter servers.", lower_bound=0, flag_values=values)
+    text = "How many of the tasks are parameter servers, the last ones, where the environment tells ranks and no roles."
+    flags.DEFINE_integer("ps", 0, text, lower_bound=0, flag_values=values)
     for name, text in cluster_lib.FLAGS.items():
         flags.DEFINE_string(name, "", text, flag_values=values)
-    flags.DEFINE_bool("connect", False, "Whether `check` tries the port, names, peers and proxies.", flag_values=values)
+    text = "For `check`: try this task's port, and the names and ports of all others. Run it in all tasks at once."
+    flags.DEFINE_bool("connect", False, text, flag_values=values)
     flags.DEFINE_float("timeout", 30.0, "Seconds for which `check --connect` waits for the others.", flag_values=values)
-    flags.DEFINE_enum("target", "slurm", list(TARGETS), "For whom `emit` writes.", flag_values=values)
+    flags.DEFINE_enum(
+        "target", "slurm", list(TARGETS), "The scheduler that `emit` writes a job for.", flag_values=values
+    )
+    about = flags_lib.attribute_texts(job_lib.Job)
     for field in dataclasses.fields(job_lib.Job):
         define = flags.DEFINE_integer if isinstance(field.default, int) else flags.DEFINE_string
-        define(field.name, field.default, "For `emit`, see `tfdist.cluster.jobs.job.Job`.", flag_values=values)
+        define(field.name, field.default, f"For `emit`: {about[field.name]}", flag_values=values)
     return values
 
 

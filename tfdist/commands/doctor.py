@@ -1,6 +1,6 @@
 """Checks what this machine and environment offer a training, with a remedy for each problem. No TensorFlow in this process.
 
-    tfdist doctor [--json] [--no-devices]   # the same: python -m tfdist.doctor; exit code 1 where something would stop a run
+    tfdist doctor [--json] [--[no]devices]   # the same: python -m tfdist.doctor; exit code 1 where something would stop a run
 
 `--no-devices` skips the devices, for which TensorFlow must be loaded, which takes some seconds. Run it where the training will
 run: `srun -n 4 tfdist doctor`.
@@ -40,17 +40,17 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_bool("json", False, "Print JSON.", flag_values=values)
-    flags.DEFINE_bool("no_devices", False, "Whether the devices are left out.", flag_values=values)
+    flags.DEFINE_bool("devices", True, "Check the devices, for which TensorFlow is loaded.", flag_values=values)
     try:
         if command_line.read_flags(values, argv)[1:]:
-            raise ConfigError(f"Usage: tfdist doctor [--json] [--no-devices]. Received: {' '.join(argv[1:])}")
+            raise ConfigError(f"Usage: tfdist doctor [--json] [--[no]devices]. Received: {' '.join(argv[1:])}")
     except (ConfigError, flags.Error) as e:
         print(printable_lines(e), file=sys.stderr)
         return 2
     if values.help:
         print(f"{__doc__}\n{values.get_help()}")
         return 0
-    checks = {name: each for name, each in CHECKS.items() if name != "devices" or not values.no_devices}
+    checks = {name: each for name, each in CHECKS.items() if name != "devices" or values.devices}
     try:
         findings = report.examine(checks, dict(os.environ))
     except KeyboardInterrupt:

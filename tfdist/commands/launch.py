@@ -1,84 +1,59 @@
-"""Starts, watches, restarts and ends the tasks of a cluster on this machine. No TensorFlow here.
+"""Starts, watches, restarts and ends the tasks of a cluster on this machine, or on each of several. No TensorFlow here.
 
-    tfdist launch --workers=2 --max-restarts=3 -- python script.py --its --flags   # or: python -m tfdist.launch
+    tfdist launch --workers=2 --max-restarts=3 python script.py --its --flags   # or: python -m tfdist.launch
+    tfdist launch --hosts=a,b -- python script.py                               # the same on a and on b
 
-Every task gets its own TF_CONFIG. Its output is shown behind its name and kept in `LOG_DIR/<task>.log`. The first task
-that fails is named with the reason; the launcher then ends all others, or restarts them. No process is left over, whatever is
-killed: each task leads a process group, and a guardian process kills the groups when the launcher is gone.
+Flags of tfdist launch stand before the command; a -- between them may be left out. Every task gets its own TF_CONFIG. Its output
+is shown behind its name and kept in `LOG_DIR/<task>.log`. The first task that fails is named with the reason; the launcher then
+ends all others, or restarts them. No process is left over, whatever is killed: each task leads a process group, and a guardian
+process kills the groups when the launcher is gone.
+
+With --hosts or --hostfile it starts the tasks of the host on which it runs, found by the host's addresses. Nothing is shared by
+the hosts but the network. Each launcher restarts its own tasks, so give all of them the same --max_restarts.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from absl import flags
 
 from tfdist.runtime import interrupt
 
 if __name__ == "__main__":
     interrupt.before_imports()
 
+from tfdist.cluster.resolvers import hosts
+from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
-from tfdist.errors import ConfigError, printable_lines
+from tfdist.errors import ConfigError, collect_errors, format_value, printable_lines
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime.log import logger, print_always
 
 _MOST = 10_000  # tasks; more are a mistake
+_OF_HOSTS = (*cluster_lib.FLAGS, "workers_per_host")
+# Flags that describe a cluster on this machine alone, with what to do in a cluster of hosts.
+_OF_THIS_MACHINE = {
+    "workers": "each host gets --workers_per_host=N tasks, 1 by default",
+    "ps": "name the hosts of the parameter servers: --ps_hosts=c,d",
+    "netns": "start the launcher in a namespace itself, and unset TFDIST_NETNS",
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `tfdist launch`; returns the exit code: of `Launcher.run`, or 2 for a faulty command line."""
-    from absl import flags
-
     print_always()
-    values = flags.FlagValues()
-    flags.DEFINE_integer(
-        "workers", 1, "Number of training tasks.", lower_bound=1, upper_bound=_MOST, flag_values=values
-    )
-    flags.DEFINE_integer(
-        "ps",
-        0,
-        "Number of parameter servers; a chief comes on top.",
-        lower_bound=0,
-        upper_bound=_MOST,
-        flag_values=values,
-    )
-    flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
-    flags.DEFINE_float(
-        "grace_seconds", 25.0, "Time to end after a signal before SIGKILL.", lower_bound=0, flag_values=values
-    )
-    flags.DEFINE_integer("max_restarts", 0, "Restarts that failures may cost.", lower_bound=0, flag_values=values)
-    flags.DEFINE_string(
-        "netns", os.environ.get(network_namespaces.VARIABLE, ""), network_namespaces.HELP, flag_values=values
-    )
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
-    arguments = list(argv[1:])
-    split = arguments.index("--") if "--" in arguments else len(arguments)
-    command = arguments[split + 1 :]
+    values = _flags()
     try:
-        rest = command_line.read_flags(values, [argv[0], *arguments[:split]])[1:]
+        command = command_line.read_flags(values, argv)[1:]
         if values.help:
             print(f"{__doc__}\n{values.get_help()}")
             return 0
-        if rest or not command:
-            raise ConfigError(
-                "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--netns=A,B] "
-                "-- COMMAND. "
-                f"Received: {' '.join(arguments) or 'nothing'}"
-            )
-        if not values.grace_seconds < float("inf"):
-            raise ConfigError(f"--grace_seconds must be 0 or more, and finite. Received: {values.grace_seconds}.")
-        cluster, prefixes = network_namespaces.assign_namespaces(values.workers, values.ps, values.netns)
-        launcher = Launcher(
-            command,
-            cluster,
-            values.log_dir,
-            prefixes=prefixes,
-            grace_seconds=values.grace_seconds,
-            max_restarts=values.max_restarts,
-            fresh_ports=True,
-        )
+        launcher = _launcher(values, command)
         return launcher.run()
     except flags.IllegalFlagValueError as e:
         print(
@@ -87,15 +62,89 @@ def main(argv: Sequence[str]) -> int:
         )
         return 2
     except (ConfigError, flags.Error) as e:
-        hint = "" if "--" in arguments else " Write the command behind --: tfdist launch --workers=2 -- COMMAND."
-        hint = hint if isinstance(e.__cause__, flags.UnrecognizedFlagError) else ""
-        print(f"{printable_lines(e)}{hint}", file=sys.stderr)
+        print(printable_lines(e), file=sys.stderr)
         return 2
     except BrokenPipeError:  # `--help | head`
         raise
     except OSError as e:
         logger.error(f"cannot start the tasks: {e}")
         return 2
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    values.set_gnu_getopt(False)  # flags behind the command are its own
+    at_least = {"flag_values": values, "lower_bound": 0}
+    flags.DEFINE_integer(
+        "workers", 1, "Number of training tasks on this machine.", 1, _MOST, short_name="n", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "ps", 0, "Number of parameter servers on this machine; a chief comes on top.", 0, _MOST, flag_values=values
+    )
+    texts = {
+        **cluster_lib.FLAGS,
+        "task": "The tasks to start here, as worker:1 or worker:2,worker:3. Default: this host's.",
+    }
+    texts["hosts"] = "Hosts of one training, each once, as a,b or a:2222,b:2222; type the same command on each of them."
+    for name, text in texts.items():
+        flags.DEFINE_string(name, "", text, flag_values=values)
+    flags.DEFINE_integer(
+        "workers_per_host",
+        None,
+        "Number of training tasks of each host of --hosts, at consecutive ports. Default: 1, or the slots of --hostfile.",
+        lower_bound=1,
+        upper_bound=_MOST,
+        flag_values=values,
+    )
+    flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
+    flags.DEFINE_float("grace_seconds", 25.0, "Time to end after a signal before SIGKILL.", **at_least)
+    flags.DEFINE_integer("max_restarts", 0, "Restarts that failures may cost.", **at_least)
+    netns = os.environ.get(network_namespaces.VARIABLE, "")
+    flags.DEFINE_string("netns", netns, network_namespaces.HELP, flag_values=values)
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    return values
+
+
+def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
+    """Returns the launcher of a command line.
+
+    Raises:
+        ConfigError: With every fault of it.
+    """
+    faults = list(_faults(values, command))
+    limits = {"grace_seconds": values.grace_seconds, "max_restarts": values.max_restarts}
+    if values["hosts"].present or values["hostfile"].present:
+        with collect_errors(faults):
+            given = {name: values[name].value for name in _OF_HOSTS}
+            found = hosts.local_tasks(**given)
+            if not faults:
+                return Launcher(command, found.cluster, values.log_dir, here=found.tasks, **limits)
+    elif not faults:
+        cluster, prefixes = network_namespaces.assign_namespaces(values.workers, values.ps, values.netns)
+        return Launcher(command, cluster, values.log_dir, prefixes=prefixes, fresh_ports=True, **limits)
+    raise ConfigError(faults)
+
+
+def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
+    """Yields what is wrong with a command line, except for the list of hosts itself."""
+    if not command:
+        yield (
+            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--netns=A,B] "
+            "[--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--] COMMAND. The command is missing."
+        )
+    elif not shutil.which(command[0]):
+        script = (
+            f"a script needs its interpreter: python {command[0]}" if command[0].endswith(".py") else "is it installed?"
+        )
+        yield f"the command {format_value(command[0])} cannot be run; {script}"
+    if not values.grace_seconds < float("inf"):
+        yield f"--grace_seconds must be 0 or more, and finite. Received: {values.grace_seconds}."
+    several = [name for name in ("hosts", "hostfile") if values[name].present]
+    for name, remedy in _OF_THIS_MACHINE.items():
+        if several and (values[name].present or (name == "netns" and values.netns)):
+            yield f"--{several[0]} and --{name} exclude each other: leave out --{name}; {remedy}."
+    if unsuited := [f"--{name}" for name in _OF_HOSTS if values[name].present and not several]:
+        yield f"{', '.join(unsuited)}: only with --hosts=A,B or --hostfile=FILE, which name all hosts of the training."
 
 
 if __name__ == "__main__":

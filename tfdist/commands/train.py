@@ -16,12 +16,12 @@ import importlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -34,6 +34,7 @@ from tfdist.cluster import task_versions
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterTask
+from tfdist.commands import summary_table
 from tfdist.compat import keras_backend
 from tfdist.config import TrainConfig, registry, validation
 from tfdist.config import flags as flags_lib
@@ -41,7 +42,7 @@ from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import exit_status, preemption
+from tfdist.runtime import exit_status, false_success, preemption, progress, tensorflow_log
 from tfdist.runtime.files import WriteError
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
@@ -49,8 +50,9 @@ from tfdist.runtime.log import logger, print_always
 if TYPE_CHECKING:
     from tfdist.training.trainer import Trainer
 
-_CLOCK_SECONDS = 60  # by which the clock of a file server may be behind
-_SOURCE = "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts
+_SOURCE = (
+    "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts; their results it prints itself
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         exit_status.exit_code = _main(argv)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        logger.error(interrupt.MESSAGE)
+        logger.error(interrupt.message())
         exit_status.exit_code = 128 + signal.SIGINT
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,8 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    # TensorFlow's C++ log: errors only. Read when TensorFlow is imported.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    tensorflow_log.set_level()
     faults: list[str] = []
     try:
         with collect_errors(faults):
@@ -86,20 +87,15 @@ def _main(argv: Sequence[str]) -> int:
                 found = _find_cluster(command.config)
                 workers = len(found.cluster.training_tasks()) if found else None
                 _check_evaluator(command.config, found)
+            before = FinishedRun(command.config, command.workdir, command.overwrite)
+            with collect_errors(faults):
+                if not (found and found.task.type == "evaluator"):  # which evaluates what a finished run has left
+                    before.check()
             validation.check(command.config, workers, command.faults)
             if not faults:
-                return _run(command.config, command.workdir, found, argv)
+                return _run(command.config, command.workdir, found, argv, before)
     except (ClusterError, BackupError, WriteError, FloatingPointError) as e:
         logger.error(e)
-        return 1
-    except SystemExit as e:
-        if e.code not in (0, None):
-            raise
-        *_, frame = traceback.extract_tb(e.__traceback__)
-        logger.error(
-            f"sys.exit({e.code or ''}) was called before the results were written ({frame.filename}:{frame.lineno}). To end the training "
-            "and write them, set model.stop_training = True in a callback; to fail, raise an error."
-        )
         return 1
     for fault in faults:
         logger.error(fault)
@@ -122,13 +118,17 @@ def _check_evaluator(config: TrainConfig, found: ResolvedCluster | None) -> None
         )
 
 
-def _run(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | None, argv: Sequence[str]) -> int:
+def _run(
+    config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | None, argv: Sequence[str], before: FinishedRun
+) -> int:
     """Trains as a task of the cluster that was found, or alone, or starts the tasks that train; returns the exit code."""
     if found is None and (hint := discovery.misconfiguration_hint()):
         logger.warning(f"training on this host alone, though {hint}.")
     evaluates = found is not None and found.task.type == "evaluator"
     if found is None or evaluates or found.task == found.cluster.chief:
         make_workdir(workdir)
+        if not evaluates:
+            before.replace()
     if found is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
         return launch(config, argv, workdir)
     interrupt.listen()
@@ -141,9 +141,90 @@ def _run(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | No
     if found and evaluates:
         _import_frameworks()
         importlib.import_module("tfdist.training.evaluator").evaluate_backups(config, workdir, found.task.name)
-    else:
-        train(config, workdir, cluster=found.apply() if found else False)
-    return 0
+        return 0
+    code = false_success.run_to_the_end(lambda: train(config, workdir, cluster=found.apply() if found else False))
+    if not code and found:
+        progress.mark_finished(found.task.name)
+    return code
+
+
+class FinishedRun:
+    """The finished run that is in a work directory, if there is one, which a new run there would replace.
+
+    A run has finished once there is its `summary.json`. Backups beside it are of a later run, which goes on. Or they are of the finished
+    run: it was killed before it had removed them, and goes on; or `backup.delete_checkpoint=false` keeps them, and more epochs go on.
+
+    Args:
+        config: The configuration of the new run.
+        workdir: The work directory.
+        overwrite: Whether the new run may replace it.
+    """
+
+    def __init__(self, config: TrainConfig, workdir: pathlib.Path, overwrite: bool):
+        self._config, self._workdir, self._overwrite = config, workdir, overwrite
+        self._backups = pathlib.Path(config.backup.dir or workdir / "backup")
+        # A task that a supervisor has started belongs to the run that is there.
+        self._summary = None if _SOURCE in os.environ or progress.restarts() else _read_json(workdir / "summary.json")
+        self._kept: list[dict[str, Any]] = []
+        if self._summary is not None and config.backup.save_freq != "never":
+            with contextlib.suppress(OSError, ValueError):  # there is no such folder
+                found = map(_read_json, self._backups.glob("step-*/manifest.json"))
+                self._kept = [body for body in found if body is not None]
+
+    def check(self) -> None:
+        """Raises a ConfigError if a finished run would be replaced, and may not be."""
+        if self._overwrite or not self._is_replaced():
+            return
+        more = (
+            "raise --config.epochs"
+            if self._kept
+            else (
+                f"begin in another --workdir with --config.initial_weights={self._workdir}/model.keras; its backups were removed (with "
+                "--config.backup.delete_checkpoint=false they stay, and a higher --config.epochs goes on from them)"
+            )
+        )
+        raise ConfigError(
+            f"workdir {format_value(str(self._workdir))} holds a finished run. Choose another --workdir; or train again from the beginning "
+            f"with --overwrite, which replaces model.keras at its end; or, to train further, {more}."
+        )
+
+    def replace(self) -> None:
+        """Says that the run is replaced, and removes the backups that it has kept; does nothing if it is not."""
+        if not self._is_replaced():
+            return
+        logger.info(
+            f"{self._workdir} holds a finished run; training again from the beginning. Its model.keras and summary.json stay until this "
+            "run has finished, which then replaces them"
+        )
+        for path in [*self._backups.glob("step-*"), self._backups / "checkpoint"] if self._kept else ():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+    def _is_replaced(self) -> bool:
+        if self._summary is None or not self._kept:
+            return self._summary is not None
+        is_own = all(body.get("training") == self._summary.get("training") for body in self._kept)
+        further = max(_number(body.get("position"), "step") for body in self._kept) > _number(self._summary, "steps")
+        if not is_own or self._config.backup.delete_checkpoint or further:
+            return False
+        return self._overwrite or self._config.epochs <= _number(self._summary, "epochs")
+
+
+def _number(body: Any, name: str) -> int:
+    value = body.get(name) if isinstance(body, dict) else None
+    return value if isinstance(value, int) else 0
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns what a JSON file holds, an empty dict if that is no object, or None if there is no such file."""
+    try:
+        text = path.read_bytes()
+    except (OSError, ValueError):  # such as a path with a null byte
+        return None
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = {}
+    return body if isinstance(body, dict) else {}
 
 
 def make_workdir(workdir: pathlib.Path) -> None:
@@ -175,16 +256,10 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     cluster, prefixes = network_namespaces.assign_namespaces(config.cluster.workers, config.cluster.ps, netns)
     environ = {**os.environ, _SOURCE: "tf_config"}
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
-    limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True}
-    began = time.time()
-    code = Launcher(command, cluster, logs, environ, prefixes=prefixes, **limits).run()
-    summary = workdir / "summary.json"
-    if code == 0 and not (summary.exists() and summary.stat().st_mtime >= began - _CLOCK_SECONDS):
-        logger.error(
-            f"all tasks ended with exit code 0, and none has written {format_value(str(summary))}: the task or a callback ends the "
-            "process (os._exit). Their output is in the folder logs."
-        )
-        return 1
+    limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True, "must_finish": True}
+    code = Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
+    if code == 0:
+        summary_table.print_summary(json.loads((workdir / "summary.json").read_text()), workdir)
     return code
 
 
@@ -216,7 +291,7 @@ def train(
     from tfdist.gradients.configured_optimizer import build_optimizer
     from tfdist.gradients.optimizer import skipped_updates
     from tfdist.monitoring import goodput as goodput_lib
-    from tfdist.monitoring import network, summary_table, tensorboard
+    from tfdist.monitoring import network, tensorboard
     from tfdist.monitoring import summary as summary_lib
     from tfdist.monitoring import throughput as throughput_lib
     from tfdist.training import configured, export_best, task_checks
@@ -287,7 +362,8 @@ def train(
         trainer.save(model, workdir / "model.keras", delete_backup=False)
         if config.export.final:
             final = os.path.join(exports, "final")
-            trainer.export(model, os.path.join(final, str(export_best.newest_version(final) + 1)))
+            path = os.path.join(final, str(export_best.newest_version(final) + 1))
+            trainer.export(model, path, delete_backup=False)
 
     wire_bytes = summary_lib.wire_bytes_per_step(model, trainer.compression, replicas, sent)
     report = trainer.server_report(model)
@@ -310,7 +386,8 @@ def train(
     if trainer.is_chief:
         summary["training"] = backup.training_id if backup else ""
         summary_lib.write_json(workdir / "summary.json", summary)
-        summary_table.print_summary(summary, workdir)
+        if _SOURCE not in os.environ:
+            summary_table.print_summary(summary, workdir)
     trainer.delete_backup()  # with everything written
     goodput.delete()
     return summary
@@ -321,7 +398,8 @@ def _import_frameworks() -> None:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        importlib.import_module("tfdist.training.trainer")
+        with tensorflow_log.filtered():
+            importlib.import_module("tfdist.training.trainer")
     finally:
         if enabled:
             gc.enable()

@@ -38,6 +38,6 @@ class ClusterConfig:
 FLAGS = {
     "hosts": "The training tasks' addresses, as host1:2222,host2:2222.",
     "ps_hosts": "The parameter servers' addresses; the first of `hosts` is then the chief.",
-    "hostfile": "A file instead, with a line `host slots=2` for each host.",
-    "task": "Which of them this process is, as worker:1. Default: the one that is on this host.",
+    "hostfile": "A file in place of --hosts, with a line `host slots=2` for each host.",
+    "task": "Which of the tasks this process is, as worker:1. Default: the one of this host.",
 }

@@ -15,7 +15,8 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool =
 
     Args:
         values: The flags that there are.
-        argv: The program's name and its arguments. Dashes in names of flags stand for underscores.
+        argv: The program's name and its arguments. Dashes in names of flags stand for underscores, and `--no-x` for `--nox`. If `values` stop at the first
+            word that is no flag (`set_gnu_getopt(False)`), it and all behind it are left as they are.
         known_only: Whether to leave unknown flags to the caller.
 
     Raises:
@@ -41,7 +42,9 @@ def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> Iterator
         name, equals, value = argument.partition("=")
         known = re.sub(r"(?<=\w)-(?=\w)", "_", name)
         flag = known.lstrip("-")
-        if argument == "--":
+        if (of := flag.removeprefix("no_")) != flag and flag not in values and of in values and values[of].boolean:
+            known, flag = f"--no{of}", f"no{of}"
+        if argument == "--" or not (name.startswith("-") or values.is_gnu_getopt()):
             yield argument
             yield from following
         elif not name.startswith("-") or (flag not in values and flag.removeprefix("no") not in values):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -26,6 +27,12 @@ _PRESETS = pathlib.Path(__file__).parents[1] / "presets"
 def preset_names() -> list[str]:
     """Returns the names of all presets."""
     return sorted(path.stem for path in _PRESETS.glob("[!_]*.py"))
+
+
+def describe_preset(name: str) -> str:
+    """Returns the first line of a preset's docstring."""
+    text = ast.get_docstring(ast.parse((_PRESETS / f"{name}.py").read_bytes())) or ""
+    return text.partition("\n")[0]
 
 
 def load(path: str) -> TrainConfig:

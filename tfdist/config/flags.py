@@ -1,4 +1,4 @@
-"""The command line of `tfdist train`: `--config`, `--config.field=value`, `--workdir`. No TensorFlow here.
+"""The command line of `tfdist train`: `--config`, `--config.field=value`, `--workdir`, `--overwrite`. No TensorFlow here.
 
 `ml_collections.config_flags` sets the fields. It stops at the first mistake, sometimes with a traceback. So all arguments
 are checked first, it gets only the valid ones, and every error is reported at once.
@@ -39,6 +39,7 @@ class Command(NamedTuple):
     config: TrainConfig
     workdir: pathlib.Path
     faults: list[str]
+    overwrite: bool
 
 
 def parse(
@@ -74,6 +75,8 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     faults: list[str] = []
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "Where results go. Default: runs/NAME_OF_THE_CONFIG_FILE.", flag_values=values)
+    overwrite = "Train again in the work directory of a finished run, whose results are replaced at the end."
+    flags.DEFINE_bool("overwrite", False, overwrite, flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     for name, text in cluster.FLAGS.items():
         flags.DEFINE_string(name, None, f"{text} Short for --config.cluster.{name}.", flag_values=values)
@@ -127,7 +130,8 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
             [*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {describe_error(e)}"]
         ) from None
     make_floats(values.config)
-    return Command(values.config, pathlib.Path(values.workdir or f"runs/{pathlib.Path(path).stem}"), faults)
+    workdir = pathlib.Path(values.workdir or f"runs/{pathlib.Path(path).stem}")
+    return Command(values.config, workdir, faults, values.overwrite)
 
 
 def _split_flag(argument: str) -> tuple[str, str | None]:
@@ -177,8 +181,8 @@ def _valid_arguments(
             continue
         if not flag:
             fault = f"{format_value(argument)} is no flag. Fields are set as --config.field=value."
-        elif is_field or flag in ("config", "workdir"):
-            kind, fault = _field(config, flag, written) if is_field else (str, "")
+        elif is_field or flag in ("config", "workdir", "overwrite", "nooverwrite"):
+            kind, fault = _field(config, flag, written) if is_field else (bool if "over" in flag else str, "")
             if value is None and kind is not bool and not flag.startswith("no"):
                 value = _take_value(following)
                 fault = fault or ("" if value is not None else f"{written} has no value; write {written}=VALUE.")
@@ -187,12 +191,13 @@ def _valid_arguments(
             known = [
                 "config",
                 "workdir",
+                "overwrite",
                 "help",
                 *(others or cluster.FLAGS),
                 *(path for path, _ in list_fields(config, "config")),
             ]
             fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
-            fault += f" Known: {', '.join(['--config', '--config.field', '--workdir', '--help', *map('--{}'.format, others)])}."
+            fault += f" Known: {', '.join(['--config', '--config.field', '--workdir', '--overwrite', '--help', *map('--{}'.format, others)])}."
             if value is None:
                 _take_value(following)
         if fault:
@@ -274,7 +279,9 @@ def fields_help(config: TrainConfig, of: str) -> str:
         config: The configuration.
         of: The source of the values, for the heading.
     """
-    rows = [f"Fields of the configuration, with the values of {of}:"]
+    rows = [
+        f"Fields of the configuration, with the values of {of} (--noconfig.FIELD is short for --config.FIELD=false):"
+    ]
     for path, value, about in _documented_fields(config, "config"):
         rows.append(f"  --{path}={value}")
         rows += textwrap.wrap(about, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -290,7 +297,7 @@ def list_fields(config: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:
     """Yields path, value and description of every field."""
     kinds = (*getattr(config, "documented_by", ()), type(config))
-    about = {name: text for kind in kinds for name, text in _attribute_texts(kind).items()}
+    about = {name: text for kind in kinds for name, text in attribute_texts(kind).items()}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -299,7 +306,7 @@ def _documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]
             yield f"{path}.{field.name}", value, about.get(field.name, "")
 
 
-def _attribute_texts(kind: type) -> dict[str, str]:
+def attribute_texts(kind: type) -> dict[str, str]:
     """Returns the texts in the section "Attributes:" of a class's docstring, by name."""
     _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
     found: dict[str, str] = {}

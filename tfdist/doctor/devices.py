@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable, shorten
 from tfdist.errors import truncate
+from tfdist.runtime import tensorflow_log
 
 _LIMIT = 60.0  # seconds for TensorFlow to load and look
 _DRIVER_LIMIT = 10.0
@@ -30,7 +31,9 @@ print("\\n{_MARK}" + json.dumps(found), flush=True)
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields which devices TensorFlow finds, or why it cannot be loaded."""
-    code, output, errors = run([sys.executable, "-c", _LOOK], {"TF_CPP_MIN_LOG_LEVEL": "2", **environ}, _LIMIT)
+    code, output, errors = run(
+        [sys.executable, "-c", _LOOK], {tensorflow_log.LEVEL: tensorflow_log.ERRORS_ONLY, **environ}, _LIMIT
+    )
     lines = [line for line in output.splitlines() if line.startswith(_MARK)]
     if not lines:
         last_line = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "nothing is said")

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, shorten
+from tfdist.runtime import tensorflow_log
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LESS_SURE = "unset it, unless all tasks need it and have the same"
@@ -77,7 +78,7 @@ def keras_backend(environ: Mapping[str, str]) -> Finding:
 
 
 def _log_level(environ: Mapping[str, str]) -> Iterator[Finding]:
-    name = "TF_CPP_MIN_LOG_LEVEL"
+    name = tensorflow_log.LEVEL
     if environ.get(name, "") > "2":
         yield Finding(WARNING, name, shorten(environ[name]), f"export {name}=2: TensorFlow's errors are not shown now")
     elif name in environ:

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from tfdist.cluster import task_versions
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, shorten
 from tfdist.version import __version__
 
@@ -35,7 +36,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     python = platform.python_version()
     suits = specifiers.SpecifierSet(pythons).contains(version.Version(python.rstrip("+")), prereleases=True)
     yield Finding(OK if suits else ERROR, "Python", python, "" if suits else f"use Python {pythons}")
-    if all(map(_is_installed, ("keras", "keras-nightly"))):
+    if all(any(importlib.metadata.Distribution.discover(name=name)) for name in ("keras", "keras-nightly")):
         problem = "keras and keras-nightly are both installed, and each has written over files of the other"
         yield Finding(ERROR, "Keras", problem, "pip uninstall keras keras-nightly, and install one of them")
     for name, title in PACKAGES.items():
@@ -43,18 +44,14 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield from _hidden(name, title)
 
 
-def _is_installed(distribution: str) -> bool:
-    return any(importlib.metadata.Distribution.discover(name=distribution))
-
-
 def _package(name: str, title: str, declared: specifiers.SpecifierSet) -> Finding:
     wanted = f"pip install '{name}{declared}'"
-    try:
-        found = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    distribution = task_versions.distribution(name)
+    if distribution is None:
         if importlib.util.find_spec(name):
             return Finding(NOTE, title, "of another distribution, whose version is not known")
         return Finding(ERROR, title, "not installed", wanted)
+    found = distribution.version
     if declared.contains(found, prereleases=True):
         return Finding(OK, title, found)
     return Finding(WARNING, title, f"{found}; tfdist {__version__} is tested with {declared}", wanted)
@@ -62,9 +59,8 @@ def _package(name: str, title: str, declared: specifiers.SpecifierSet) -> Findin
 
 def _hidden(name: str, title: str) -> Iterator[Finding]:
     """Yields a finding where Python would import another file than the installed package's, such as `./keras.py`."""
-    try:
-        distribution = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
+    distribution = task_versions.distribution(name)
+    if distribution is None:
         return
     spec = importlib.util.find_spec(name)
     origin = pathlib.Path(spec.origin or "") if spec else pathlib.Path()

@@ -301,6 +301,12 @@ def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
     return None if update is None else update.reduction
 
 
+def get_compressor(optimizer: keras.optimizers.Optimizer) -> Compressor | None:
+    """Returns what compresses an optimizer's gradients, also before `build`; None without a compressor."""
+    update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
+    return None if update is None else update.compressor
+
+
 def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
     """Makes a distributed optimizer skip updates with non-finite gradients; a `LossScaleOptimizer` does so itself."""
     update = _update_of(optimizer)

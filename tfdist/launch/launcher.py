@@ -1,4 +1,4 @@
-"""The supervisor: starts, watches, restarts and ends the tasks of a cluster on this machine. No TensorFlow here."""
+"""The supervisor: starts, watches, restarts and ends the tasks of a cluster that run on this machine. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -53,6 +53,10 @@ class Launcher:
         prefixes: For a task, words before its command, which run the command in their place, such as `nsenter`.
         evaluator: Whether to run the command as the task `evaluator:0`, too: beside the cluster, and without its GPUs.
         fresh_ports: Whether tasks that all start again get other ports: those of `cluster` are this machine's, and nobody else's choice.
+        must_finish: Whether exit code 0 counts as a failure of a task that has not said that its training has finished
+            (`progress.mark_finished`), as those of `tfdist train` do.
+        here: The tasks to start on this machine, where launchers on other machines start the rest. None means all. Each launcher
+            restarts its own tasks: those of the others fail when they lose these, and all wait for each other at the start.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -72,17 +76,21 @@ class Launcher:
         prefixes: Mapping[TaskSpec, Sequence[str]] | None = None,
         evaluator: bool = False,
         fresh_ports: bool = False,
+        must_finish: bool = False,
+        here: Sequence[TaskSpec] | None = None,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
         self._cluster = cluster
+        self._here = here
+        self._specs = cluster.tasks() if here is None else list(here)
         self._log_dir = pathlib.Path(log_dir)
         self._environ = dict(os.environ if environ is None else environ)
         self._grace_seconds = grace_seconds
         self._output = LauncherOutput(output, log_dir)
         self._tasks: list[TaskProcess] = []
         self._running: list[TaskProcess] = []
-        self._has_evaluator, self._fresh_ports = evaluator, fresh_ports
+        self._has_evaluator, self._fresh_ports, self._must_finish = evaluator, fresh_ports, must_finish
         self._later: list[tuple[float, TaskSpec]] = []  # when to start a worker again
         self._signals: list[int] = []
         self._kill_at = float("inf")
@@ -103,7 +111,7 @@ class Launcher:
             when the chief does: servers never end by themselves.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._appends = not self._output.attempt(self._log_dir, set_logs_aside, self._log_dir)
+        self._appends = not self._output.attempt(self._log_dir, set_logs_aside, self._log_dir, self._here)
         with handling_signals(self._signals.append):
             try:
                 with (
@@ -112,8 +120,8 @@ class Launcher:
                     EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
                 ):
                     self._evaluator.is_over = not self._has_evaluator
-                    servers = [spec for spec in self._cluster.tasks() if self._is_server(spec)]
-                    self._output.start_table(self._cluster.tasks() + self._evaluator.waiting, servers, self._progress)
+                    servers = [spec for spec in self._specs if self._is_server(spec)]
+                    self._output.start_table(self._specs + self._evaluator.waiting, servers, self._progress)
                     self._run_once()
                     while self._restart and not self._signals:
                         self._wait()
@@ -122,6 +130,9 @@ class Launcher:
                         self._run_once()
                     if not self._preempted and self.failure is None:
                         self._evaluator.finish(lambda: bool(self._signals), self._refresh)
+                    told = self._preempted or (self._signals and self._signals[0] != signal.SIGINT)
+                    if told and (what := self._how_to_continue()):
+                        self._output.say(what)
                     alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
                     if alone and not (self._preempted or self._signals or self.failure):
                         self._output.say(_ALONE)
@@ -143,7 +154,7 @@ class Launcher:
         self._kill_at = float("inf")
         try:
             with selectors.DefaultSelector() as self._selector:
-                for spec in self._cluster.tasks():
+                for spec in self._specs:
                     self._start(spec)
                 self._watch()
         finally:
@@ -179,13 +190,14 @@ class Launcher:
             if any(self._is_over(task) for task in self._running):
                 self._take_ended()
             if len(self._signals) > handled:
-                grace = 0.0 if handled else self._grace_seconds
+                grace, kept = 0.0 if handled else self._grace_seconds, ""
                 if self._signals[0] == signal.SIGINT:
                     grace, self._output.is_interrupted = min(grace, _AFTER_INTERRUPT), True
+                    kept = "" if handled else self._how_to_continue(". ")
                 if self._running:
                     name = signal_name(self._signals[handled])
                     last = f"; those left after {grace:g} s are killed, or upon another signal" if grace else " now"
-                    self._output.say(f"{name}: ending all tasks{last}")
+                    self._output.say(f"{name}: ending all tasks{last}{kept}")
                 self._end(self._signals[0], grace)
                 handled = len(self._signals)
             if time.monotonic() > self._kill_at:
@@ -220,7 +232,7 @@ class Launcher:
     def _refresh(self) -> None:
         if not self._signals:
             self._evaluator.look()
-        later = self._cluster.tasks() if self._restart else [spec for _, spec in self._later]
+        later = self._specs if self._restart else [spec for _, spec in self._later]
         running = [*(task.spec for task in self._running), *self._evaluator.running]
         self._output.refresh(running, [*later, *self._evaluator.waiting], self._kill_at < float("inf"))
 
@@ -236,7 +248,9 @@ class Launcher:
             was_signalled = bool(self._signals) and not self.failure and not self._is_server(task.spec)
             self._preempted |= was_signalled and code == exit_status.PREEMPTED
             return
-        if code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
+        trains = self._must_finish and not self._is_server(task.spec)
+        unfinished = not code and trains and not progress.has_finished(self._progress, task.spec.name)
+        if unfinished or code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
             self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))
             return
         self._output.release(task)
@@ -267,7 +281,9 @@ class Launcher:
                 self._output.attempt(self._progress, progress.write_restarts, self._progress, self.restarts.total)
                 self._later.append((time.monotonic() + self.restarts.delay, task.spec))
             else:
-                self._output.say(f"{lost}; {count} {self._saved}. Full output: {task.log_path}")
+                has_none = done is not None and not self._saved and not progress.is_backed_up(self._progress)
+                why = ", as there is no backup_dir" if has_none else ""
+                self._output.say(f"{lost}; {count} {self._saved}{why}. Full output: {task.log_path}")
                 self._restart = True
                 self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
             return
@@ -286,10 +302,15 @@ class Launcher:
 
     def _steps(self, task: TaskProcess) -> tuple[int | None, int]:
         """Returns the step at which a task is, None before its training, and that of the last backup."""
-        known = {spec: progress.read(self._progress, spec.name) for spec in self._cluster.tasks()}
+        known = {spec: progress.read(self._progress, spec.name) for spec in self._specs}
         found = [steps for steps in known.values() if steps]
         mine = known[task.spec] or max(found, default=None)
         return mine and mine.done, max((steps.saved for steps in found), default=self._saved)
+
+    def _how_to_continue(self, before: str = "") -> str:
+        """Returns what to do after a run that was told to end; empty where no task trains."""
+        found = [steps for spec in self._cluster.tasks() if (steps := progress.read(self._progress, spec.name))]
+        return before + progress.how_to_continue(max(steps.saved for steps in found)) if found else ""
 
     def _is_server(self, task: TaskSpec) -> bool:
         """Returns whether a task serves a chief, which saves for all."""

@@ -1,30 +1,28 @@
-"""A table of the tasks below their lines, in a terminal: how far each is, how fast, and for how long still. No TensorFlow here."""
+"""A table of the tasks below their lines, in a terminal: how far each is, how fast, for how long still, and its metrics. No TensorFlow here."""
 
 from __future__ import annotations
 
 import collections
 import io
-import os
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich import console, constrain, live, table, text
 
 from tfdist.cluster import TaskSpec
 from tfdist.runtime import progress
+from tfdist.runtime.log import is_terminal
 
 _EVERY = 0.25  # seconds between two looks
 _RATE_SECONDS = 10.0  # over which steps per second are taken
+_COLUMNS = ("task", "state", "epoch", "step", "steps/s", "time left")
+_ANY_WIDTH = 10_000
 
 
 def is_possible() -> bool:
-    """Returns whether standard output is a terminal that can redraw lines. mpirun gives its tasks a pseudo-terminal."""
-    return (
-        bool(sys.stdout and sys.stdout.isatty())
-        and "OMPI_COMM_WORLD_SIZE" not in os.environ
-        and console.Console().is_interactive
-    )
+    """Returns whether standard output is a terminal that can redraw lines."""
+    return is_terminal() and console.Console().is_interactive
 
 
 class Pace:
@@ -94,6 +92,7 @@ class LiveTable:
         self._due = 0.0
         self._screen = _Screen()
         self._console = console.Console(file=self._screen, markup=False, emoji=False, highlight=False)
+        self._any_width = self._console.options.update_width(_ANY_WIDTH)
         # What is left on the screen are the lines. No thread: each frame erases the one before, so none may be lost.
         self._live = live.Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
@@ -116,17 +115,30 @@ class LiveTable:
             return self._screen.take()
         self._due = now + _EVERY
         rows = [self._row(task, now, running, restarting, ending) for task in self._tasks]
+        metrics = [progress.read_metrics(self._folder, task.name) for task in self._tasks]
+        names = sorted(dict.fromkeys(name for each in metrics for name in each), key=lambda name: name != "loss")
+        # A terminal echoes ^C behind the table: in a full line it would begin another one, which would not be erased.
+        width = max(1, self._console.width - 4)
+        shown = self._table_of(rows, metrics, names)
+        while names and self._console.measure(shown, options=self._any_width).maximum > width:
+            names.pop()
+            shown = self._table_of(rows, metrics, names)
+        self._live.update(constrain.Constrain(shown, width), refresh=True)
+        return self._screen.take()
+
+    def _table_of(
+        self, rows: Sequence[Sequence[str]], metrics: Sequence[Mapping[str, str]], names: Sequence[str]
+    ) -> table.Table:
+        """Returns the table, with a column for each of some metrics."""
         room = max(1, self._console.height // 2 - 2)
         shown = table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("task", "state", "epoch", "step", "steps/s", "time left"):
+        for name in (*_COLUMNS, *names):
             shown.add_column(name, no_wrap=True, justify="left" if name in ("task", "state") else "right")
-        for row in rows[:room]:
-            shown.add_row(*row)
+        for row, values in list(zip(rows, metrics, strict=True))[:room]:
+            shown.add_row(*row, *(values.get(name, "") for name in names))
         if len(rows) > room:
             shown.add_row("...", f"{len(rows) - room} more tasks")
-        # A terminal echoes ^C behind the table: in a full line it would begin another one, which would not be erased.
-        self._live.update(constrain.Constrain(shown, max(1, self._console.width - 4)), refresh=True)
-        return self._screen.take()
+        return shown
 
     def stop(self, lines: Sequence[bytes]) -> bytes:
         """Returns what shows the last lines, removes the table and shows the cursor."""
@@ -163,7 +175,7 @@ class LiveTable:
             )
         if steps is None:
             self._paces[task] = Pace()
-            return [str(task), state]
+            return [str(task), state, "", "", "", ""]
         pace = self._paces[task]
         if state == "training":
             pace.look(now, steps)

@@ -112,7 +112,7 @@ class LauncherOutput:
             if task.held or line.startswith(_TRACEBACK):
                 task.held_since = task.held_since if task.held else time.monotonic()
                 task.held.append(line)
-            elif not self._is_repeated(task, line) and not (self.is_interrupted and line == _INTERRUPTED):
+            elif not self._is_repeated(task, line) and not (self.is_interrupted and line.startswith(_INTERRUPTED)):
                 self._print(task, line)
         if task.log_fault:
             self.say(

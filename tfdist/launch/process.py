@@ -16,7 +16,8 @@ from typing import IO
 import psutil
 
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.runtime import progress
+from tfdist.runtime import progress, tensorflow_log
+from tfdist.runtime.tensorflow_log import CXX_LINE, is_tensorflow_log
 
 _TAIL_LINES = 20
 _LONGEST_LINE = 1 << 16
@@ -31,23 +32,6 @@ _REASON_LENGTH = 200
 # As `training.lost_workers` says.
 _BLAMES_ANOTHER = re.compile(rb"\w:\d+ at .* has ended while \w+:\d+ trained with it")
 _COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
-# absl's form, `W0000 00:00:1795536441.651659    1998 port.cc:153] text`, and TensorFlow's, `2026-01-31 12:00:00.123456: W
-# tensorflow/core/x.cc:210] text`. absl's lines of Python code look like the former, but for the file's name.
-_CXX_LOG = re.compile(
-    rb"(?:(?P<absl>[IWEF])\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: (?P<tsl>[IWEF]) )"
-    rb"(?P<place>[\w./-]+\.(?:cc|cpp|cu|h|inc)):\d+\] ?(?P<text>.*)"
-)
-# Errors and warnings that healthy machines log, too: something is missing or is done twice.
-_HARMLESS = re.compile(
-    rb"cuInit|Unable to register cu\w+ factory|computation placer already registered|Cannot dlopen some GPU libraries"
-    rb"|Could not find TensorRT|Local rendezvous is aborting with status: OUT_OF_RANGE|exceeds 10% of free system memory",
-    re.IGNORECASE,
-)
-_TENSORFLOW_NOTICE = re.compile(
-    rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
-    rb"|To enable the following instructions: .*, rebuild TensorFlow with the appropriate compiler flags\.$"
-)
-_LISTED_TASK = re.compile(rb"/job:\w+/replica:\d+/task:\d+$")  # C++ messages list tasks, one in each line
 _PYTHON_WARNING = re.compile(rb"(?P<file>.+?):(?P<line>\d+): (?:\w+\.)*\w*Warning: ")
 _LOGGED_WARNING = re.compile(rb"WARNING:[\w.]+:|W\d{4} [\d:.]+ +\d+ \S+\.py:\d+\] (?P<text>.*)")
 # Colours, movements of the cursor, titles, and control characters except the tabulator.
@@ -172,7 +156,7 @@ def task_environ(environ: Mapping[str, str], cluster: ClusterSpec, task: TaskSpe
         task: The task.
         folder: Where it writes its progress.
     """
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **environ}  # TensorFlow's C++ log: errors only
+    variables = {tensorflow_log.LEVEL: tensorflow_log.ERRORS_ONLY, **environ}
     variables |= {"TF_CONFIG": cluster.to_tf_config(task), "PYTHONUNBUFFERED": "1", progress.FOLDER: folder}
     variables[progress.LAUNCHED] = str(psutil.Process().create_time())
     # An evaluator is beside the cluster, which takes all memory of the GPUs.
@@ -198,12 +182,16 @@ class Failure:
         """The way it ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
+        if not self.exit_code:
+            return "exit code 0 before the training has finished"
         return f"exit code {self.exit_code}" + (f": {self.reason}" if self.reason else "")
 
     @property
     def status(self) -> int:
         """The exit code that a shell would show."""
-        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
+        return (
+            self.exit_code if self.exit_code > 0 else 128 - self.exit_code if self.exit_code else 1
+        )  # 0 is a failure, too
 
     def remedy(self, saved: int) -> str:
         """Returns how to continue after a process was killed, or an empty text; `saved` is the last backup's step."""
@@ -254,25 +242,12 @@ def to_plain(line: bytes) -> bytes:
     return b"" if bar and bar[1] != bar[2] else _ESCAPES.sub(b"", line)
 
 
-def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
-    """Returns whether a line is certainly of TensorFlow's C++ log, and reports no error. All other lines are shown.
-
-    Args:
-        line: The line, plain.
-        after_log: Whether the line before it was one of that log.
-    """
-    if found := _CXX_LOG.match(line):
-        level = found["absl"] or found["tsl"]
-        return level == b"I" or (level != b"F" and bool(_HARMLESS.search(found["text"])))
-    return bool(_TENSORFLOW_NOTICE.match(line) or (after_log and _LISTED_TASK.match(line)))
-
-
 def warning_text(line: bytes) -> bytes | None:
     """Returns what repetitions of a warning have in common, without its time; None if the line is no warning.
 
     Warnings are Python's, those that `logging` and absl print in their default forms, and those of TensorFlow's C++ log.
     """
-    if found := _CXX_LOG.match(line):
+    if found := CXX_LINE.match(line):
         if (found["absl"] or found["tsl"]) != b"W":
             return None
         return found["place"] + re.sub(rb"\d+", b"0", found["text"])  # addresses, sizes
@@ -290,9 +265,17 @@ def is_source_of(warning: bytes, line: bytes) -> bool:
     return bool(code) and code.encode() == line.strip()
 
 
-def set_logs_aside(folder: pathlib.Path) -> None:
-    """Moves the logs of an earlier run to the folder `before` in their folder."""
+def set_logs_aside(folder: pathlib.Path, tasks: Sequence[TaskSpec] | None = None) -> None:
+    """Moves the logs of an earlier run to the folder `before` in their folder.
+
+    Args:
+        folder: The folder.
+        tasks: Whose logs; None means all. The others may be those of tasks that run on other hosts.
+    """
+    names = None if tasks is None else {f"{task.name}.log" for task in tasks}
     for log in folder.glob("*.log"):
+        if names is not None and log.name not in names:
+            continue
         (folder / "before").mkdir(exist_ok=True)
         log.replace(folder / "before" / log.name)
 

@@ -21,6 +21,33 @@ _SCALAR, _HISTOGRAM = (
 )
 _FLOAT = tf.float32.as_datatype_enum
 _numbers = itertools.count()
+# What TensorBoard shows as the description of a curve, with its unit, by the tag or what it begins with.
+_DESCRIPTIONS = {
+    "perf/examples_per_second": "Speed of the training over all replicas, in examples per second.",
+    "perf/step_ms": "Median time of a training step, in milliseconds.",
+    "perf/input_wait_ms": "Mean time that a step waited for its batch, in milliseconds.",
+    "comm/bytes_per_step": "Bytes per step that this rank sends over the network, measured; not those in shared memory.",
+    "comm/gradient_bytes_per_step": "Bytes per step of the gradients that this rank sends, by network or memory, as predicted.",
+    "comm/compression_ratio": "Bytes of the gradients divided by the bytes that the compressor sends.",
+    "comm/residual_norm": "L2 norm of the errors that compression feeds back, in units of the gradient.",
+    "ps/steps_in_flight": "Mean number of steps that are scheduled and not done.",
+    "ps/staleness": "Mean number of steps that ended while one ran.",
+    "faults/restarts": "Number of restarts so far.",
+    "faults/lost_steps": "Number of steps that restarts have repeated so far.",
+    "goodput/productive": "Share of training steps in the wall time so far, from 0 to 1.",
+    "goodput_seconds/": "Seconds of the wall time so far that went into this part.",
+    "system/rss_bytes": "Resident memory of this process, in bytes.",
+    "system/cpu_percent": "Processor time of this process, in percent: 100 is one core.",
+    "train/gradient_norm": "L2 norm of the last update's gradient.",
+    "train/skipped_updates": "Number of updates that were left out so far.",
+}
+
+
+def description(tag: str) -> str:
+    """Returns the description of a curve with its unit; empty for the training's own logs, whose unit is the user's."""
+    return _DESCRIPTIONS.get(tag) or next(
+        (text for known, text in _DESCRIPTIONS.items() if known[-1] == "/" and tag.startswith(known)), ""
+    )
 
 
 class Run:
@@ -37,6 +64,23 @@ class Run:
         self._folder = folder
         self._writer: tf.io.TFRecordWriter | None = None
         self._flushed = 0.0
+        self._described: set[str] = set()  # tags in the current file
+
+    def start(self) -> None:
+        """Makes the file, unless there is one: TensorBoard colors runs in the order in which their files were made.
+
+        Raises:
+            tf.errors.OpError: The file cannot be written.
+        """
+        if self._writer is None:
+            self._open(time.time())
+
+    def _open(self, now: float) -> None:
+        tf.io.gfile.makedirs(self._folder)
+        # TensorBoard reads files by the order of their names.
+        name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{_OURS}"
+        self._writer = tf.io.TFRecordWriter(os.path.join(self._folder, name))
+        self._add(tf.compat.v1.Event(wall_time=now, file_version="brain.Event:2"))
 
     def write(self, values: Mapping[str, float | np.ndarray], step: int, at: float | None = None) -> None:
         """Writes a value for each tag: a number, or a histogram `[buckets, 3]` of left and right edges and counts.
@@ -55,7 +99,10 @@ class Run:
                 summary.value.add(tag=tag, metadata=_HISTOGRAM, tensor=tf.make_tensor_proto(value, tf.float64))
             else:  # as make_tensor_proto does in ten times the time
                 tensor = {"dtype": _FLOAT, "float_val": [value], "tensor_shape": {}}
-                summary.value.add(tag=tag, metadata=_SCALAR, tensor=tensor)
+                added = summary.value.add(tag=tag, metadata=_SCALAR, tensor=tensor)
+                if tag not in self._described:  # TensorBoard takes the first description of a tag
+                    self._described.add(tag)
+                    added.metadata.summary_description = description(tag)
         if values:
             self.write_summary(summary, step, at)
 
@@ -67,11 +114,7 @@ class Run:
         """
         now = time.time()
         if self._writer is None:
-            tf.io.gfile.makedirs(self._folder)
-            # TensorBoard reads files by the order of their names.
-            name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{_OURS}"
-            self._writer = tf.io.TFRecordWriter(os.path.join(self._folder, name))
-            self._add(tf.compat.v1.Event(wall_time=now, file_version="brain.Event:2"))
+            self._open(now)
         self._add(tf.compat.v1.Event(wall_time=at or now, step=step, summary=summary))
         if now - self._flushed > _FLUSH_SECONDS:
             self.flush()
@@ -89,6 +132,7 @@ class Run:
     def close(self) -> None:
         """Ends the file; what is written later goes to another one."""
         writer, self._writer = self._writer, None
+        self._described.clear()
         if writer:
             writer.close()
 

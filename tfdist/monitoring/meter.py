@@ -12,7 +12,7 @@ import psutil
 import tensorflow as tf
 
 from tfdist.compat import keras_internals, optimizer_search, tf_internals
-from tfdist.gradients.optimizer import get_reduction, skipped_updates
+from tfdist.gradients.optimizer import get_compressor, get_reduction, skipped_updates
 from tfdist.gradients.reduction import Reduction
 from tfdist.monitoring import compression_report
 from tfdist.monitoring.network import WireBytes
@@ -105,6 +105,7 @@ class WireMeter(Meter):
         super().begin(model, is_chief)
         cluster_task = getattr(model.distribute_strategy, "cluster_task", None)
         self._wire = WireBytes(*cluster_task) if cluster_task else None
+        self._planned: dict[bool, int | None] = {}  # of steps with compression, and without
 
     def on_epoch_begin(self) -> None:
         if self._wire:
@@ -115,7 +116,21 @@ class WireMeter(Meter):
             self._wire.on_train_batch_end(step)
 
     def read(self) -> dict[str, float | None]:
-        return {"comm/bytes_per_step": self._wire.take() if self._wire else None}
+        if self._wire is None:
+            return {}
+        return {"comm/bytes_per_step": self._wire.take(), "comm/gradient_bytes_per_step": self._gradient_bytes()}
+
+    def _gradient_bytes(self) -> int | None:
+        """Returns the planned bytes of the gradients, which may travel through shared memory."""
+        optimizer: Any = getattr(self.model, "optimizer", None)
+        compressor = get_compressor(optimizer) if optimizer else None
+        if compressor and int(optimizer.iterations.numpy()) <= compressor.start_step:
+            compressor = None
+        compresses = compressor is not None
+        if compresses not in self._planned:
+            replicas = tf_internals.num_replicas(self.model.distribute_strategy)
+            self._planned[compresses] = compression_report.planned_bytes(self.model, compressor, replicas)
+        return self._planned[compresses]
 
 
 class CompressionMeter(Meter):

@@ -18,19 +18,26 @@ from tensorboard.plugins.hparams import summary as hparams_lib
 from tfdist.version import __version__
 
 _CHARTS_PAGE = "Training"
+_CHARTS_LINK = (
+    "The page [Custom Scalars](#custom_scalars) has the charts of this run: is it learning, how fast is it, who is slow, "
+    "what did the network cost."
+)
 # Titles of charts, and the tags that each shows, of all runs.
 _CHARTS = {
-    "Is it learning?": r"^(batch_(\w+_)?loss|evaluation_(\w+_)?loss_vs_iterations)$",  # both by step, unlike `epoch_*`
-    "How fast is it?": "^perf/examples_per_second$",
-    "Who is slow?": "^perf/step_ms$",
-    "What did the network cost?": "^comm/.*",
+    "Is it learning? (loss)": r"^(batch_(\w+_)?loss|evaluation_(\w+_)?loss_vs_iterations)$",  # both by step, unlike `epoch_*`
+    "How fast is it? (examples per second)": "^perf/examples_per_second$",
+    "Who is slow? (ms per step)": "^perf/step_ms$",
+    "What did the network cost? (bytes per step, and of the gradients)": "^comm/(gradient_)?bytes_per_step$",
+}
+_COMPRESSION = {
+    "What does compression change? (ratio of bytes, norm of the residuals)": "^comm/(compression_ratio|residual_norm)$"
 }
 _LOSS_BY_EPOCH = r"^epoch_(\w+_)?loss$"
 _HISTOGRAM_BUCKETS = 30  # as TensorBoard's own
 
 
 def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
-    """Returns what a training runs on: the texts `cluster`, `strategy` and `versions`, each a table in Markdown.
+    """Returns the text `charts`, which leads to the page of charts, and `cluster`, `strategy` and `versions`, tables in Markdown.
 
     Args:
         strategy: The strategy of the training.
@@ -38,10 +45,10 @@ def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
     resolver = getattr(strategy, "cluster_resolver", None)
     jobs = resolver.cluster_spec().as_dict() if resolver else {}
     tasks = [(f"{job}:{index}", address) for job in jobs for index, address in enumerate(jobs[job])]
-    kind = getattr(strategy, "kind", "") or type(strategy).__name__.lstrip("_")
     texts = {
+        "charts": _CHARTS_LINK,
         "cluster": _table(("task", "address"), tasks or [("worker:0", "this process")]),
-        "strategy": _table(("strategy", "replicas"), [(kind, str(strategy.num_replicas_in_sync))]),
+        "strategy": _table(("strategy", "replicas"), [(_kind(strategy), str(strategy.num_replicas_in_sync))]),
         "versions": _table(("package", "version"), versions().items()),
     }
     made = tf.compat.v1.Summary()
@@ -50,6 +57,10 @@ def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
         metadata.plugin_data.plugin_name = "text"
         made.value.add(tag=tag, metadata=metadata, tensor=tf.make_tensor_proto(text))
     return made
+
+
+def _kind(strategy: tf.distribute.Strategy) -> str:
+    return getattr(strategy, "kind", "") or type(strategy).__name__.lstrip("_")
 
 
 def _table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
@@ -67,26 +78,42 @@ def versions() -> dict[str, str]:
     }
 
 
-def charts_layout(by_step: bool) -> tf.compat.v1.Summary:
+def charts_layout(by_step: bool, compresses: bool) -> tf.compat.v1.Summary:
     """Returns the layout of the first page of the tab "Custom Scalars".
 
     Args:
         by_step: Whether the training's loss is written by step, besides by epoch.
+        compresses: Whether gradients are compressed.
     """
-    charts = _CHARTS if by_step else _CHARTS | {"Is it learning?": _LOSS_BY_EPOCH}
+    charts = _CHARTS if by_step else _CHARTS | {"Is it learning? (loss)": _LOSS_BY_EPOCH}
+    charts = charts | _COMPRESSION if compresses else charts
     page = layout_pb2.Category(title=_CHARTS_PAGE)
     for title, tags in charts.items():
         page.chart.add(title=title, multiline=layout_pb2.MultilineChartContent(tag=[tags]))
     return custom_scalars.pb(layout_pb2.Layout(category=[page]))
 
 
-def hparams_start(hparams: Mapping[str, Any]) -> tf.compat.v1.Summary:
+def hparams_start(
+    hparams: Mapping[str, Any], strategy: tf.distribute.Strategy, batch_size: int | None, learning_rate: Any
+) -> tf.compat.v1.Summary:
     """Returns the summary by which the tab "HParams" lists a training, with its hyperparameters.
+
+    The tab sorts them by name, capitals first: those that are chosen first have a capital.
 
     Args:
         hparams: Names to values. A group within them becomes `group.name`.
+        strategy: The strategy of the training.
+        batch_size: Examples per step, or None if unknown.
+        learning_rate: That of the first step, or None without an optimizer.
     """
-    return hparams_lib.session_start_pb(dict(_flatten_hparams(hparams, "")))
+    first = {
+        "Batch size": batch_size,
+        "Learning rate": None if learning_rate is None else float(f"{float(learning_rate):.6g}"),  # not 0.0010000000475
+        "Replicas": strategy.num_replicas_in_sync,
+        "Strategy": _kind(strategy),
+    }
+    known = {name: value for name, value in first.items() if value is not None}
+    return hparams_lib.session_start_pb({**known, **dict(_flatten_hparams(hparams, ""))})
 
 
 def _flatten_hparams(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:

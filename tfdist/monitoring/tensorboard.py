@@ -11,8 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import optimizer_search
 from tfdist.config.monitoring import step_range
 from tfdist.errors import ConfigError, format_value
+from tfdist.gradients.optimizer import get_compressor
 from tfdist.monitoring import side_summaries
 from tfdist.monitoring.event_files import BY_ITERATIONS, Run
 from tfdist.monitoring.meter import (
@@ -107,6 +109,9 @@ class TensorBoard(keras.callbacks.Callback):
         ]
         self._throughput = Throughput(0)
         self._runs: dict[str, Run] = {}
+        self._executions = 0  # of this process, of this training
+        self._is_listed = False  # in the tab "HParams"
+        self._first_rate: Any = None  # of learning
         self._mine = ""  # of these runs, the one for what each task measures itself
         self._is_chief = True
         self._goes_on = False  # the runs are this training's
@@ -165,6 +170,8 @@ class TensorBoard(keras.callbacks.Callback):
         self._cut()
         if not self._goes_on:
             self._begin(epoch)
+        if self._first_rate is None:
+            self._first_rate = self._learning_rate().get("learning_rate")
         self._throughput.on_epoch_begin(epoch)
         for meter in self._meters:
             meter.on_epoch_begin()
@@ -172,6 +179,7 @@ class TensorBoard(keras.callbacks.Callback):
     def _begin(self, epoch: int) -> None:
         """Begins a training that was not resumed."""
         self._goes_on = True
+        self._executions, self._is_listed, self._first_rate = 0, False, None
         if epoch == 0:
             self._throughput.steps = 0
             for run in self._runs.values():
@@ -183,13 +191,35 @@ class TensorBoard(keras.callbacks.Callback):
 
     def _describe(self) -> None:
         """Writes what stands beside the curves, once: a backup holds the size of the files with it."""
+        compresses = any(get_compressor(each) for each in optimizer_search.optimizers(self.model))
         for summary in (
             side_summaries.environment_texts(self._strategy),
-            side_summaries.charts_layout(by_step=self._every > 0),
+            side_summaries.charts_layout(by_step=self._every > 0, compresses=compresses),
         ):
             self._try(self._runs["train"].write_summary, summary)
-        if self._hparams is not None:
-            self._try(self._runs["hparams"].write_summary, side_summaries.hparams_start(self._hparams))
+        self._flush()
+
+    def _start_runs(self) -> None:
+        """Starts the runs of the other workers after `train`, and `hparams` after them, once in each process.
+
+        TensorBoard gives its colors to runs in the order of their first events: the tasks get the first ones. A step ends
+        on all tasks before the next one ends on any.
+        """
+        self._executions += 1
+        if not self._is_chief and self._executions == 1:
+            self._try(self._runs[self._mine].start)
+        if self._executions == 2:
+            self._list_hparams()
+
+    def _list_hparams(self) -> None:
+        """Lists the training in the tab "HParams", unless it is there: a backup may be older than the list."""
+        if self._is_listed or not self._is_chief or self._hparams is None:
+            return
+        self._is_listed = True
+        if not self._try(self._runs["hparams"].sizes):
+            batch_size = self.global_batch_size or self.fit_batch_size
+            start = side_summaries.hparams_start(self._hparams, self._strategy, batch_size, self._first_rate)
+            self._try(self._runs["hparams"].write_summary, start)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._profiler.is_off:
@@ -203,6 +233,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._throughput.on_train_batch_end(batch)
         step = self._throughput.steps
         self._try(self._profiler.after_execution, step)
+        self._start_runs()
         for meter in self._meters:
             meter.on_step(step)
         if not self._works or not self._every or step // self._every == before // self._every:
@@ -224,6 +255,10 @@ class TensorBoard(keras.callbacks.Callback):
             self._try(self._runs["train"].write, side_summaries.weight_histograms(self.model), epoch)
         self._flush()
 
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._executions:  # in `fit`: before the first events of `validation`
+            self._list_hparams()
+
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._is_chief and (iterations := self._iterations()) is not None:
             values = {BY_ITERATIONS.format(name=name): value for name, value in (logs or {}).items()}
@@ -231,6 +266,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._flush()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._list_hparams()
         self._goes_on = False
         self._try(self._profiler.stop)
         if logs and self._is_chief and self._hparams is not None:

@@ -67,8 +67,10 @@ class Throughput(keras.callbacks.Callback):
 
     @property
     def step_ms(self) -> dict[str, float | None]:
-        """The median and the 95th percentile of the step times, in milliseconds."""
+        """The mean, the median and the 95th percentile of the step times, in milliseconds."""
         if not self.step_seconds:
-            return {"median": None, "p95": None}
-        median, p95 = np.percentile(self.step_seconds, [50, 95]) * 1000
-        return {"median": round(float(median), 3), "p95": round(float(p95), 3)}
+            return {"mean": None, "median": None, "p95": None}
+        mean, (median, p95) = np.mean(self.step_seconds), np.percentile(self.step_seconds, [50, 95])
+        return {
+            name: round(1000 * float(value), 3) for name, value in (("mean", mean), ("median", median), ("p95", p95))
+        }

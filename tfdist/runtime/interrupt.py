@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tfdist.runtime import preemption
+from tfdist.runtime import preemption, progress
 from tfdist.runtime.log import logger
 
 MESSAGE = "ended by Ctrl-C (SIGINT)"
@@ -32,12 +32,17 @@ def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
         if sys.stdout is not None:  # Python's word for one that was closed before the start
             sys.stdout.flush()
     except KeyboardInterrupt:
-        logger.error(MESSAGE)
+        logger.error(message())
         return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
+
+
+def message() -> str:
+    """Returns what a command says after Ctrl-C, with what is kept of a training."""
+    return MESSAGE + progress.how_to_continue_mine()
 
 
 def before_imports() -> None:
@@ -87,7 +92,7 @@ class _Interrupts:
 
 def _end() -> None:
     # In a thread of its own: a terminal that nobody reads must not keep the process.
-    report = threading.Thread(target=logger.error, args=(MESSAGE,), daemon=True)
+    report = threading.Thread(target=logger.error, args=(message(),), daemon=True)
     report.start()
     report.join(0.5)
     os._exit(128 + signal.SIGINT)

@@ -6,6 +6,7 @@ Levels: info for progress, warning for what hints at a fault, error for what end
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from tfdist.errors import printable_lines
@@ -22,6 +23,11 @@ def print_always() -> None:
     """Has lines printed whatever handlers the root logger has; for commands."""
     global _is_command
     _is_command, logger.propagate = True, False
+
+
+def is_terminal() -> bool:
+    """Returns whether a person reads standard output in a terminal. mpirun gives its tasks a pseudo-terminal."""
+    return bool(sys.stdout and sys.stdout.isatty()) and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 def _print(record: logging.LogRecord) -> bool:

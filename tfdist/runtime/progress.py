@@ -1,19 +1,20 @@
 """Files through which tasks and the supervisor that started them exchange progress. No TensorFlow here.
 
-They share a folder, named by an environment variable. In it each task keeps its step, its epoch and the step of the last backup,
-that it has made a strategy and that it refuses its backups; the supervisor keeps the number of restarts and of steps that were lost.
+They share a folder, named by an environment variable. In it each task keeps its step, its epoch, the step of the last backup and its last
+metrics, that it has made a strategy and that it refuses its backups; the supervisor keeps the number of restarts and of steps that were lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import pathlib
 import shutil
 import struct
 import zlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.log import logger
@@ -21,17 +22,21 @@ from tfdist.runtime.log import logger
 FOLDER = "TFDIST_PROGRESS"
 LAUNCHED = "TFDIST_LAUNCHED"  # when the supervisor itself was started, in seconds since the epoch
 _FORM = struct.Struct("<5q")
+_METRICS_BYTES = 512  # behind the numbers: lines `name value`, of which the last ones are dropped that do not fit
 _RESTARTS = "restarts"
 _STRATEGY = "strategy"
 _LOST = "lost_steps"  # how far tasks were before the restart, until the steps to repeat are counted; and how many were so far
 _REFUSAL = "refusal"
+_BACKED_UP = "backed_up"
 _FILES = "files"  # a folder for temporary files of tasks
-_OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL, _FILES)
+_OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL, _BACKED_UP, _FILES)
 _EVALUATOR = "evaluator-"  # how the names of tasks begin that train nothing
+_FINISHED = "finished-"
 _BACKUP = "backup-"  # and those of files that stand for folders which hold backups
 _NUMBERS = 40  # bytes of a file of numbers: it is overwritten in place, so that a full disk leaves the numbers before
 
 _has_warned = False
+_mine: Steps | None = None  # of this process, as last told
 
 
 class Steps(NamedTuple):
@@ -65,16 +70,36 @@ class Progress:
             with _warning_once():
                 self._file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT)
         self._steps = Steps(0, 0)
+        self._metrics: dict[str, str] = {}
 
-    def write(self, done: int | None = None, saved: int | None = None, **changed: int) -> None:
-        """Tells what has changed, by the names of `Steps`; cheap enough for every step."""
-        before = self._steps
+    def write(
+        self,
+        done: int | None = None,
+        saved: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        **changed: int,
+    ) -> None:
+        """Tells what has changed, by the names of `Steps`; cheap enough for every step.
+
+        Args:
+            done: As of `Steps`; fewer than before begin another training.
+            saved: As of `Steps`.
+            metrics: The training's logs: numbers by name. Others keep their last value.
+            **changed: The other fields of `Steps`.
+        """
+        before, shown = self._steps, self._metrics
+        if done is not None and done < before.done:
+            self._metrics = {}
+        if metrics:
+            texts = {name: f"{value:.4g}" for name, value in metrics.items() if isinstance(value, numbers.Real)}
+            self._metrics = {**self._metrics, **texts}
         changed["done"] = before.done if done is None else done
         changed["saved"] = before.saved if saved is None else saved
-        self._steps = before._replace(**changed)
-        if self._file is not None and self._steps != before:
+        global _mine
+        self._steps = _mine = before._replace(**changed)
+        if self._file is not None and (self._steps != before or self._metrics != shown):
             with _warning_once():
-                os.pwrite(self._file, _FORM.pack(*self._steps), 0)
+                os.pwrite(self._file, _FORM.pack(*self._steps) + _pack_metrics(self._metrics), 0)
 
     def touch(self) -> None:
         """Tells that the task works on."""
@@ -86,6 +111,16 @@ class Progress:
 def mark_strategy() -> None:
     """Tells that this task has made a strategy; without a supervisor, nothing."""
     _mark(_STRATEGY)
+
+
+def mark_finished(name: str) -> None:
+    """Tells that a task, such as `worker-1`, has finished its training; without a supervisor, nothing."""
+    _mark(f"{_FINISHED}{name}")
+
+
+def mark_backed_up() -> None:
+    """Tells that this task's training is backed up; without a supervisor, nothing."""
+    _mark(_BACKED_UP)
 
 
 def mark_refusal() -> None:
@@ -177,9 +212,30 @@ def settle_lost_steps() -> int | None:
 def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
     """Returns how far a task is, or None if it has not said so."""
     try:
-        return Steps(*_FORM.unpack(pathlib.Path(folder, name).read_bytes()))
+        return Steps(*_FORM.unpack_from(pathlib.Path(folder, name).read_bytes()))
     except (OSError, struct.error):
         return None
+
+
+def read_metrics(folder: str | os.PathLike[str], name: str) -> dict[str, str]:
+    """Returns the last metrics that a task has told, as texts by name: `{"loss": "0.1234"}`; empty if it has told none."""
+    try:
+        content = pathlib.Path(folder, name).read_bytes()[_FORM.size :]
+    except OSError:
+        return {}
+    lines = content.rstrip(b"\0").decode(errors="replace").splitlines()
+    return {name: value for name, _, value in (line.rpartition(" ") for line in lines) if name}
+
+
+def _pack_metrics(metrics: Mapping[str, str]) -> bytes:
+    """Returns the lines of metrics, always of the same size."""
+    packed = b""
+    for name, value in metrics.items():
+        line = f"{name} {value}\n".encode(errors="replace")
+        if len(packed) + len(line) > _METRICS_BYTES:
+            break
+        packed += line
+    return packed.ljust(_METRICS_BYTES, b"\0")
 
 
 def touched(folder: str | os.PathLike[str], name: str) -> float:
@@ -190,9 +246,31 @@ def touched(folder: str | os.PathLike[str], name: str) -> float:
         return 0.0
 
 
+def has_finished(folder: str | os.PathLike[str], name: str) -> bool:
+    """Returns whether a task has finished its training."""
+    return pathlib.Path(folder, f"{_FINISHED}{name}").exists()
+
+
 def has_refusal(folder: str | os.PathLike[str]) -> bool:
     """Returns whether any task refuses its backups."""
     return pathlib.Path(folder, _REFUSAL).exists()
+
+
+def is_backed_up(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether any task's training is backed up."""
+    return pathlib.Path(folder, _BACKED_UP).exists()
+
+
+def how_to_continue(saved: int) -> str:
+    """Returns what to do once a training has been ended; `saved` is the last backup's step, or 0."""
+    if saved:
+        return f"Run the same command again to continue from step {saved}"
+    return "There is no backup, so nothing is kept: the same command starts from the beginning"
+
+
+def how_to_continue_mine() -> str:
+    """Returns the same for this process, after a full stop; empty where it has not trained, or a supervisor says it."""
+    return "" if _mine is None or is_supervised() else f". {how_to_continue(_mine.saved)}"
 
 
 def uses_tfdist(folder: str | os.PathLike[str]) -> bool:

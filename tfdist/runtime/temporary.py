@@ -22,6 +22,7 @@ from tfdist.runtime import progress
 from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.runtime.log import logger
 
+_OF_ALL_PROCESSES = "/tmp"  # not TMPDIR, which may differ
 _NEW = "tfdist-new-"  # how folders are called that have no lock yet
 _folders: set[str] = set()  # those of this process
 _warned: set[str] = set()
@@ -52,6 +53,21 @@ def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterato
         _warned.discard(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def user_folder() -> str | None:
+    """Returns a folder for what this user's processes on this host share, such as locks; None where there is none.
+
+    It is for the user alone. One of that name that somebody else has made, or can write to, is not used.
+    """
+    folder = os.path.join(_OF_ALL_PROCESSES, f".tfdist-{os.geteuid()}")
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        found = os.lstat(folder)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+            return folder
+    return None
 
 
 def is_temporary(path: str) -> bool:

@@ -3,6 +3,7 @@
 Between a model's creation and its training Keras gives a strategy no place at which it learns of the model. So `keras.Model` has
 these methods of ours as soon as there is a strategy of ours. They look at the strategy of the model, and leave all models of
 others to Keras. Beside it tfdist changes one thing outside of its own objects: what writes files (see `saving`).
+`save` and `export` of a trained model tell its trainer, which removes the backups of the training.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ class Trains(Protocol):
     def call(self, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
         """Does what `method`, Keras' method of that name, does for `model`, as the trainer's own does."""
 
+    def on_model_saved(self, model: keras.Model) -> None:
+        """Removes the backups of the trainings of `model` that have finished, as its own method has saved it."""
+
 
 USE_TRAINER = "{0} trains models of a Trainer alone: make the model in the scope of tfdist.Trainer({0!r})."
 _TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_SAVING = {"export": saving.model_export}
+_SAVING: dict[str, Callable[[Method], Method]] = {"save": lambda own: own, "export": saving.model_export}
 _alone: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # of which it was said that they train alone
 _newest: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference to the strategy created last)
 
@@ -48,7 +52,8 @@ def install(strategy: KerasStrategy) -> None:
     """
     global _newest
     _newest = weakref.ref(strategy)
-    makers = {name: functools.partial(_trained, name) for name in _TRAINING} | _SAVING
+    makers: dict[str, Callable[[Method], Method]] = {name: functools.partial(_trained, name) for name in _TRAINING}
+    makers |= {name: functools.partial(_saved, make) for name, make in _SAVING.items()}
     for name, make in makers.items():
         method = getattr(keras.Model, name)
         if not hasattr(method, "keras_own"):
@@ -81,6 +86,25 @@ def _trained(name: str, keras_own: Method) -> Method:
             if not keras_internals.has_replaced_make_function(model):
                 strategy.engine.attach(model)
             return keras_own(model, *args, **kwargs)
+
+    return method
+
+
+def _saved(make: Callable[[Method], Method], keras_own: Method) -> Method:
+    """Returns `Model.save` or `Model.export` that counts as the trainer's, unless `delete_backup=False`."""
+    write = make(keras_own)
+
+    @functools.wraps(keras_own)
+    def method(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        strategy = model.distribute_strategy
+        trainer: Trains | None = strategy.trainer if isinstance(strategy, KerasStrategy) else None
+        if trainer is None:
+            return write(model, *args, **kwargs)
+        delete_backup = kwargs.pop("delete_backup", True)
+        written = write(model, *args, **kwargs)
+        if delete_backup:
+            trainer.on_model_saved(model)
+        return written
 
     return method
 

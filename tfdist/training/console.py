@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from tfdist.compat import optimizer_search
-from tfdist.monitoring import compression_report, summary_table
-from tfdist.runtime.log import logger
+from tfdist.monitoring import compression_report
+from tfdist.runtime.log import is_terminal, logger
 
 
 def describe_replicas(replicas: int, global_batch_size: int | None, asynchronous: bool) -> str:
@@ -39,7 +39,7 @@ def verbosity(verbose: str | int, is_chief: bool) -> str | int:
     if not is_chief:
         return 0
     # A bar redraws its line, which only a terminal or a notebook shows as one.
-    redraws = "ipykernel" in sys.modules or summary_table.is_terminal()
+    redraws = "ipykernel" in sys.modules or is_terminal()
     return verbose if redraws or verbose not in ("auto", 1) else 2
 
 

@@ -157,7 +157,10 @@ class LoopContext:
         """
         with self.watching_workers():
             self.ranks.barrier()
-            if backup:
+            if backup and self.is_chief:  # first: a backup without a manifest is not taken for a damaged one
+                backup.delete()
+            self.ranks.barrier()
+            if backup and not self.is_chief:
                 backup.delete()
             self.ranks.barrier()  # or one rank might begin to write there again
 

@@ -285,7 +285,7 @@ class _NonFiniteStop(keras.callbacks.Callback):
 
 
 class _ProgressReporter(keras.callbacks.Callback):
-    """Reports step and epoch of a `fit` without backups to the supervisor; with backups, `BackupSession` reports them.
+    """Reports step, epoch and metrics of a `fit` without backups to the supervisor; with backups, `BackupSession` reports them.
 
     Args:
         task: This task's name, as `worker-1`.
@@ -308,7 +308,10 @@ class _ProgressReporter(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         done = min(batch + 1, self.params["steps"] or batch + 1)  # Keras counts beyond them
         self._done, self._epoch_step = self._done + done - self._epoch_step, done
-        self._progress.write(done=self._done)
+        self._progress.write(done=self._done, metrics=logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._progress.write(metrics=logs)  # those of the validation, too
 
 
 def _own_as_function(context: LoopContext, data: Any, arguments: dict[str, Any], takes_targets: bool) -> Any:

@@ -93,6 +93,10 @@ class Trainer:
         checks.check_nan_policy(nan_policy, self.strategy)
         self._context = startup.create_context(self.strategy, cluster_and_task, backup, compressor, check_weights)
         self._context.engine.nan_policy = nan_policy
+        if compressor and self._context.num_replicas == 1:
+            self._context.notify_once(
+                "compression has no effect: with one replica there is nothing to send, so nothing is compressed"
+            )
         self.cluster: ClusterSpec | None = self._context.cluster
         self.task = self._context.task
         self._take_models()
@@ -212,7 +216,7 @@ class Trainer:
         Args:
             model: Built in `scope()`.
             path: A path that ends in `.keras`.
-            delete_backup: Whether then to remove the backups of trainings that have come to their end.
+            delete_backup: Whether then to remove the backups of trainings that have come to their end; a callback's call removes none.
             **kwargs: As for `model.save`.
 
         Raises:
@@ -221,10 +225,12 @@ class Trainer:
         """
         with self._context.watching_workers():
             saving.save(self._context, model, path, **kwargs)
-        if delete_backup:
+        if delete_backup and not self.is_at_work:
             self.delete_backup()
 
-    def export(self, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
+    def export(
+        self, model: keras.Model, path: str | os.PathLike[str], delete_backup: bool = True, **kwargs: Any
+    ) -> None:
         """Exports `model` for inference, by default as a SavedModel that TensorFlow Serving loads.
 
         Call it on every rank: the chief writes, the others wait until the files are there. The weights are in the files whatever
@@ -233,6 +239,7 @@ class Trainer:
         Args:
             model: Built in `scope()`.
             path: The folder; TensorFlow Serving wants a number as its last part, such as `models/digits/1`.
+            delete_backup: As for `save`.
             **kwargs: As for `model.export`, such as `format="onnx"`.
 
         Raises:
@@ -241,6 +248,19 @@ class Trainer:
         kwargs.setdefault("verbose", False)
         with self._context.watching_workers():
             saving.export(self._context, model, path, **kwargs)
+        if delete_backup and not self.is_at_work:
+            self.delete_backup()
+
+    def on_model_saved(self, model: keras.Model) -> None:
+        """Removes the backups of the trainings of `model` that have come to their end; for its own `save` and `export`.
+
+        No collective, as one worker may save alone: the chief's call removes them for all. During `fit` it does nothing.
+
+        Args:
+            model: The model, which has been written.
+        """
+        if self._context.backup and not self.is_at_work:
+            self._context.backup.delete_of(model)
 
     def delete_backup(self) -> None:
         """Removes the backups of trainings that have come to their end. Call it on every rank, with all results written."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import socket
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tfdist.cluster.resolvers.environment import PORT, assign_roles
 from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec, split_address
 from tfdist.cluster.validation import MOST_TASKS
-from tfdist.errors import ConfigError, format_value
+from tfdist.errors import ConfigError, format_value, list_first
 from tfdist.runtime.files import read_file
 
 
@@ -27,13 +29,103 @@ def cluster(hosts: str = "", ps_hosts: str = "", hostfile: str = "", task: str =
     Raises:
         ConfigError: With every fault of them, or more than one task, or none, could be this process.
     """
+    spec = _cluster(_given(hosts, hostfile), _split(ps_hosts), ps)
+    return ClusterTask(spec, _task(spec, task) if task else _own(spec))
+
+
+class LocalTasks(NamedTuple):
+    """A cluster of hosts, and the tasks of it that run on this one."""
+
+    cluster: ClusterSpec
+    tasks: Sequence[TaskSpec]
+
+
+def local_tasks(
+    hosts: str = "", ps_hosts: str = "", hostfile: str = "", task: str = "", workers_per_host: int | None = None
+) -> LocalTasks:
+    """Returns a cluster of hosts, the same on all of them, and the tasks of this host.
+
+    Args:
+        hosts: The training hosts, each once, between commas. Tasks get the ports 2222, 2223, and so on, or those from the port
+            in `host1:3000` on.
+        ps_hosts: As for `cluster`.
+        hostfile: As for `cluster`.
+        task: The tasks of this host, as `worker:1` or `worker:2,worker:3`. Empty means those at its addresses.
+        workers_per_host: Training tasks of each host. None means 1, or the slots of `hostfile`.
+
+    Raises:
+        ConfigError: With every fault of them; or this host is none of them, or more than one.
+    """
+    given, servers = _given(hosts, hostfile), _split(ps_hosts)
+    names = list(dict.fromkeys(host.lower() for host in given))
+    faults = []
+    if repeated := _repeated([] if hostfile else given):
+        faults.append(
+            f"hosts has {repeated} more than once; write each host once, and workers_per_host=2 for two tasks."
+        )
+    if repeated := _repeated(servers):
+        faults.append(
+            f"ps_hosts has {repeated} more than once; give each server of a host a port, as host3:2222,host3:2223."
+        )
+    if workers_per_host is not None and hostfile and len(names) < len(given):
+        faults.append(
+            f"hostfile {hostfile} says how many tasks each host gets; leave out its slots, or workers_per_host."
+        )
+    if (count := len(names) * (workers_per_host or 1)) > MOST_TASKS:
+        faults.append(f"a cluster has at most {MOST_TASKS} tasks. Received: {count}.")
+    if faults:
+        raise ConfigError(faults)
+    if workers_per_host is not None:
+        given = [each for host in given for each in _at_following_ports(host, workers_per_host)]
+    spec = _cluster(given, servers)
+    if task:
+        return LocalTasks(spec, list(dict.fromkeys(_task(spec, each) for each in _split(task) or [task])))
+    by_host: dict[str, list[TaskSpec]] = {}
+    for each in spec.tasks():
+        by_host.setdefault(split_address(spec.address(each))[0].lower(), []).append(each)
+    here = [host for host, tasks in by_host.items() if _is_here(spec.address(tasks[0]))]
+    if len(here) == 1:
+        return LocalTasks(spec, by_host[here[0]])
+    of = list_first(here or list(by_host), 4)
+    name = socket.gethostname()
+    raise ConfigError(
+        f"{of} are all addresses of this host ({name}): name the tasks to start here, as --task={spec.tasks()[0]}."
+        if here
+        else f"this host ({name}) is none of {of}: write the names or addresses by which the hosts reach each other, or name the tasks "
+        f"to start here, as --task={spec.tasks()[0]}."
+    )
+
+
+def _given(hosts: str, hostfile: str) -> list[str]:
+    """Returns the training tasks' hosts."""
     if bool(hosts) == bool(hostfile):
         raise ConfigError(f"either hosts or hostfile must be given. Received: hosts={hosts!r}, hostfile={hostfile!r}.")
-    given = _read(hostfile) if hostfile else _split(hosts)
-    servers = _split(ps_hosts)
-    addresses = _add_default_ports([*given, *servers])
-    spec, _ = assign_roles(addresses, 0, len(servers) or ps)
-    return ClusterTask(spec, _task(spec, task) if task else _own(spec))
+    if not (found := _read(hostfile) if hostfile else _split(hosts)):
+        raise ConfigError(f"hosts has no host; write it as host1,host2. Received: {format_value(hosts)}.")
+    return found
+
+
+def _cluster(given: Sequence[str], servers: Sequence[str], ps: int = 0) -> ClusterSpec:
+    spec, _ = assign_roles(_add_default_ports([*given, *servers]), 0, len(servers) or ps)
+    return spec
+
+
+def _repeated(hosts: Sequence[str]) -> str:
+    """Returns the first host that is there more than once, or an empty text."""
+    counts = collections.Counter(host.lower() for host in hosts)
+    return next((format_value(host) for host in hosts if counts[host.lower()] > 1), "")
+
+
+def _at_following_ports(host: str, count: int) -> list[str]:
+    """Returns the addresses of some tasks of one host, from its port on, if it has one."""
+    name, _, port = host.rpartition(":")
+    if not _has_port(host) or len(port) > 9:  # a fault, which the cluster names
+        return [host] * count
+    return [f"{name}:{int(port) + number}" for number in range(count)]
+
+
+def _has_port(host: str) -> bool:
+    return bool(re.search(r":[0-9]+$", host)) and (host.count(":") == 1 or "[" in host)
 
 
 def _split(text: str) -> list[str]:
@@ -74,7 +166,7 @@ def _add_default_ports(hosts: Sequence[str]) -> list[str]:
     following: dict[str, int] = {}  # the next port of a host
     for host in hosts:
         address = host
-        if not re.search(r":[0-9]+$", host) or host.endswith("]") or (host.count(":") > 1 and "[" not in host):
+        if not _has_port(host):
             bare = f"[{host}]" if ":" in host and "[" not in host else host
             port = following.get(bare, PORT)
             while (address := f"{bare}:{port}") in taken:

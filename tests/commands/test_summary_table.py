@@ -13,7 +13,7 @@ import termios
 
 import pytest
 
-from tfdist.monitoring import summary_table
+from tfdist.commands import summary_table
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORKDIR = pathlib.Path("runs/demo")
@@ -27,7 +27,7 @@ ONE_DEVICE = {
     "steps": 1,
     "metrics": {"loss": 0.123456789, "val_f1": [0.5, None], "val_loss": None},
     "examples_per_second": None,
-    "step_ms": {"median": None, "p95": None},
+    "step_ms": {"mean": None, "median": None, "p95": None},
     "compression": {"name": "none"},
     "wire_bytes_per_step": {"predicted": None, "measured": None},
     "restarts": 0,
@@ -44,7 +44,7 @@ WORKERS = {
     "num_replicas": 2,
     "metrics": {"val_accuracy": 0.975},
     "examples_per_second": 2660.0,
-    "step_ms": {"median": 24.06, "p95": 30.766},
+    "step_ms": {"mean": 24.06, "median": 23.5, "p95": 30.766},
     "compression": {"name": "powersgd", "matrix_approximation_rank": 4},
     "wire_bytes_per_step": {
         "predicted": 9000,
@@ -71,35 +71,30 @@ SERVERS = {
             """task: digits
             strategy: one_device
             replicas: 1
-            batch: 64
+            global batch: 64
             loss: 0.123457
             val_f1: [0.5, not finite]
             val_loss: not finite
             restarts: 0
-            wall time s: 5.66
-            of it steps s: 2.83
-            of it startup s: 2.83
-            workdir: runs/demo""",
+            wall time: 5.66 s: steps 2.83 s, startup 2.83 s
+            workdir: runs/demo
+            tensorboard --logdir runs/demo/tensorboard""",
         ),
         (
             WORKERS,
             """task: digits
             strategy: multi_worker_mirrored
             replicas: 2
-            batch: 64
+            global batch: 64
             val_accuracy: 0.975
-            examples/s: 2660.0
-            step median ms: 24.06
-            step p95 ms: 30.766
+            speed: 24.1 ms a step, 2,660 examples/s, validation not counted
             compression: powersgd
-            bytes per step predicted: 9000
-            bytes per step measured: 9100
-            bytes per step before compression predicted: 80000
+            network bytes per step: 9,100 (prediction for the gradients alone: 9,000 bytes)
+            network bytes per step before compression: not measured (prediction for the gradients alone: 80,000 bytes)
             restarts: 1
-            wall time s: 5.66
-            of it steps s: 2.83
-            of it startup s: 2.83
-            workdir: runs/demo""",
+            wall time: 5.66 s: steps 2.83 s, startup 2.83 s
+            workdir: runs/demo
+            tensorboard --logdir runs/demo/tensorboard""",
         ),
         (
             SERVERS,
@@ -109,26 +104,44 @@ SERVERS = {
             batch per worker: 64
             retried steps: 2
             restarts: 0
-            wall time s: 5.66
-            of it steps s: 2.83
-            of it startup s: 2.83
-            workdir: runs/demo""",
+            wall time: 5.66 s: steps 2.83 s, startup 2.83 s
+            workdir: runs/demo
+            tensorboard --logdir runs/demo/tensorboard""",
         ),
     ],
     ids=lambda value: value["strategy"] if isinstance(value, dict) else "",
 )
 def test_rows_are_what_was_measured(summary, expected, capsys):
     lines = [line.strip() for line in expected.splitlines()]
-    assert [f"{name}: {value}" for name, value in summary_table.rows(summary, WORKDIR)] == lines
+    assert [f"{name}: {value}" for name, value in summary_table.rows(summary, WORKDIR)] == lines[:-1]
     summary_table.print_summary(summary, WORKDIR)
     assert capsys.readouterr().out.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("transport", "sent", "expected"),
+    [
+        ("shared_memory", (1252, 85928), "1,252 (gradients travel through shared memory: 85,928 bytes)"),
+        ("shared_memory", (None, 85928), "not measured (gradients travel through shared memory: 85,928 bytes)"),
+        ("shared_memory", (1252, None), "1,252 (gradients travel through shared memory)"),
+        ("grpc", (87679, 85928), "87,679 (prediction for the gradients alone: 85,928 bytes)"),
+        (None, (87679, None), "87,679"),
+        ("grpc", (None, 85928), "not measured (prediction for the gradients alone: 85,928 bytes)"),
+        ("grpc", (None, 0), None),
+    ],
+)
+def test_one_line_tells_the_bytes_of_the_network_from_those_of_the_gradients(transport, sent, expected):
+    wire_bytes = dict(zip(("measured", "predicted"), sent, strict=True))
+    summary = {**ONE_DEVICE, "transport": transport, "wire_bytes_per_step": wire_bytes}
+    assert dict(summary_table.rows(summary, WORKDIR)).get("network bytes per step") == expected
 
 
 def test_a_name_that_the_encoding_lacks_does_not_fail_the_run(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
     summary_table.print_summary(ONE_DEVICE, pathlib.Path("läufe", "\udcff"))
-    assert written.getvalue().endswith(b"\nworkdir: l\\xe4ufe/\\udcff\n")
+    end = b"\nworkdir: l\\xe4ufe/\\udcff\ntensorboard --logdir 'l\\xe4ufe/\\udcff/tensorboard'\n"
+    assert written.getvalue().endswith(end)
 
 
 def in_terminal(columns, *arguments, **environ):
@@ -163,24 +176,24 @@ def test_a_terminal_gets_a_table(tmp_path):
     for line in table:
         left, right = (cell.strip() for cell in line.strip("│").split("│"))
         name = left or name
-        cells[name] = cells.get(name, "") + right
+        cells[name] = cells.get(name, "") + right.replace(" ", "")  # lines break at blanks, and in long words
     summary = json.loads((workdir / "summary.json").read_text())
-    assert cells == {
+    expected = {
         "task": "digits",
         "strategy": "one_device",
         "replicas": "1",
-        "batch": "64",
+        "global batch": "64",
         **{name: f"{value:.6g}" for name, value in summary["metrics"].items()},
-        "examples/s": str(summary["examples_per_second"]),
-        "step median ms": str(summary["step_ms"]["median"]),
-        "step p95 ms": str(summary["step_ms"]["p95"]),
+        "speed": f"{summary['step_ms']['mean']:.1f} ms a step, {summary['examples_per_second']:,.0f} examples/s, "
+        "validation not counted",
         "restarts": "0",
-        "wall time s": str(summary["goodput"]["wall_seconds"]),
-        **{
-            f"of it {part.replace('_', ' ')} s": str(took)
-            for part, took in summary["goodput"]["seconds"].items()
-            if took
-        },
+        "wall time": f"{summary['goodput']['wall_seconds']} s: "
+        + ", ".join(
+            f"{part.replace('_', ' ')} {took} s" for part, took in summary["goodput"]["seconds"].items() if took
+        ),
         "workdir": str(workdir),
     }
+    assert cells == {name: value.replace(" ", "") for name, value in expected.items()}
+    # One line, however narrow the terminal is: to be copied.
+    assert plain.endswith(f"\r\ntensorboard --logdir '{workdir}/tensorboard'\r\n")
     assert "val_accuracy" in cells and '"metrics"' not in output

@@ -1,0 +1,38 @@
+"""Lists the presets, configurations that come with the package. No TensorFlow here.
+
+    tfdist presets   # the same: python -m tfdist.commands.presets
+
+`tfdist train --config=NAME` trains one; `tfdist train --config=NAME --help` shows its fields.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfdist.config import command_line, files
+from tfdist.errors import ConfigError
+from tfdist.runtime import interrupt
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code: 0, or 2 for a faulty command line."""
+    values = flags.FlagValues()
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    try:
+        if words := command_line.read_flags(values, argv)[1:]:
+            raise ConfigError(f"Usage: tfdist presets, without further words. Received: {' '.join(words)}")
+    except (ConfigError, flags.Error) as e:
+        print(e, file=sys.stderr)
+        return 2
+    names = files.preset_names()
+    width = max(map(len, names))
+    lines = [f"{name:<{width}}  {files.describe_preset(name)}" for name in names]
+    print(f"{__doc__}\n{values.get_help()}" if values.help else "\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run_command(main, sys.argv))

@@ -1,0 +1,106 @@
+"""Prints the end of a run: a table in a terminal, lines `name: value` in a pipe or a file. No TensorFlow here."""
+
+from __future__ import annotations
+
+import pathlib
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich import console, table
+
+from tfdist.errors import printable
+from tfdist.runtime.log import is_terminal
+
+
+def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, str]]:
+    """Returns names and values of the table, without values that were not measured.
+
+    Args:
+        summary: The summary, from `summary.summarize`, or as read from `summary.json`.
+        workdir: The folder that has the run's files.
+
+    Example:
+        >>> for name, value in rows(json.loads((workdir / "summary.json").read_text()), workdir):
+        ...     print(f"{name}: {value}")
+    """
+    asynchronous = "retried_steps" in summary  # of parameter servers: a step is one worker's
+    compression, sent = summary["compression"]["name"], summary["wire_bytes_per_step"]
+    found = [
+        ("task", summary["task"]),
+        ("strategy", summary["strategy"]),
+        ("workers" if asynchronous else "replicas", summary["num_replicas"]),
+        ("batch per worker" if asynchronous else "global batch", summary["batch_size"]),
+        *((name, _metric(value)) for name, value in summary["metrics"].items()),
+        ("speed", _speed(summary)),
+        ("compression", None if compression == "none" else compression),
+        ("network bytes per step", _network(sent, summary.get("transport"))),
+        (
+            "network bytes per step before compression",
+            _network(sent.get("before_compression", {}), summary.get("transport")),
+        ),
+        ("retried steps", summary.get("retried_steps")),
+        ("skipped updates", summary.get("skipped_updates")),
+        ("restarts", summary["restarts"]),
+        ("wall time", _wall_time(summary["goodput"])),
+        ("workdir", workdir),
+    ]
+    return [(name, str(value)) for name, value in found if value is not None]
+
+
+def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
+    """Prints the summary on standard output, as a table in a terminal, else one line per row; then the command that shows its curves.
+
+    Args:
+        summary: As for `rows`.
+        workdir: As for `rows`.
+    """
+    text = [[_encodable(printable(cell)) for cell in row] for row in rows(summary, workdir)]
+    if is_terminal():
+        shown = table.Table(table.Column(style="bold"), table.Column(overflow="fold"), show_header=False)
+        for row in text:
+            shown.add_row(*row)
+        console.Console(markup=False, emoji=False, highlight=False).print(shown)
+    else:
+        print(*map(": ".join, text), sep="\n")
+    # Outside of the table, which would fold a long path: the line is there to be copied.
+    print(_encodable(f"tensorboard --logdir {shlex.quote(str(workdir / 'tensorboard'))}"), flush=True)
+
+
+def _encodable(text: str) -> str:
+    """Returns a text that standard output's encoding has: a path or a metric's name must not fail a run that has ended well."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # there may be no output
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _metric(value: Any) -> str:
+    """Returns a metric as text. None in a summary is a metric that was measured, and is NaN or infinite."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_metric, value))}]"
+    return "not finite" if value is None else f"{value:.6g}"
+
+
+def _speed(summary: Mapping[str, Any]) -> str | None:
+    """Returns the mean time of a step and the examples per second, which are the same measurement."""
+    mean, examples = summary["step_ms"].get("mean"), summary["examples_per_second"]
+    if mean is None or examples is None:
+        return None
+    return f"{mean:,.1f} ms a step, {examples:,.0f} examples/s, validation not counted"
+
+
+def _network(sent: Mapping[str, Any], transport: str | None) -> str | None:
+    """Returns the measured bytes of the network, and where the gradients' bytes are: among them, or in shared memory."""
+    measured, gradients = sent.get("measured"), sent.get("predicted")
+    if not measured and not gradients:
+        return None
+    network = f"{measured:,}" if measured else "not measured"
+    size = f": {gradients:,} bytes" if gradients else ""
+    if transport == "shared_memory":
+        return f"{network} (gradients travel through shared memory{size})"
+    return f"{network} (prediction for the gradients alone{size})" if size else network
+
+
+def _wall_time(goodput: Mapping[str, Any]) -> str:
+    parts = [f"{part.replace('_', ' ')} {seconds} s" for part, seconds in goodput["seconds"].items() if seconds]
+    return f"{goodput['wall_seconds']} s: {', '.join(parts)}"

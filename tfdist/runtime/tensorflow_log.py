@@ -1,0 +1,108 @@
+"""TensorFlow's C++ log: its level, the lines of it that report no error, and a filter for them. Only the standard library here.
+
+TensorFlow logs a dozen lines before it reads `TF_CPP_MIN_LOG_LEVEL`, about GPUs that are absent and instructions of the processor.
+The filter is a process, so that the last words of one that TensorFlow aborts are not lost: it runs this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+ERRORS_ONLY = "2"
+_LAST_LINES_SECONDS = 2.0  # for which the filter's end is waited for: what was started meanwhile may hold its pipe open
+# absl's form, `W0000 00:00:1795536441.651659    1998 port.cc:153] text`, and TensorFlow's, `2026-01-31 12:00:00.123456: W
+# tensorflow/core/x.cc:210] text`. absl's lines of Python code look like the former, but for the file's name.
+CXX_LINE = re.compile(
+    rb"(?:(?P<absl>[IWEF])\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: (?P<tsl>[IWEF]) )"
+    rb"(?P<place>[\w./-]+\.(?:cc|cpp|cu|h|inc)):\d+\] ?(?P<text>.*)"
+)
+# Errors and warnings that healthy machines log, too: something is missing or is done twice.
+_HARMLESS = re.compile(
+    rb"cuInit|Unable to register cu\w+ factory|computation placer already registered|Cannot dlopen some GPU libraries"
+    rb"|Could not find TensorRT|Local rendezvous is aborting with status: OUT_OF_RANGE|exceeds 10% of free system memory",
+    re.IGNORECASE,
+)
+_NOTICE = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
+    rb"|To enable the following instructions: .*, rebuild TensorFlow with the appropriate compiler flags\.$"
+)
+_LISTED_TASK = re.compile(rb"/job:\w+/replica:\d+/task:\d+$")  # C++ messages list tasks, one in each line
+
+_is_set_here = False
+
+
+def set_level() -> None:
+    """Has TensorFlow log errors only, in this process and those that it starts, unless the user has set the level.
+
+    TensorFlow reads the level when it is imported.
+    """
+    global _is_set_here
+    if LEVEL not in os.environ:
+        os.environ[LEVEL] = ERRORS_ONLY
+        _is_set_here = True
+
+
+def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
+    """Returns whether a line is certainly of TensorFlow's C++ log, and reports no error. All other lines are shown.
+
+    Args:
+        line: The line, plain.
+        after_log: Whether the line before it was one of that log.
+    """
+    if found := CXX_LINE.match(line):
+        level = found["absl"] or found["tsl"]
+        return level == b"I" or (level != b"F" and bool(_HARMLESS.search(found["text"])))
+    return bool(_NOTICE.match(line) or (after_log and _LISTED_TASK.match(line)))
+
+
+@contextlib.contextmanager
+def filtered() -> Iterator[None]:
+    """Removes TensorFlow's log lines that report no error from what its import, inside, writes to stderr.
+
+    It does nothing after the user has set the level, in a process that has loaded TensorFlow, or without a stderr.
+    """
+    if not _is_set_here or "tensorflow" in sys.modules or sys.stderr is None:
+        yield
+        return
+    sys.stderr.flush()
+    try:
+        stderr = os.dup(2)
+        # Its own session: Ctrl-C is for this process, whose end it sees in its pipe.
+        reader = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=stderr, start_new_session=True
+        )
+    except OSError:  # a closed stderr, or no process to be had: the lines are no reason to end
+        yield
+        return
+    assert reader.stdin is not None  # noqa: S101 (for the type checker: it is a pipe)
+    os.dup2(reader.stdin.fileno(), 2)
+    reader.stdin.close()
+    try:
+        yield
+        if tensorflow := sys.modules.get("tensorflow"):
+            tensorflow.config.list_physical_devices()  # the first call logs which drivers are absent
+    finally:
+        sys.stderr.flush()
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            reader.wait(_LAST_LINES_SECONDS)
+
+
+def _main() -> None:
+    after_log = False
+    for line in sys.stdin.buffer:
+        after_log = is_tensorflow_log(line.rstrip(b"\n"), after_log)
+        if not after_log:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _main()
