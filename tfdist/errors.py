@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+_MOST = 200  # characters of what a message shows
+_LONG_WORD = re.compile(rf"\S{{{_MOST + 50},}}")  # longer than a value that was cut, with what stands around it
 # New names of options, for messages: the new name, and a remark on it.
 _RENAMED = {"implementation": ("transport", ", of which 'ring' is 'grpc'"), "ring": ("grpc", "")}
 
@@ -29,21 +32,36 @@ class ConfigError(ValueError):
     def __init__(self, faults: str | Iterable[str]):
         sentences = [faults] if isinstance(faults, str) else list(faults)
         self.faults: tuple[str, ...] = tuple(
-            map(_one_line, sentences or ["something is wrong, but no fault was named."])
+            map(printable, sentences or ["something is wrong, but no fault was named."])
         )
         super().__init__("\n".join(self.faults))
 
 
-class ClusterError(RuntimeError):
+class _OneLineError(RuntimeError):
+    def __init__(self, message: object = ""):
+        super().__init__(printable(str(message)))
+
+
+class ClusterError(_OneLineError):
     """The cluster, at run time, is not what the configuration promised."""
 
 
-class BackupError(RuntimeError):
+class BackupError(_OneLineError):
     """A backup could not be written, or none of those that are there can be read."""
 
 
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def printable(text: str) -> str:
+    """Returns a text as one line that steers no terminal: control characters are escaped, and words cut to 200 characters.
+
+    What a message shows may be a stranger's: another program's greeting, a path, a variable.
+    """
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return _LONG_WORD.sub(lambda word: word[0][: _MOST - 3] + "...", line)
+
+
+def printable_lines(text: object) -> str:
+    """Returns each line of a text as `printable` does."""
+    return "\n".join(map(printable, str(text).split("\n")))
 
 
 def describe_error(error: BaseException) -> str:
@@ -64,8 +82,9 @@ def format_value(value: Any) -> str:
 
 
 def truncate(text: str) -> str:
-    """Returns the text, cut to what a sentence can hold."""
-    return text if len(text) <= 120 else text[:117] + "..."
+    """Returns the text as `printable` does, cut to what a sentence can hold."""
+    line = printable(text)
+    return line if len(line) <= _MOST else line[: _MOST - 3] + "..."
 
 
 def list_first(texts: Sequence[str], most: int, separator: str = ", ") -> str:

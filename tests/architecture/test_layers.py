@@ -18,7 +18,8 @@ from tfdist import __main__
 
 # From the bottom to the top: a package imports only packages of lower rows. `tfdist` is its face, `__main__` a command.
 ROWS = [
-    {"engine", "errors", "version", "runtime"},
+    {"errors", "version"},
+    {"engine", "runtime"},
     {"cluster", "compat", "config"},
     {"cluster.resolvers", "collectives", "data", "launch", "replicas"},
     {"cluster.jobs", "compression", "doctor", "strategies", "tasks"},

@@ -81,7 +81,7 @@ def test_the_script_has_what_slurm_needs():
     [
         (job_lib.Job("A_B"), "name must be lower-case letters"),
         (job_lib.Job(memory="4"), "memory must be a number with K, M, G or T, such as 4G. Received: '4'."),
-        (job_lib.Job(cpus=0), "cpus must be 1 or more"),
+        (job_lib.Job(cpus=0), "cpus must be 1 to 10000"),
         (job_lib.Job(time="soon"), "time must be such as 2:00:00"),
         (job_lib.Job(image=""), "image must be such as"),
         (job_lib.Job(claim="My Claim"), "claim must be lower-case"),

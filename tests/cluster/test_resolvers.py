@@ -288,7 +288,7 @@ def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
         ),
         ({}, "slrum", "unknown cluster source 'slrum'; did you mean 'slurm'?"),
         (
-            {**RECORDED_OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            {**RECORDED_OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
             "auto",
             "open_mpi: TFDIST_RENDEZVOUS must name a folder",
         ),

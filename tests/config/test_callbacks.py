@@ -1,13 +1,15 @@
 """The field `callbacks`."""
 
+import contextlib
 import inspect
+import re
 
 import keras
 import pytest
 
 from tfdist.config import TrainConfig, callbacks
 from tfdist.errors import ConfigError
-from tfdist.training.configured import build_callbacks
+from tfdist.training.configured import MonitoredMetrics, build_callbacks
 
 
 class Counting(keras.callbacks.Callback):
@@ -24,7 +26,8 @@ def test_each_takes_what_its_class_takes(name):
 
 def test_callbacks_are_made_with_their_arguments():
     text = f"EarlyStopping(monitor=val_loss, patience=3, baseline=-1e-3, mode='min'); {__name__}:Counting(step=2);"
-    stopping, counting, plain = build_callbacks(TrainConfig(callbacks=f"{text} {__name__}:Counting"))
+    monitored, stopping, counting, plain = build_callbacks(TrainConfig(callbacks=f"{text} {__name__}:Counting"))
+    assert type(monitored) is MonitoredMetrics, "before Keras' own, which only warn"
     assert type(stopping) is keras.callbacks.EarlyStopping and type(counting) is Counting
     assert (stopping.monitor, stopping.patience, stopping.baseline) == ("val_loss", 3, -1e-3)
     assert (counting.step, plain.step) == (2, 1)
@@ -61,9 +64,37 @@ def test_a_fault_is_one_sentence_before_tensorflow_is_loaded(text, said):
         (f"{__name__}:inspect", f"callback '{__name__}:inspect' cannot be made of"),
         (f"{__name__}:dict", "has no 'dict'"),
         ("builtins:dict", "callback 'builtins:dict' must return a keras.callbacks.Callback. Received: {}."),
-        ("ModelCheckpoint(filepath='x')", "callback 'ModelCheckpoint' cannot be made of .*ValueError"),
+        (
+            "CSVLogger(filename='/proc/log.csv')",
+            "filename of CSVLogger must be a file that can be written. Received: '/",
+        ),
     ],
 )
 def test_what_only_shows_later_is_one_sentence(text, said):
     with pytest.raises(ConfigError, match=said):
         build_callbacks(TrainConfig(callbacks=text))
+
+
+@pytest.mark.parametrize(
+    ("monitor", "logs", "said"),
+    [
+        ("val_acc", {"loss": 1.0, "accuracy": 0.5}, "'val_acc'; did you mean 'val_accuracy'?"),
+        ("acc", {"loss": 1.0, "accuracy": 0.5}, "unknown metric of callback EarlyStopping 'acc'"),
+        ("val_accuracy", {"loss": 1.0, "accuracy": 0.5}, ""),
+        ("learning_rate", {"loss": 1.0}, ""),
+    ],
+)
+def test_a_metric_that_no_step_reports_ends_the_training_at_its_first_step(monitor, logs, said):
+    monitored, *_ = build_callbacks(TrainConfig(callbacks=f"EarlyStopping(monitor={monitor})"))
+    monitored.set_model(keras.Sequential())
+    with pytest.raises(ConfigError, match=re.escape(said)) if said else contextlib.nullcontext():
+        monitored.on_train_batch_end(0, logs)
+
+
+def test_a_metric_of_the_users_own_step_is_missed_after_the_first_epoch_that_is_validated():
+    monitored = MonitoredMetrics([("EarlyStopping", "val_own"), ("EarlyStopping", "own")], at_once=False)
+    monitored.set_model(keras.Sequential())
+    monitored.on_train_batch_end(0, {"loss": 1.0})
+    monitored.on_epoch_end(0, {"loss": 1.0, "own": 2.0})
+    with pytest.raises(ConfigError, match="unknown metric of callback EarlyStopping 'val_own'"):
+        monitored.on_epoch_end(1, {"loss": 1.0, "own": 2.0, "val_loss": 1.0})

@@ -114,3 +114,13 @@ def test_unknown_steps_are_one_sentence(fields):
 def test_a_warm_up_that_leaves_no_update_is_one_sentence():
     with pytest.raises(ConfigError, match=r"The warm-up of 9 updates leaves none of the run's 8 for schedule 'cosine'"):
         build_schedule(ScheduleConfig("cosine", warmup_steps=9), RATE, 4, 2)
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_a_warning(caplog):
+    build_schedule(ScheduleConfig(warmup_steps=10), 0.1, steps_per_epoch=10, epochs=1)
+    assert not caplog.messages
+    build_schedule(ScheduleConfig(warmup_steps=11), 0.1, steps_per_epoch=10, epochs=1)
+    (said,) = caplog.messages
+    assert said.startswith(
+        "the warm-up of 11 updates is longer than the run of 10: the learning rate does not reach 0.1;"
+    )

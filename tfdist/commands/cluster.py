@@ -31,7 +31,7 @@ from tfdist.cluster.validation import parameter_server_faults
 from tfdist.config import STRATEGIES, command_line
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import flags as flags_lib
-from tfdist.errors import ClusterError, ConfigError, truncate, unknown_name_message
+from tfdist.errors import ClusterError, ConfigError, printable_lines, truncate, unknown_name_message
 from tfdist.runtime import interrupt
 from tfdist.runtime.log import TO_STDERR, logger, print_always
 
@@ -76,10 +76,10 @@ def main(argv: Sequence[str]) -> int:
         if values.strategy and (faults := list(parameter_server_faults(found.cluster.jobs if found else {}))):
             raise ConfigError(faults)
     except (ConfigError, flags.Error) as e:
-        print(e, file=sys.stderr)
+        print(printable_lines(e), file=sys.stderr)
         return 2
     except ClusterError as e:
-        print(e, file=sys.stderr)
+        print(printable_lines(e), file=sys.stderr)
         return 1
     if found is None and (hint := discovery.misconfiguration_hint()):
         logger.warning(hint, extra=TO_STDERR)
@@ -148,13 +148,13 @@ def show(found: ResolvedCluster | None, style: str) -> str:
     rows = [("task", "address", "")]
     for t in cluster.tasks():
         notes = ["chief"] * (t == cluster.chief) + ["this process"] * (t == task)
-        rows.append((str(t), cluster.address(t), ", ".join(notes)))
+        rows.append((str(t), truncate(cluster.address(t)), ", ".join(notes)))
     if task.type == "evaluator":
         rows.append((str(task), "outside of the cluster", "this process"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     read = [f"  {name}={truncate(value)}" for name, value in found.variables.items()]
-    sets = [f"and sets {name}={value}" for name, value in found.environ.items()]
+    sets = [f"and sets {name}={truncate(value)}" for name, value in found.environ.items()]
     return "\n".join([f"from {found.source}", *read, *table, *sets])
 
 
@@ -170,7 +170,7 @@ def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
             preflight.wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
             time.sleep(min(_LINGER, max(0.0, began + timeout - time.monotonic())))  # others may still look for this one
     except ClusterError as e:
-        print(e, file=sys.stderr)
+        print(printable_lines(e), file=sys.stderr)
         return 1
     print("OK: all tasks can be reached")
     return 0

@@ -17,7 +17,7 @@ from absl import flags
 
 from tfdist.config import command_line
 from tfdist.doctor import cluster, devices, folders, report, resources, settings, versions
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, printable_lines
 from tfdist.runtime.log import print_always
 
 _LIMIT = 15.0  # seconds for each check; they run beside each other
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         if command_line.read_flags(values, argv)[1:]:
             raise ConfigError(f"Usage: tfdist doctor [--json] [--[no]devices]. Received: {' '.join(argv[1:])}")
     except (ConfigError, flags.Error) as e:
-        print(e, file=sys.stderr)
+        print(printable_lines(e), file=sys.stderr)
         return 2
     if values.help:
         print(f"{__doc__}\n{values.get_help()}")

@@ -29,11 +29,12 @@ if __name__ == "__main__":
 from tfdist.cluster.resolvers import hosts
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
-from tfdist.errors import ConfigError, collect_errors, format_value
+from tfdist.errors import ConfigError, collect_errors, format_value, printable_lines
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime.log import logger, print_always
 
+_MOST = 10_000  # tasks; more are a mistake
 _OF_HOSTS = (*cluster_lib.FLAGS, "workers_per_host")
 # Flags that describe a cluster on this machine alone, with what to do in a cluster of hosts.
 _OF_THIS_MACHINE = {
@@ -56,12 +57,12 @@ def main(argv: Sequence[str]) -> int:
         return launcher.run()
     except flags.IllegalFlagValueError as e:
         print(
-            str(e).replace("invalid literal for int() with base 10:", "expected a whole number. Received:"),
+            printable_lines(e).replace("invalid literal for int() with base 10:", "expected a whole number. Received:"),
             file=sys.stderr,
         )
         return 2
     except (ConfigError, flags.Error) as e:
-        print(e, file=sys.stderr)
+        print(printable_lines(e), file=sys.stderr)
         return 2
     except BrokenPipeError:  # `--help | head`
         raise
@@ -75,9 +76,11 @@ def _flags() -> flags.FlagValues:
     values.set_gnu_getopt(False)  # flags behind the command are its own
     at_least = {"flag_values": values, "lower_bound": 0}
     flags.DEFINE_integer(
-        "workers", 1, "Number of training tasks on this machine.", lower_bound=1, short_name="n", flag_values=values
+        "workers", 1, "Number of training tasks on this machine.", 1, _MOST, short_name="n", flag_values=values
     )
-    flags.DEFINE_integer("ps", 0, "Number of parameter servers on this machine; a chief comes on top.", **at_least)
+    flags.DEFINE_integer(
+        "ps", 0, "Number of parameter servers on this machine; a chief comes on top.", 0, _MOST, flag_values=values
+    )
     texts = {
         **cluster_lib.FLAGS,
         "task": "The tasks to start here, as worker:1 or worker:2,worker:3. Default: this host's.",
@@ -90,6 +93,7 @@ def _flags() -> flags.FlagValues:
         None,
         "Number of training tasks of each host of --hosts, at consecutive ports. Default: 1, or the slots of --hostfile.",
         lower_bound=1,
+        upper_bound=_MOST,
         flag_values=values,
     )
     flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)

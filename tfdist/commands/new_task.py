@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfdist.config import command_line
-from tfdist.errors import ConfigError, format_value
+from tfdist.errors import ConfigError, format_value, printable, printable_lines
 from tfdist.runtime import interrupt
 
 
@@ -38,9 +38,9 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # `--help | head`
         raise
     except (ConfigError, OSError, flags.Error) as e:
-        print(e, file=sys.stderr)
+        print(printable_lines(e), file=sys.stderr)
         return 2
-    print(f"{package}: in {package.parent}, run tfdist train --config={package.name}/config.py")
+    print(printable(f"{package}: in {package.parent}, run tfdist train --config={package.name}/config.py"))
     return 0
 
 
@@ -66,6 +66,10 @@ def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
     package = folder / name
     if package.exists():
         raise ConfigError(f"{package} exists already; choose another name, or another folder with --dir.")
+    if name.startswith("__"):
+        raise ConfigError(
+            f"Names that begin with __ are Python's own; call the task otherwise, such as my_task. Received: {format_value(name)}."
+        )
     if importlib.util.find_spec(name):
         raise ConfigError(
             f"{name} is the name of a module that Python finds already, and the task would hide; choose another one."

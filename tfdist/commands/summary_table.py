@@ -10,6 +10,7 @@ from typing import Any
 
 from rich import console, table
 
+from tfdist.errors import printable
 from tfdist.runtime.log import is_terminal
 
 
@@ -55,7 +56,7 @@ def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
         summary: As for `rows`.
         workdir: As for `rows`.
     """
-    text = [[_encodable(cell) for cell in row] for row in rows(summary, workdir)]
+    text = [[_encodable(printable(cell)) for cell in row] for row in rows(summary, workdir)]
     if is_terminal():
         shown = table.Table(table.Column(style="bold"), table.Column(overflow="fold"), show_header=False)
         for row in text:

@@ -246,6 +246,10 @@ def make_workdir(workdir: pathlib.Path) -> None:
 
 def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
     """Runs this same command as every task of a cluster on this machine; returns the exit code."""
+    if os.path.lexists(logs := workdir / "logs") and not logs.is_dir():
+        raise ConfigError(
+            f"{format_value(str(logs))} must be a folder for the tasks' output, and is a file: remove it, or choose another --workdir."
+        )
     # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
     netns = os.environ.get(network_namespaces.VARIABLE, "")
@@ -290,7 +294,7 @@ def train(
     from tfdist.monitoring import network, tensorboard
     from tfdist.monitoring import summary as summary_lib
     from tfdist.monitoring import throughput as throughput_lib
-    from tfdist.training import configured, export_best
+    from tfdist.training import configured, export_best, task_checks
     from tfdist.training.trainer import Trainer
 
     workdir = pathlib.Path(workdir)
@@ -310,7 +314,7 @@ def train(
     batch_size = config.global_batch_size or config.per_replica_batch_size * in_sync
     validation.per_replica_batch_size(batch_size, in_sync)
     task = registry.resolve("task", config.task, registry.TASKS)(config.task_options)
-    steps = config.steps_per_epoch or task.steps_per_epoch(batch_size)
+    steps = config.steps_per_epoch or task_checks.checked_steps(config.task, task.steps_per_epoch(batch_size))
     if steps == 0:
         raise ConfigError(f"global_batch_size {batch_size} is larger than the training data of task {config.task!r}.")
     trainer.say_replicas(batch_size)
@@ -334,16 +338,26 @@ def train(
     if config.export.best:
         best = os.path.join(exports, "best")
         callbacks.append(export_best.ExportBest(best, config.export.best, config.export.mode))
-    callbacks += configured.build_callbacks(config)
-    history = trainer.fit(
-        model,
-        lambda context: task.train_data(context, batch_size, config.seed),
-        validation_data=task.eval_data(batch_size),
-        validation_freq=config.validation_freq,
-        epochs=config.epochs,
-        steps_per_epoch=steps,
-        callbacks=callbacks,
-    )
+    callbacks += configured.build_callbacks(config, trainer.is_chief)
+    callbacks.append(first := task_checks.FirstStep())
+    elements: list[Any] = []
+
+    def train_data(context: Any) -> Any:
+        data = task_checks.checked_data(config.task, "train_data", task.train_data(context, batch_size, config.seed))
+        elements.append(data.element_spec)
+        return data
+
+    eval_data = task_checks.checked_data(config.task, "eval_data", task.eval_data(batch_size), optional=True)
+    with task_checks.explaining_first_step(config.task, model, first, elements):
+        history = trainer.fit(
+            model,
+            train_data,
+            validation_data=eval_data,
+            validation_freq=config.validation_freq,
+            epochs=config.epochs,
+            steps_per_epoch=steps,
+            callbacks=callbacks,
+        )
     with during("saving"):
         trainer.save(model, workdir / "model.keras", delete_backup=False)
         if config.export.final:

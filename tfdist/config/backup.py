@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import stat
 from collections.abc import Iterator
 
+from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, Range
 from tfdist.errors import format_value
 
 _MOST_DIGITS = 15
@@ -39,9 +42,24 @@ class BackupConfig:
             and 0 < len(self.save_freq.strip("0")) <= _MOST_DIGITS
         ):
             yield f"backup.save_freq must be 'epoch', 'never' or a number of steps, 1 or more. Received: {format_value(self.save_freq)}."
-        if not 0 <= self.save_every_seconds < float("inf"):
-            yield f"backup.save_every_seconds must be 0 (off) or more, and finite. Received: {self.save_every_seconds}."
-        if self.keep < 1:
-            yield f"backup.keep must be 1 or more. Received: {self.keep}."
-        if os.path.exists(self.dir) and not os.path.isdir(self.dir):
-            yield f"backup.dir must be a folder, and {self.dir!r} is a file."
+        yield from Range(0, MOST_SECONDS, off=True).faults("backup.save_every_seconds", self.save_every_seconds)
+        yield from Range(1, MOST_STEPS).faults("backup.keep", self.keep)
+        yield from folder_faults("backup.dir", self.dir)
+
+
+def folder_faults(field: str, path: str) -> Iterator[str]:
+    """Yields what keeps a path from being a folder's, on any host.
+
+    Args:
+        field: The field, for the error.
+        path: The path; empty means a default.
+    """
+    if "\0" in path:
+        yield f"{field} must be a folder, and a path has no null character. Received: {format_value(path)}."
+        return
+    try:
+        if not stat.S_ISDIR(os.stat(path or ".").st_mode):
+            yield f"{field} must be a folder, and {format_value(path)} is a file."
+    except OSError as e:
+        if e.errno == errno.ENAMETOOLONG:
+            yield f"{field} must be a folder, and the name is too long for one. Received: {format_value(path)}."

@@ -6,34 +6,72 @@ Such as `EarlyStopping(monitor=val_loss, patience=3); package.module:function`. 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import os
+import string
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.config import registry
-from tfdist.errors import ConfigError, collect_errors, format_value, unknown_name_message
+from tfdist.config.ranges import MOST_STEPS, Range
+from tfdist.errors import ConfigError, collect_errors, describe_error, format_value, unknown_name_message
 
-_PLATEAU = ("monitor", "factor", "patience", "verbose", "mode", "min_delta", "cooldown", "min_lr")
-_STOPPING = (
-    "monitor",
-    "min_delta",
-    "patience",
-    "verbose",
-    "mode",
-    "baseline",
-    "restore_best_weights",
-    "start_from_epoch",
-)
-_CHECKPOINT = ("filepath", "monitor", "verbose", "save_best_only", "save_weights_only", "mode", "save_freq")
-# Those of Keras whose arguments are numbers and texts, and which no field of their own makes.
-CALLBACKS = {
-    "CSVLogger": ("filename", "separator", "append"),
-    "EarlyStopping": _STOPPING,
-    "ModelCheckpoint": (*_CHECKPOINT, "initial_value_threshold"),
-    "ReduceLROnPlateau": _PLATEAU,
-    "RemoteMonitor": ("root", "path", "field", "headers", "send_as_json"),
-    "SwapEMAWeights": ("swap_on_epoch",),
-    "TerminateOnNaN": ("raise_error",),
+_Check = tuple[str, Callable[[Any], bool]]  # what a value must be, for messages, and whether it is
+
+
+def _number(allowed: Range, expected: str = "", optional: bool = False) -> _Check:
+    def holds(value: Any) -> bool:
+        return (type(value) in (int, float) and value in allowed) or (optional and value is None)
+
+    return expected or f"a number, {allowed}", holds
+
+
+def _count(least: int = 0) -> _Check:
+    allowed = Range(least, MOST_STEPS)
+    return f"a whole number, {allowed}", lambda value: type(value) is int and value in allowed
+
+
+_BOOL: _Check = "True or False", lambda value: type(value) is bool
+_TEXT: _Check = "a text", lambda value: isinstance(value, str) and bool(value.strip())
+_FINITE = _number(Range(-1e30, 1e30), "a finite number")
+_FINITE_OR_NONE = _number(Range(-1e30, 1e30), "a finite number or None", optional=True)
+_MODE: _Check = "one of: auto, min, max", lambda value: value in ("auto", "min", "max")
+_FREQ: _Check = "'epoch' or a number of steps, 1 or more", lambda value: value == "epoch" or _count(1)[1](value)
+_HEADERS: _Check = "None or a dict", lambda value: value is None or isinstance(value, dict)
+_CHARACTER: _Check = "one character", lambda value: isinstance(value, str) and len(value) == 1
+_MONITORS = {"monitor": _TEXT, "mode": _MODE, "verbose": _count()}
+# The callbacks of Keras whose arguments are numbers and texts, and which no field of their own makes, with what Keras does
+# not check, or only after an epoch.
+CALLBACKS: dict[str, dict[str, _Check]] = {
+    "CSVLogger": {"filename": _TEXT, "separator": _CHARACTER, "append": _BOOL},
+    "EarlyStopping": {
+        **_MONITORS,
+        "min_delta": _FINITE,
+        "patience": _count(),
+        "baseline": _FINITE_OR_NONE,
+        "restore_best_weights": _BOOL,
+        "start_from_epoch": _count(),
+    },
+    "ModelCheckpoint": {
+        **_MONITORS,
+        "filepath": _TEXT,
+        "save_best_only": _BOOL,
+        "save_weights_only": _BOOL,
+        "save_freq": _FREQ,
+        "initial_value_threshold": _FINITE_OR_NONE,
+    },
+    "ReduceLROnPlateau": {
+        **_MONITORS,
+        "factor": _number(Range(1e-30, 0.9999999)),
+        "patience": _count(),
+        "min_delta": _FINITE,
+        "cooldown": _count(),
+        "min_lr": _number(Range(0, 1e6)),
+    },
+    "RemoteMonitor": {"root": _TEXT, "path": _TEXT, "field": _TEXT, "headers": _HEADERS, "send_as_json": _BOOL},
+    "SwapEMAWeights": {"swap_on_epoch": _BOOL},
+    "TerminateOnNaN": {"raise_error": _BOOL},
 }
+_REQUIRED = {"CSVLogger": "filename", "ModelCheckpoint": "filepath"}
 
 
 def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -82,10 +120,82 @@ def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
         return name, given
     if name not in CALLBACKS:
         raise ConfigError(unknown_name_message("callback", name, [*CALLBACKS, "package.module:function"]))
-    for argument in given:
-        if argument not in CALLBACKS[name]:
-            raise ConfigError(unknown_name_message(f"argument of callback {name}", argument, CALLBACKS[name]))
+    if faults := list(_argument_faults(name, given)):
+        raise ConfigError(faults)
     return name, given
+
+
+def _argument_faults(name: str, given: dict[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the arguments of a callback of Keras."""
+    wrong = False
+    for argument, value in given.items():
+        if argument not in CALLBACKS[name]:
+            yield unknown_name_message(f"argument of callback {name}", argument, CALLBACKS[name])
+        elif not CALLBACKS[name][argument][1](value):
+            wrong = True
+            yield f"callbacks: {argument} of {name} must be {CALLBACKS[name][argument][0]}. Received: {format_value(value)}."
+    path = _REQUIRED.get(name)
+    if wrong or not path:
+        return
+    if path not in given:
+        yield f"callbacks: {name} needs {path}, such as {name}({path}={('log.csv' if path == 'filename' else 'best.keras')!r})."
+    elif name == "ModelCheckpoint":
+        yield from _checkpoint_faults(given)
+    elif why := why_no_file(given[path]):
+        yield f"callbacks: {path} of {name} must be a file that can be written. Received: {format_value(given[path])} ({why})."
+
+
+def _checkpoint_faults(given: dict[str, Any]) -> Iterator[str]:
+    path, weights = given["filepath"], given.get("save_weights_only", False)
+    ends = (".weights.h5",) if weights else (".keras", ".h5")
+    received = f"Received: {format_value(path)}"
+    if not path.endswith(ends):
+        of = f" with save_weights_only={weights}" if "save_weights_only" in given else ""
+        yield f"callbacks: filepath of ModelCheckpoint must end in {' or '.join(ends)}{of}. {received}."
+        return
+    try:
+        names = placeholders(path)
+        # As Keras does, which counts epochs and batches from 1; metrics are floats.
+        written = path.format(**{name: 1 if name in ("epoch", "batch") else 0.5 for name in names})
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as e:
+        yield (
+            "callbacks: filepath of ModelCheckpoint must be a text in which {epoch:02d}, {batch} or a metric such as {val_loss:.2f} are "
+            f"filled in. {received} ({describe_error(e)})."
+        )
+        return
+    freq = given.get("save_freq", "epoch")
+    lacking = [name for name in names if (name == "batch" if freq == "epoch" else name.startswith("val_"))]
+    if lacking:
+        when = "after an epoch" if freq == "epoch" else "after a batch"
+        yield f"callbacks: filepath of ModelCheckpoint has {{{lacking[0]}}}, which is not known {when}; see save_freq. {received}."
+    if why := why_no_file(written):
+        yield f"callbacks: filepath of ModelCheckpoint must be a file that can be written. {received} ({why})."
+
+
+def placeholders(path: str) -> list[str]:
+    """Returns the names in braces in the path of a checkpoint. Raises ValueError where its braces do not match."""
+    return [name for _, name, _, _ in string.Formatter().parse(path) if name is not None]
+
+
+def why_no_file(path: str) -> str:
+    """Returns why a path cannot be a file's, on any host; empty where it can."""
+    if "\0" in path:
+        return "a path has no null character"
+    return "it is a folder" if os.path.isdir(path) else ""
+
+
+def monitored(text: str) -> Iterator[tuple[str, str]]:
+    """Yields name and metric of the callbacks of Keras that follow a metric, where the field is sound.
+
+    Args:
+        text: The field.
+    """
+    for name, given in parse(text):
+        follows = name != "ModelCheckpoint" or given.get("save_best_only") or "monitor" in given
+        if "monitor" in CALLBACKS.get(name, ()) and follows:
+            yield name, given.get("monitor", "val_loss")
+        if name == "ModelCheckpoint":
+            yield from ((name, each) for each in placeholders(given["filepath"]) if each not in ("epoch", "batch"))
 
 
 def _value(node: ast.expr) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from tfdist.config import registry
 from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
 
+_MOST = 2**31 - 1
 _KINDS = {kind.__name__: kind for kind in (bool, int, float, str)}
 _Range = tuple[str, Callable[[Any], bool]]
 
@@ -26,7 +26,7 @@ def option(default: Any, expected: str = "", holds: Callable[[Any], bool] = lamb
 
 
 def _at_least(least: float) -> _Range:
-    return f"{least} or more, and finite", lambda value: least <= value < math.inf
+    return f"{least} to {_MOST}", lambda value: least <= value <= _MOST
 
 
 def _one_of(*names: str) -> _Range:
@@ -75,7 +75,9 @@ class Int8Options:
         transport: Of `int8`: `"two_shot"`, or `"sum"`, which needs one round and is less exact the more replicas there are.
     """
 
-    block: int = option(256, "a power of two, and at least 4", lambda block: block >= 4 and not block & (block - 1))
+    block: int = option(
+        256, "a power of two, 4 to 2**30", lambda block: 4 <= block <= 2**30 and not block & (block - 1)
+    )
     transport: str = option("two_shot", *_one_of("two_shot", "sum"))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterator
 
+from tfdist.config.backup import folder_faults
 from tfdist.errors import ConfigError, format_value, unknown_name_message
 
 MODES = ("auto", "min", "max")
@@ -36,8 +36,7 @@ class ExportConfig:
             rises("export.best", self.best or "loss", "export.mode", self.mode)
         except ConfigError as e:
             yield from e.faults
-        if os.path.exists(self.dir) and not os.path.isdir(self.dir):
-            yield f"export.dir must be a folder, and {self.dir!r} is a file."
+        yield from folder_faults("export.dir", self.dir)
 
 
 def rises(field: str, metric: str, mode_field: str, mode: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import sys
@@ -43,7 +44,7 @@ def load(path: str) -> TrainConfig:
     Raises:
         ConfigError: With every fault; an error of the file's own shortened to its own line.
     """
-    if not pathlib.Path(path).suffix and not pathlib.Path(path).exists():
+    if not pathlib.Path(path).suffix and not os.path.exists(path):
         if path not in (known := preset_names()):
             raise ConfigError(
                 f"--config={path}: no such file, and no preset{did_you_mean(path, known)} Presets: {', '.join(known)}."

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdist.config.compression import option_faults
-from tfdist.errors import did_you_mean
+from tfdist.config.ranges import MOST_STEPS, Range
+from tfdist.errors import did_you_mean, format_value
 
 _ADAM: Mapping[str, type] = {"beta_1": float, "beta_2": float, "epsilon": float}
 
@@ -44,18 +46,36 @@ OPTIMIZERS: Mapping[str, Mapping[str, type]] = {
 }
 
 
-# Least, what it is below, and the most that is allowed beside, of optimizers' arguments.
-_RANGES: Mapping[str, tuple[float, float, float | None]] = {
-    "momentum": (0, 1, 1),
-    "rho": (0, 1, 1),
-    "beta_1": (0, 1, None),
-    "beta_2": (0, 1, None),
-    "ema_momentum": (0, 1, 1),
-    "epsilon": (0, float("inf"), None),
-    "weight_decay": (0, float("inf"), None),
-    "clipnorm": (0, float("inf"), None),
-    "clipvalue": (0, float("inf"), None),
-    "global_clipnorm": (0, float("inf"), None),
+# What Keras computes with is float32: nearer to 1 a share would be 1 there, a smaller number 0, and a larger one soon infinite.
+_SHARE = Range(0, 0.9999999)
+_POSITIVE = Range(1e-30, 1e3)
+_AMOUNT = Range(0, 1e6)
+_CLIP = Range(0, 1e30, off=True)
+_STEPS = Range(0, MOST_STEPS, off=True)
+_FLOAT = Range(-sys.float_info.max, sys.float_info.max)
+
+# The range of each argument that is a number, of all optimizers; `_RANGES_OF` has those of one optimizer.
+_RANGES: Mapping[str, Range] = {
+    **dict.fromkeys(("momentum", "rho", "beta_1", "beta_2", "adam_beta_1", "adam_beta_2", "ema_momentum"), _SHARE),
+    **dict.fromkeys(("epsilon", "epsilon_1", "epsilon_2", "rms_rate"), _POSITIVE),
+    **dict.fromkeys(
+        ("weight_decay", "adam_weight_decay", "adam_lr_ratio", "initial_accumulator_value", "beta"), _AMOUNT
+    ),
+    **dict.fromkeys(("l1_regularization_strength", "l2_regularization_strength"), _AMOUNT),
+    "l2_shrinkage_regularization_strength": _AMOUNT,
+    **dict.fromkeys(("clipnorm", "clipvalue", "global_clipnorm"), _CLIP),
+    "clip_threshold": Range(1e-6, 1e30),
+    "loss_scale_factor": Range(1e-6, 1e15),
+    **dict.fromkeys(("warmup_steps", "ema_overwrite_frequency"), _STEPS),
+    "beta_2_decay": Range(-10, 0),
+    "learning_rate_power": Range(-10, 0),
+    **dict.fromkeys(("muon_a", "muon_b", "muon_c"), Range(-10, 10)),
+    "ns_steps": Range(1, 1000),
+}
+# Of one optimizer: with 0 Keras raises an error, or computes NaN.
+_RANGES_OF: Mapping[tuple[str, str], Range] = {
+    **dict.fromkeys((("lion", "beta_1"), ("schedulefreeadamw", "beta_1")), Range(1e-7, _SHARE.most)),
+    ("ftrl", "initial_accumulator_value"): Range(1e-30, _AMOUNT.most),
 }
 
 
@@ -106,7 +126,12 @@ class OptimizerConfig:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments to give to the optimizer: fields that differ from their defaults, and `options`."""
-        return {**self._changed(), **self.options}
+        kinds = {**OPTIMIZERS.get(self.name, {}), **EVERY_OPTIMIZER}
+        found = {**self._changed(), **self.options}  # where Keras wants a float, it does not take 0
+        return {
+            name: float(value) if kinds.get(name) is float and type(value) is int and value in _FLOAT else value
+            for name, value in found.items()
+        }
 
     def _changed(self) -> dict[str, Any]:
         own = ("name", "options", "weight_decay_exclude")
@@ -126,12 +151,18 @@ class OptimizerConfig:
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the optimizer's name and arguments."""
         if ":" in self.name:
+            numbers = {name: value for name, value in self.arguments().items() if isinstance(value, float)}
+            for name, value in numbers.items():
+                yield from _FLOAT.faults(f"optimizer.{name}", value)
             return
         if self.name not in OPTIMIZERS:
             yield (
                 f"Unknown optimizer {self.name!r}{did_you_mean(self.name, OPTIMIZERS)} "
                 f"Expected one of {', '.join(sorted(OPTIMIZERS))}, or your own as 'package.module:Class'."
             )
+            return
+        if not all(isinstance(name, str) for name in self.options):
+            yield f"optimizer.options must have texts as names. Received: {format_value(self.options)}."
             return
         takes = self.option_fields()
         arguments = self.arguments()
@@ -149,14 +180,16 @@ class OptimizerConfig:
         yield from wrong
         if wrong:
             return
-        steps = arguments.get("gradient_accumulation_steps", 0)
-        if steps < 0 or steps == 1:
-            yield f"optimizer.gradient_accumulation_steps must be 0 (off) or 2 or more. Received: {steps}."
-        for name, (least, below, most) in _RANGES.items():
-            value = arguments.get(name, 0)
-            if not (least <= value < below or value == most):
-                limit = f"{least:g} to {most:g}" if most is not None else f"{least:g} or more, and less than {below:g}"
-                yield f"optimizer.{name} must be {limit}. Received: {value}."
+        steps = arguments.pop("gradient_accumulation_steps", 0)
+        if steps == 1 or steps not in _STEPS:
+            yield f"optimizer.gradient_accumulation_steps must be 0 (off) or 2 to {MOST_STEPS}. Received: {format_value(steps)}."
+        for name, value in arguments.items():
+            where = f"optimizer.options.{name}" if name in self.options else f"optimizer.{name}"
+            if name in takes and (allowed := range_of(self.name, name)):
+                yield from allowed.faults(where, value)
+        names = arguments.get("exclude_layers", [])
+        if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
+            yield f"optimizer.options.exclude_layers must be a list of texts. Received: {format_value(names)}."
         clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if arguments.get(name)]
         if len(clips) > 1:
             yield f"Only one of optimizer.clipnorm, clipvalue and global_clipnorm may be set. Received: {', '.join(clips)}."
@@ -165,3 +198,23 @@ class OptimizerConfig:
                 f"optimizer.weight_decay_exclude is {self.weight_decay_exclude!r}, but no weight decays: set "
                 "optimizer.weight_decay, or leave weight_decay_exclude empty."
             )
+
+
+def range_of(optimizer: str, argument: str) -> Range | None:
+    """Returns the range of an optimizer's argument, or None where it is no number or is checked otherwise."""
+    return _RANGES_OF.get((optimizer, argument)) or _RANGES.get(argument)
+
+
+def accumulation_fault(accumulated: int, steps: int) -> str:
+    """Returns the error for an accumulation of gradients that is longer than the run, or an empty text.
+
+    Args:
+        accumulated: `gradient_accumulation_steps`.
+        steps: Steps of the run.
+    """
+    if accumulated <= steps:
+        return ""
+    return (
+        f"optimizer.gradient_accumulation_steps is {accumulated}, but the run has {steps} steps, so that no weight would be updated; "
+        "accumulate fewer, or train longer."
+    )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
+from tfdist.config.ranges import MOST_STEPS, Range
 from tfdist.errors import ConfigError, format_value, unknown_name_message
 
 SCHEDULES = ("constant", "cosine", "step", "polynomial")
 SCALINGS = ("none", "linear", "sqrt")
+_RANGES = {
+    **dict.fromkeys(("warmup_steps", "warmup_epochs", "decay_steps"), Range(0, MOST_STEPS, off=True)),
+    "power": Range(1e-3, 1e3),
+}
+_FACTOR = Range(0, 1e3)
 
 
 @dataclasses.dataclass
@@ -42,9 +47,8 @@ class ScheduleConfig:
         if self.name not in SCHEDULES:
             yield unknown_name_message("schedule.name", self.name, SCHEDULES)
             return
-        for name in ("warmup_steps", "warmup_epochs", "decay_steps"):
-            if not 0 <= getattr(self, name) < math.inf:
-                yield f"schedule.{name} must be 0 (off) or more, and finite. Received: {getattr(self, name)}."
+        for name, allowed in _RANGES.items():
+            yield from allowed.faults(f"schedule.{name}", getattr(self, name))
         if self.warmup_steps and self.warmup_epochs:
             yield (
                 "Only one of schedule.warmup_steps and schedule.warmup_epochs may be set. "
@@ -52,8 +56,6 @@ class ScheduleConfig:
             )
         if not 0 <= self.end <= 1:
             yield f"schedule.end must be 0 to 1, a share of learning_rate. Received: {self.end}."
-        if not 0 < self.power < math.inf:
-            yield f"schedule.power must be more than 0, and finite. Received: {self.power}."
         if self.name == "step" and not self.boundaries:
             yield "schedule 'step' needs schedule.boundaries, such as 3000,6000 updates or 0.5,0.75 of the run. Received: ''."
         takes: dict[str, tuple[str, ...]] = {"cosine": ("decay_steps", "end"), "step": ("boundaries", "factor")}
@@ -71,14 +73,16 @@ class ScheduleConfig:
         if found != sorted(set(found)) or not all(each > 0 for each in found) or (any(shares) and not all(shares)):
             yield (
                 "schedule.boundaries must be numbers above 0 that rise, either all numbers of updates or all shares of the run. "
-                f"Received: {self.boundaries!r}."
+                f"Received: {format_value(self.boundaries)}."
             )
         elif any(boundary >= 1 and boundary % 1 for boundary in found):
-            yield f"schedule.boundaries must be whole numbers, or shares below 1. Received: {self.boundaries!r}."
-        if len(factors) != len(found) or not all(0 <= factor < math.inf for factor in factors):
+            yield f"schedule.boundaries must be whole numbers, or shares below 1. Received: {format_value(self.boundaries)}."
+        elif found and found[-1] > MOST_STEPS:
+            yield f"schedule.boundaries must be at most {MOST_STEPS}. Received: {format_value(self.boundaries)}."
+        if len(factors) != len(found) or not all(factor in _FACTOR for factor in factors):
             yield (
-                "schedule.factor must be one number of 0 or more, or one for each of schedule.boundaries "
-                f"({len(found)}). Received: {self.factor!r}."
+                f"schedule.factor must be one number of {_FACTOR}, or one for each of schedule.boundaries "
+                f"({len(found)}). Received: {format_value(self.factor)}."
             )
 
     def numbers(self, field: str) -> list[float]:

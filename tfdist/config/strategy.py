@@ -6,8 +6,9 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from tfdist.config.ranges import MOST_SECONDS, Range
 from tfdist.config.strategy_traits import STRATEGIES, StrategyTraits, find_traits
-from tfdist.errors import ConfigError, format_value, unknown_name_message
+from tfdist.errors import ConfigError, format_value, truncate, unknown_name_message
 
 PLACEMENTS = ("round_robin", "by_bytes")
 TENSORFLOW_TRANSPORTS = ("auto", "grpc", "nccl")
@@ -17,7 +18,9 @@ TRANSPORTS = (*TENSORFLOW_TRANSPORTS, "gloo", "mpi", "shared_memory")
 MAX_VIRTUAL_CPUS = 256
 
 
-_DEVICE = re.compile(r"(/\w+:[\w:/]+/device:|/device:|/)?(CPU|GPU|TPU)(:[0-9]+)?", re.IGNORECASE)
+_DEVICE = re.compile(
+    r"(/job:localhost(/replica:0)?(/task:0)?/device:|/device:|/)?(CPU|GPU|TPU)(:[0-9]+)?", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass
@@ -95,13 +98,10 @@ class StrategyConfig:
             yield f"strategy.transport={self.transport} is for multi_worker_mirrored. Received: strategy {self.name}; leave it out."
         if self.placement not in PLACEMENTS:
             yield unknown_name_message("strategy.placement", self.placement, PLACEMENTS)
-        limits = ("bucket_bytes", "gather_loss_bytes", "timeout_seconds")
-        if negative := [name for name in limits if not getattr(self, name) >= 0]:  # so that NaN is a fault, too
-            fields = " and ".join(f"strategy.{name}" for name in negative)
-            received = " and ".join(str(getattr(self, name)) for name in negative)
-            yield f"{fields} must be 0 (off) or more. Received: {received}."
+        for name, most in {"bucket_bytes": 2**40, "gather_loss_bytes": 2**40, "timeout_seconds": MOST_SECONDS}.items():
+            yield from Range(0, most, off=True).faults(f"strategy.{name}", getattr(self, name))
         if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
-            yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {self.devices}."
+            yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {truncate(self.devices)}."
         elif self.devices and not self.virtual_cpus and devices != "own":
             names = [name.upper() for name in self.device_names]
             if strange := [name for name in names if not _DEVICE.fullmatch(name)]:
@@ -111,7 +111,7 @@ class StrategyConfig:
         if devices == "none" and self.devices:
             yield (
                 f"strategy.devices does not apply to {self.name}, which uses all GPUs it sees, or the CPU; "
-                f"choose GPUs with CUDA_VISIBLE_DEVICES. Received: {self.devices!r}."
+                f"choose GPUs with CUDA_VISIBLE_DEVICES. Received: {format_value(self.devices)}."
             )
         if devices == "one" and len(self.device_names) > 1:
-            yield f"strategy {self.name} takes one device. Received: {self.devices!r}; use strategy.name=mirrored for several."
+            yield f"strategy {self.name} takes one device. Received: {format_value(self.devices)}; use strategy.name=mirrored for several."

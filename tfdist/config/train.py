@@ -133,7 +133,12 @@ def default_options(task: str, options: type) -> Any:
 
 
 def make_floats(config: Any) -> None:
-    """Makes whole numbers floats in fields that are declared so, also in groups of fields."""
+    """Makes whole numbers floats in fields that are declared so, also in groups of fields.
+
+    Raises:
+        ConfigError: A group holds itself.
+    """
+    _check_groups(config, "config", ())
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -142,6 +147,20 @@ def make_floats(config: Any) -> None:
                 setattr(config, field.name, float(value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             make_floats(value)
+
+
+def _check_groups(config: Any, path: str, outer: tuple[Any, ...]) -> None:
+    """Raises a ConfigError where a group of fields is among those that hold it, or is another configuration."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            continue
+        where = f"{path}.{field.name}"
+        if any(value is each for each in (*outer, config)):
+            raise ConfigError(
+                f"{where} must not hold itself. Received: a {type(value).__name__} that holds this field."
+            )
+        _check_groups(value, where, (*outer, config))
 
 
 def resolve_types(config: Any) -> None:

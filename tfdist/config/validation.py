@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import sys
 import typing
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from tfdist.config import callbacks, registry
+from tfdist.config.optimizer import accumulation_fault
+from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, MOST_TASKS, Range
 from tfdist.config.schedule import SCALINGS
 from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
 from tfdist.config.strategy_traits import StrategyTraits
@@ -17,6 +20,15 @@ from tfdist.config.train import PRECISIONS, TrainConfig, default_options
 from tfdist.errors import ConfigError, did_you_mean, format_value, unknown_name_message
 
 NAN_POLICIES = ("ignore", "stop", "skip")  # for a step whose loss or gradient is not finite
+_COUNT = Range(1, MOST_STEPS)
+_RANGES = {
+    **dict.fromkeys(("epochs", "steps_per_execution", "validation_freq"), _COUNT),
+    **dict.fromkeys(("steps_per_epoch", "max_restarts"), Range(0, MOST_STEPS)),
+    "learning_rate": Range(0, 1e6),
+    "start_timeout": Range(1, MOST_SECONDS),
+    "grace_seconds": Range(0, MOST_SECONDS),
+    "seed": Range(0, MOST_STEPS),
+}
 _BASE_OF_TASKS = "tfdist.tasks.base"  # a method inherited from there counts as missing
 
 
@@ -48,6 +60,10 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
             traits = config.strategy.traits
     if typed("optimizer"):
         yield from config.optimizer.faults()
+        steps = config.steps_per_epoch * config.epochs if typed("epochs", "steps_per_epoch") else 0
+        accumulated = config.optimizer.arguments().get("gradient_accumulation_steps", 0)
+        if steps > 0 and isinstance(accumulated, int) and (fault := accumulation_fault(accumulated, steps)):
+            yield fault
     if typed("schedule"):
         yield from config.schedule.faults()
     if typed("learning_rate_scaling"):
@@ -70,7 +86,8 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     if typed("export"):
         yield from config.export.faults()
         if typed("task", "epochs", "validation_freq"):
-            yield from _export_faults(config)
+            best = config.export.best
+            yield from _metric_faults(config, f"export.best is {format_value(best)}", best)
     if typed("monitoring"):
         yield from config.monitoring.faults()
     if typed("task", "task_options"):
@@ -86,6 +103,9 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
                 "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
                 f"Received: {sizes[0]} and {sizes[1]}."
             )
+        elif max(sizes) not in _COUNT:
+            field = "global_batch_size" if sizes[0] else "per_replica_batch_size"
+            yield from _COUNT.faults(field, max(sizes))
         elif typed("cluster") and traits:
             tasks = config.cluster.workers if workers is None else workers
             if (replicas := _known_replicas(config.strategy, traits, tasks)) and (
@@ -101,18 +121,16 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     ):
         yield f"initial_weights must be a file .weights.h5 or .keras. Received: {format_value(config.initial_weights)}."
     if typed("callbacks"):
-        yield from callbacks.faults(config.callbacks)
+        yield from (found := list(callbacks.faults(config.callbacks)))
+        if not found and typed("task", "epochs", "validation_freq", "optimizer"):
+            yield from _callback_faults(config)
     if typed("nan_policy", "strategy"):
         yield from nan_policy_faults(config.nan_policy, config.strategy.name, traits)
     if typed("jit_compile", "precision", "optimizer") and traits:
         yield from _refused_option_faults(config, traits)
-    least_values = {"epochs": 1, "steps_per_execution": 1, "steps_per_epoch": 0, "grace_seconds": 0, "learning_rate": 0}
-    least_values |= {"max_restarts": 0, "start_timeout": 1, "validation_freq": 1}
-    for name, least in least_values.items():
-        if typed(name) and not least <= getattr(config, name) < float("inf"):  # NaN is a fault, too
-            yield f"{name} must be {least} or more, and finite. Received: {getattr(config, name)}."
-    if typed("seed") and not 0 <= config.seed < 2**31:
-        yield f"seed must be 0 to {2**31 - 1}. Received: {config.seed}."
+    for name, allowed in _RANGES.items():
+        if typed(name):
+            yield from allowed.faults(name, getattr(config, name))
 
 
 def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -125,6 +143,8 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
             yield f"{path}.{name}", unknown_field(f"{path}.{name}", name, fields)
     for field in fields.values():
         value, expected = getattr(config, field.name), hints[field.name]
+        if typing.get_origin(expected) is dict:
+            expected = dict
         where = f"{path}.{field.name}"
         number = isinstance(value, int) and not isinstance(value, bool)
         if expected is float and number and abs(value) <= sys.float_info.max:
@@ -145,9 +165,22 @@ def unknown_field(path: str, name: str, known: Collection[str]) -> str:
     return f"{path}: unknown config field {format_value(name)}{did_you_mean(name, known)} {fields}"
 
 
-def _export_faults(config: TrainConfig) -> Iterator[str]:
-    monitored = f"export.best is {format_value(config.export.best)}"
-    if not config.export.best.startswith("val_"):
+def _callback_faults(config: TrainConfig) -> Iterator[str]:
+    for name, metric in dict.fromkeys(callbacks.monitored(config.callbacks)):
+        yield from _metric_faults(config, f"callbacks: {name} monitors {format_value(metric)}", metric)
+    names = [name for name, _ in callbacks.parse(config.callbacks)]
+    if (
+        "SwapEMAWeights" in names
+        and ":" not in config.optimizer.name
+        and not config.optimizer.arguments().get("use_ema")
+    ):
+        yield "callbacks: SwapEMAWeights needs optimizer.use_ema=True, which is False; set it, or remove the callback."
+    if "RemoteMonitor" in names and not importlib.util.find_spec("requests"):
+        yield "callbacks: RemoteMonitor needs the package requests, which is not installed; install it, or remove the callback."
+
+
+def _metric_faults(config: TrainConfig, monitored: str, metric: str) -> Iterator[str]:
+    if not metric.startswith("val_"):
         return
     if not _has_eval_data(config):
         yield f"{monitored}, but task {config.task!r} has no method eval_data; add one, or use a metric of the training, such as loss."
@@ -193,10 +226,8 @@ def _full_name(kind: type) -> str:
 
 def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_cluster: bool) -> Iterator[str]:
     workers = config.cluster.workers
-    if workers < 1:
-        yield f"cluster.workers must be 1 or more. Received: {workers}."
-    if config.cluster.ps < 0:
-        yield f"cluster.ps must be 0 or more. Received: {config.cluster.ps}."
+    yield from Range(1, MOST_TASKS).faults("cluster.workers", workers)
+    yield from Range(0, MOST_TASKS).faults("cluster.ps", config.cluster.ps)
     if traits is None:
         return
     if traits.asynchronous:
@@ -217,7 +248,7 @@ def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_clust
 def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
     number = config.cluster.evaluator
     if number not in (0, 1):
-        yield f"cluster.evaluator must be 0 or 1. Received: {number}."
+        yield f"cluster.evaluator must be 0 or 1. Received: {format_value(number)}."
     if number < 1:
         return
     if config.backup.save_freq == "never":

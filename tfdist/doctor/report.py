@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tfdist.errors import describe_error, truncate
+from tfdist.errors import printable as escaped
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 _STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
@@ -135,7 +136,7 @@ def shorten(value: str) -> str:
 
 def printable(text: str) -> str:
     """Returns a text without `user:password@`, and with control characters escaped: a variable must not steer a terminal."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in _PASSWORD.sub("", text))
+    return escaped(_PASSWORD.sub("", text))
 
 
 def format_bytes(count: float) -> str:

@@ -8,7 +8,8 @@ import re
 import keras
 
 from tfdist.config import TrainConfig, registry
-from tfdist.errors import ConfigError, format_value
+from tfdist.config.optimizer import accumulation_fault
+from tfdist.errors import ConfigError, describe_error, format_value
 from tfdist.gradients import schedules
 
 
@@ -32,11 +33,19 @@ def build_optimizer(
         * {"none": 1, "linear": replicas, "sqrt": math.sqrt(replicas)}[config.learning_rate_scaling]
     )
     accumulation = arguments.get("gradient_accumulation_steps") or 1
+    if steps_per_epoch and (fault := accumulation_fault(accumulation, steps_per_epoch * config.epochs)):
+        raise ConfigError(fault)
     arguments["learning_rate"] = schedules.build_schedule(
         config.schedule, rate, steps_per_epoch, config.epochs, accumulation
     )
     if ":" in name:
-        optimizer = registry.resolve("optimizer", name, {})(**arguments)
+        make = registry.resolve("optimizer", name, {})
+        try:
+            optimizer = make(**arguments)
+        except Exception as e:
+            raise ConfigError(
+                f"optimizer {name!r} cannot be made of {format_value(sorted(arguments))}: {describe_error(e)}. It must take these arguments."
+            ) from e
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ConfigError(
                 f"optimizer {name!r} must return a keras.optimizers.Optimizer. Received: {format_value(optimizer)}."

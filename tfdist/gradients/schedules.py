@@ -12,6 +12,7 @@ import keras
 
 from tfdist.config.schedule import ScheduleConfig
 from tfdist.errors import ConfigError
+from tfdist.runtime.log import logger
 
 
 class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
@@ -83,6 +84,11 @@ def build_schedule(
             "steps_per_epoch, or count updates: schedule.decay_steps, schedule.warmup_steps, and boundaries from 1 on."
         )
     warmup = config.warmup_steps or round(config.warmup_epochs * (steps_per_epoch or 0) / n)
+    if total and warmup > total and (config.name in ("constant", "step") or config.decay_steps):
+        logger.warning(
+            f"the warm-up of {warmup} updates is longer than the run of {total}: the learning rate does not reach {learning_rate:g}; "
+            "make schedule.warmup_steps or warmup_epochs smaller."
+        )
 
     def at(update: int) -> int:
         return update * n + n - 1

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import IO
 
 from tfdist.cluster import TaskSpec
+from tfdist.errors import printable
 from tfdist.launch import live_table, process
 from tfdist.launch.process import TaskProcess
 from tfdist.runtime import interrupt
@@ -165,7 +166,7 @@ class LauncherOutput:
 
     def say(self, message: str) -> None:
         """Prints a message of the launcher."""
-        self._write(_OWN + message.encode())
+        self._write(_OWN + printable(message).encode())
 
     def _print(self, task: TaskProcess, line: bytes) -> None:
         self._write(f"[{task.spec}] ".encode() + line)

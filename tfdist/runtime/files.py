@@ -21,11 +21,17 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     # A named pipe without a writer would not even open.
     waits = os.fspath(path).startswith(_STREAMS)
     descriptor = os.open(path, os.O_RDONLY | (0 if waits else os.O_NONBLOCK))
-    with open(descriptor, "rb") as file:
+    with open(descriptor, "rb"):
         mode = os.fstat(descriptor).st_mode
         if not waits and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise OSError(errno.EINVAL, "expected a regular file, and found a named pipe or a device", os.fspath(path))
-        return file.read()
+        content = bytearray()
+        try:
+            while part := os.read(descriptor, 2**20):
+                content += part
+        except BlockingIOError:  # the kernel's log, a regular file, waits for more
+            raise OSError(errno.EINVAL, "expected a regular file, and found one that waits", os.fspath(path)) from None
+        return bytes(content)
 
 
 class WriteError(OSError):

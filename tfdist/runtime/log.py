@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 
+from tfdist.errors import printable_lines
+
 logger = logging.getLogger("tfdist")
 # For `extra`: what is no error, and yet printed to stderr; what is printed without "tfdist: " before it.
 TO_STDERR = {"to_stderr": True}
@@ -38,7 +40,9 @@ def _print(record: logging.LogRecord) -> bool:
     if _is_command or not taken:
         to_stderr = record.levelno >= logging.ERROR or hasattr(record, "to_stderr")
         start = "" if hasattr(record, "bare") else "tfdist: "
-        print(f"{start}{record.getMessage()}", file=sys.stderr if to_stderr else sys.stdout, flush=True)
+        print(
+            f"{start}{printable_lines(record.getMessage())}", file=sys.stderr if to_stderr else sys.stdout, flush=True
+        )
     return taken
 
 

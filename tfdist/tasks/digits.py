@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tfdist.errors import format_value
 from tfdist.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 TRAIN_EXAMPLES = 1437
+_MOST_FILTERS = 100_000  # the model's size grows with the square
 
 
 @dataclasses.dataclass
@@ -38,8 +40,8 @@ class Options:
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the options."""
-        if self.filters < 1:
-            yield f"task_options.filters must be 1 or more. Received: {self.filters}."
+        if not 1 <= self.filters <= _MOST_FILTERS:
+            yield f"task_options.filters must be 1 to {_MOST_FILTERS}. Received: {format_value(self.filters)}."
         for name in ("dropout", "label_smoothing"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 yield f"task_options.{name} must be 0 or more and below 1. Received: {value}."

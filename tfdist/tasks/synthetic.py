@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tfdist.errors import format_value
 from tfdist.tasks.base import Task
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
+
+_MOST = 10**9
 
 
 @dataclasses.dataclass
@@ -35,8 +38,8 @@ class Options:
         """Yields what is wrong with the options."""
         for field in dataclasses.fields(self):
             least = 0 if field.name == "layers" else 1
-            if getattr(self, field.name) < least:
-                yield f"task_options.{field.name} must be {least} or more. Received: {getattr(self, field.name)}."
+            if not least <= (value := getattr(self, field.name)) <= _MOST:
+                yield f"task_options.{field.name} must be {least} to {_MOST}. Received: {format_value(value)}."
 
 
 class Synthetic(Task):

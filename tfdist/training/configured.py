@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -10,8 +10,13 @@ import tensorflow as tf
 
 from tfdist.config import TrainConfig
 from tfdist.config import callbacks as callbacks_lib
-from tfdist.errors import ConfigError, describe_error, format_value
+from tfdist.errors import ConfigError, describe_error, format_value, unknown_name_message
+from tfdist.runtime.files import write_error_reason
+from tfdist.training import task_checks
 from tfdist.training.trainer import Trainer
+
+# Methods by which a model makes the names of its metrics; where one is the user's own, they are known after an epoch.
+_OWN_METRICS = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
 
 
 def prepare_process(config: TrainConfig) -> None:
@@ -38,23 +43,73 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
     try:
         with trainer.scope():
             model.load_weights(path)
-    except (OSError, ValueError, KeyError) as e:
+    except Exception as e:  # whatever a file that is no archive makes readers raise
         raise ConfigError(
-            f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {describe_error(e)} Give a file of this model's weights, "
+            f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {describe_error(e).rstrip('.')}. Give a file of this model's weights, "
             "which every task can read."
         ) from e
 
 
-def build_callbacks(config: TrainConfig) -> list[keras.callbacks.Callback]:
+class MonitoredMetrics(keras.callbacks.Callback):
+    """Ends the training where a callback of Keras follows a metric that the model does not have; Keras would only warn.
+
+    It must stand before those callbacks. A metric of the training is missed after the first step, unless the model's steps or
+    other callbacks, which may add metrics at the end of an epoch, are the user's own; then after the first epoch.
+
+    Args:
+        monitored: Names of callbacks, and the metric of each.
+        at_once: Whether to look after the first step.
+
+    Raises:
+        ConfigError: There is no such metric.
+    """
+
+    only_observes = True
+
+    def __init__(self, monitored: Iterable[tuple[str, str]], at_once: bool):
+        super().__init__()
+        self._missing = dict.fromkeys(monitored)
+        self._at_once = at_once
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self._at_once:
+            return
+        self._at_once = False
+        own = any(
+            getattr(type(self.model), name, None) is not getattr(keras.Model, name, None) for name in _OWN_METRICS
+        )
+        if logs and not own:
+            known = [*logs, *(f"val_{name}" for name in logs), "learning_rate"]
+            self._check([metric for _, metric in self._missing if metric not in known], known)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs = logs or {}
+        validated = any(name.startswith("val_") for name in logs)
+        later = {pair for pair in self._missing if pair[1].startswith("val_") and not validated}
+        known = [*logs, "learning_rate"]
+        self._check([metric for _, metric in self._missing if (_, metric) not in later and metric not in known], known)
+        self._missing = dict.fromkeys(later)
+
+    def _check(self, missing: list[str], known: Iterable[str]) -> None:
+        by = {metric: name for name, metric in self._missing}
+        if missing:
+            raise ConfigError(unknown_name_message(f"metric of callback {by[missing[0]]}", missing[0], known))
+
+
+def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.callbacks.Callback]:
     """Returns the callbacks that a configuration names.
 
     Args:
         config: The configuration.
+        is_chief: Whether this process writes their files.
 
     Raises:
-        ConfigError: One of one's own is not there, one cannot be made of its arguments, or is no callback.
+        ConfigError: One of one's own is not there, one cannot be made of its arguments, is no callback, or cannot write its file.
     """
-    made = []
+    made: list[keras.callbacks.Callback] = []
+    if monitored := list(callbacks_lib.monitored(config.callbacks)):
+        own = any(":" in name for name, _ in callbacks_lib.parse(config.callbacks))
+        made.append(MonitoredMetrics(monitored, at_once=not own))
     for name, arguments in callbacks_lib.parse(config.callbacks):
         make = callbacks_lib.resolve(name)
         try:
@@ -67,8 +122,23 @@ def build_callbacks(config: TrainConfig) -> list[keras.callbacks.Callback]:
             raise ConfigError(
                 f"callback {name!r} must return a keras.callbacks.Callback. Received: {format_value(callback)}."
             )
+        if is_chief and name == "CSVLogger" and (why := _why_not_writable(arguments["filename"])):
+            raise ConfigError(
+                f"callbacks: filename of CSVLogger must be a file that can be written. Received: {format_value(arguments['filename'])} ({why})."
+            )
         made.append(callback)
     return made
+
+
+def _why_not_writable(path: str) -> str:
+    """Returns why a file cannot be written, or an empty text; makes it where it does not exist."""
+    if "://" in path:
+        return ""
+    try:
+        with open(path, "ab"):
+            return ""
+    except (OSError, ValueError) as e:
+        return write_error_reason(e)
 
 
 def build_model(
@@ -83,7 +153,8 @@ def build_model(
         optimizer: Makes the optimizer.
     """
     with trainer.scope():
-        model = task.build_model()
+        model = task_checks.checked_model(config.task, task.build_model())
+        given = task_checks.checked_compile_arguments(config.task, model, task.compile_arguments())
         arguments = {"jit_compile": config.jit_compile, "steps_per_execution": config.steps_per_execution}
-        model.compile(optimizer=optimizer(), **{**arguments, **task.compile_arguments()})
+        model.compile(optimizer=optimizer(), **{**arguments, **given})
     return model

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from tfdist.compat import optimizer_search
 from tfdist.monitoring import compression_report
 from tfdist.runtime.log import is_terminal, logger
 
@@ -59,3 +60,15 @@ def exchange_times(model: keras.Model, is_chief: bool) -> dict[str, Any]:
     if times and times["compressed"] >= times["plain"] and is_chief:
         logger.warning(compression_report.NO_GAIN_WARNING.format(**times))
     return {"exchange_ms": times}
+
+
+def print_missing_update(model: keras.Model) -> None:
+    """Prints a warning if the training was shorter than the accumulation of gradients, so that no weight was updated."""
+    for optimizer in optimizer_search.optimizers(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        accumulated = getattr(inner, "gradient_accumulation_steps", None)
+        if accumulated and inner.built and 0 < (steps := int(inner.iterations.numpy())) < accumulated:
+            logger.warning(
+                f"no weight was updated: the training had {steps} steps, fewer than gradient_accumulation_steps={accumulated}; "
+                "train longer, or accumulate fewer."
+            )

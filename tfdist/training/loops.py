@@ -132,6 +132,7 @@ def training(
         context.delete_backup(backup)
     if context.is_chief:
         console.print_compression_faults(model)
+        console.print_missing_update(model)
 
 
 def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from tfdist.config import TrainConfig, cluster
+from tfdist.config.ranges import Range
 from tfdist.errors import ConfigError, format_value
 
 
@@ -42,14 +43,14 @@ class Job:
         """Yields what is wrong with it."""
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
             yield f"name must be lower-case letters, digits and '-', at most 42. Received: {format_value(self.name)}."
-        if not re.fullmatch(r"[1-9][0-9]*[KMGT]", self.memory):
+        if not re.fullmatch(r"[1-9][0-9]{0,8}[KMGT]", self.memory):
             yield f"memory must be a number with K, M, G or T, such as 4G. Received: {format_value(self.memory)}."
         if not re.fullmatch(r"[a-z0-9][-._/:@a-zA-Z0-9]*", self.image):
             yield f"image must be such as registry.example/team/image:tag. Received: {format_value(self.image)}."
         if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?", self.claim):
             yield f"claim must be lower-case letters, digits, '-' and '.'. Received: {format_value(self.claim)}."
-        if self.cpus < 1 or self.gpus < 0:
-            yield f"cpus must be 1 or more, and gpus 0 or more. Received: {self.cpus} and {self.gpus}."
+        yield from Range(1, 10_000).faults("cpus", self.cpus)
+        yield from Range(0, 1000).faults("gpus", self.gpus)
         if not 0 < self.notice < 2**16:
             yield f"notice must be 1 to 65535 seconds. Received: {self.notice}."
         if self.time and not re.fullmatch(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", self.time):

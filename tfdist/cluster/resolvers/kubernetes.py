@@ -20,8 +20,15 @@ def resolve(variables: Environment) -> RankAddresses | None:
         ConfigError: A variable is missing or faulty.
     """
     size, service = variables.size("TFDIST_PODS"), variables.require("TFDIST_SERVICE")
+    if size == 0:
+        raise ConfigError("TFDIST_PODS must be the number of pods, 1 or more. Received: '0'.")
     name, dash, index = variables.require("TFDIST_POD", "HOSTNAME").partition(".")[0].rpartition("-")
-    index = variables.get("JOB_COMPLETION_INDEX") or index
+    if completion := variables.get("JOB_COMPLETION_INDEX"):
+        if variables.require_index("JOB_COMPLETION_INDEX") >= size:
+            raise ConfigError(
+                f"JOB_COMPLETION_INDEX must be 0 to {size - 1}, as TFDIST_PODS is {size}. Received: {format_value(completion)}."
+            )
+        index = completion
     if not dash or not re.fullmatch("[0-9]{1,9}", index) or int(index) >= size:
         raise ConfigError(
             f"HOSTNAME must be NAME-INDEX, as of an Indexed Job's or a StatefulSet's pod, with an index of 0 to {size - 1}. "

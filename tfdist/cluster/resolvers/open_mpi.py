@@ -26,6 +26,15 @@ def resolve(variables: Environment) -> RankAddresses | None:
         variables.require_index("OMPI_COMM_WORLD_LOCAL_RANK"),
         variables.require_index("OMPI_COMM_WORLD_LOCAL_SIZE"),
     )
+    if rank >= size:
+        raise ConfigError(
+            f"OMPI_COMM_WORLD_RANK must be 0 to {size - 1}, as OMPI_COMM_WORLD_SIZE is {size}. Received: {rank}."
+        )
+    if not local < here <= size:
+        raise ConfigError(
+            f"OMPI_COMM_WORLD_LOCAL_SIZE must be more than OMPI_COMM_WORLD_LOCAL_RANK, {local}, and at most OMPI_COMM_WORLD_SIZE, {size}. "
+            f"Received: {here}."
+        )
     job = variables.require("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     port = select_port(variables, job)
     if here == size:

@@ -1,0 +1,83 @@
+"""Tasks that return what cannot be trained: one sentence each, and a traceback where a line of the task raises."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.commands import train
+from tfdist.config import BackupConfig, TrainConfig, validation
+from tfdist.errors import ConfigError
+from tfdist.tasks.digits import Digits
+
+IMAGES, LABELS = np.zeros((16, 8, 8, 1), "float32"), np.zeros(16, "int32")
+
+
+def dataset(*parts):
+    return tf.data.Dataset.from_tensor_slices(parts if len(parts) > 1 else parts[0])
+
+
+def mine(labels, predictions):
+    raise ValueError("mine")
+
+
+def returning(method, value):
+    return type("Own", (Digits,), {method: lambda self, *arguments: value() if callable(value) else value})
+
+
+ROWS = [
+    ("build_model", None, "build_model of task .* must return a keras.Model. Received: None."),
+    ("build_model", lambda: keras.layers.Dense(3), "must return a keras.Model. Received: <Dense"),
+    ("compile_arguments", [], "compile_arguments of task .* must return a dict. Received: \\[\\]."),
+    ("compile_arguments", {"optimizer": "sgd"}, "must leave out 'optimizer', which the configuration sets"),
+    ("compile_arguments", {"loss": "mse", "los": 1}, "unknown argument in compile_arguments .* did you mean 'loss'"),
+    ("compile_arguments", {}, "cannot be trained on its data: ValueError: No loss to compute"),
+    ("compile_arguments", {"loss": "nope"}, "ValueError: Could not interpret loss identifier: nope. train_data gives"),
+    ("compile_arguments", {"loss": lambda labels, predictions: None}, "cannot be trained on its data: "),
+    ("train_data", None, "train_data of task .* must return a tf.data.Dataset. Received: 'NoneType'."),
+    ("train_data", lambda: IMAGES, "train_data of task .* must return a tf.data.Dataset. Received: 'ndarray'."),
+    ("train_data", lambda: dataset(IMAGES, LABELS), "is .batch\\(\\) missing"),
+    (
+        "train_data",
+        lambda: dataset(IMAGES).batch(8),
+        "cannot be trained on its data: .* the model takes .*None, 8, 8, 1",
+    ),
+    ("train_data", lambda: dataset(*[IMAGES] * 4).batch(8), "Data is expected to be in format"),
+    ("train_data", lambda: dataset(["a"] * 16, LABELS).batch(8), "cannot be trained on its data: "),
+    ("train_data", lambda: dataset(IMAGES, LABELS, np.ones((16, 3), "float32")).batch(8), "InvalidArgumentError: "),
+    ("eval_data", "text", "eval_data of task .* must return a tf.data.Dataset or None. Received: 'str'."),
+    (
+        "steps_per_epoch",
+        "many",
+        "steps_per_epoch of task .* must return a whole number of steps, or None. Received: 'ma",
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "value", "said"), ROWS)
+def test_what_cannot_be_trained_is_a_sentence(monkeypatch, tmp_path, method, value, said):
+    if method == "compile_arguments":
+        given = value
+        value = lambda: given  # noqa: E731 (its values may be functions)
+    with pytest.raises(ConfigError, match=said) as raised:
+        run(monkeypatch, tmp_path, returning(method, value), 0 if method == "steps_per_epoch" else 2)
+    (fault,) = raised.value.faults
+    assert fault.isprintable() and len(fault) < 900
+
+
+def test_an_error_of_the_users_own_line_keeps_its_traceback(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="mine") as raised:
+        run(monkeypatch, tmp_path, returning("compile_arguments", lambda: {"loss": mine}), 2)
+    assert not isinstance(raised.value, ConfigError)
+
+
+def run(monkeypatch, folder, task, steps):
+    monkeypatch.setitem(globals(), "Own", task)
+    config = TrainConfig(
+        f"{__name__}:Own", None, global_batch_size=8, steps_per_epoch=steps, backup=BackupConfig("never")
+    )
+    config.choose_task(config.task)
+    validation.check(config)
+    train.train(config, folder)

@@ -1,0 +1,150 @@
+"""What a task returns is checked, and an error of its first step is one sentence where no line of the user's raised it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.config.ranges import MOST_STEPS
+from tfdist.errors import ConfigError, format_value, truncate, unknown_name_message
+
+# What Keras and TensorFlow raise where a model, its loss and its data do not fit.
+_UNFIT = (ValueError, TypeError, AttributeError, IndexError, KeyError, tf.errors.InvalidArgumentError)
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_FILE = re.compile(r'File "([^"]+)", line')
+_AROUND = ("Exception encountered when calling", "Graph execution error", "Arguments received by", "Stack trace")
+_LIBRARIES = tuple(
+    os.path.join(os.path.realpath(path), "")
+    for path in {
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        os.path.dirname(keras.__file__),
+        os.path.dirname(tf.__file__),
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+    }
+)
+
+
+def checked_model(task: str, model: Any) -> keras.Model:
+    """Returns what `build_model` of a task returned. Raises ConfigError where it is no model."""
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"build_model of task {task!r} must return a keras.Model. Received: {format_value(model)}.")
+    return model
+
+
+def checked_compile_arguments(task: str, model: keras.Model, arguments: Any) -> dict[str, Any]:
+    """Returns what `compile_arguments` of a task returned. Raises ConfigError where `model.compile` does not take it."""
+    where = f"compile_arguments of task {task!r}"
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{where} must return a dict. Received: {format_value(arguments)}.")
+    if "optimizer" in arguments:
+        raise ConfigError(f"{where} must leave out 'optimizer', which the configuration sets: use the field optimizer.")
+    takes = inspect.signature(model.compile).parameters
+    any_name = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    if wrong := [name for name in arguments if name not in takes and not any_name]:
+        raise ConfigError(unknown_name_message(f"argument in {where}", wrong[0], takes))
+    return arguments
+
+
+def checked_steps(task: str, steps: Any) -> int | None:
+    """Returns what `steps_per_epoch` of a task returned. Raises ConfigError where it is no number of steps."""
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps <= MOST_STEPS):
+        raise ConfigError(
+            f"steps_per_epoch of task {task!r} must return a whole number of steps, or None. Received: {format_value(steps)}."
+        )
+    return steps
+
+
+def checked_data(task: str, method: str, data: Any, optional: bool = False) -> Any:
+    """Returns what a method of a task returned as data. Raises ConfigError where it is no dataset."""
+    if (data is None and optional) or isinstance(data, tf.data.Dataset):
+        return data
+    # A validation may be on arrays, or a function of the input context.
+    if optional and (isinstance(data, (tuple, keras.utils.PyDataset)) or callable(data)):
+        return data
+    none = " or None" if optional else ""
+    raise ConfigError(
+        f"{method} of task {task!r} must return a tf.data.Dataset{none}. Received: {format_value(type(data).__name__)}."
+    )
+
+
+class FirstStep(keras.callbacks.Callback):
+    """Notes that a step has been made: what fails later is no matter of the model's fit to its data.
+
+    Attributes:
+        is_made: Whether one has.
+    """
+
+    only_observes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_made = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.is_made = True
+
+
+@contextlib.contextmanager
+def explaining_first_step(task: str, model: keras.Model, first: FirstStep, elements: list[Any]) -> Iterator[None]:
+    """Makes an error that is raised inside before the first step one sentence, unless a line of the user's raised it.
+
+    Args:
+        task: The task's name.
+        model: Its model.
+        first: Among the callbacks of the training inside.
+        elements: Gets the data's specification, once there is one.
+
+    Raises:
+        ConfigError: Model, loss and data do not fit.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except _UNFIT as e:
+        frames = [os.path.realpath(frame.filename) for frame in traceback.extract_tb(e.__traceback__)]
+        if any(title in str(e) for title in ("in user code:", "Traceback (most recent call last)")):
+            frames += map(os.path.realpath, _FILE.findall(str(e)))  # of a function that TensorFlow has traced or called
+        if first.is_made or not all(name.startswith(_LIBRARIES) or name.endswith(">") for name in frames):
+            raise
+        raise ConfigError(
+            f"the model of task {task!r} cannot be trained on its data: {type(e).__name__}: {_reason(e)} {_shapes(model, elements)}"
+        ) from e
+
+
+def _reason(error: BaseException) -> str:
+    """Returns what an error says, without what Keras and TensorFlow put around it."""
+    text = _ESCAPES.sub("", str(error))
+    if "in user code:" in text:
+        text = text.rpartition("Error: ")[2]
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    found = [part for part in paragraphs if part and not part.startswith(_AROUND)]
+    said = found[0] if found else paragraphs[0]
+    if said.startswith("Detected at node"):
+        said = next((line for line in reversed(text.splitlines()) if line.strip() and "[[" not in line), said)
+    return truncate(said.strip()).rstrip(".") + "."
+
+
+def _shapes(model: keras.Model, elements: list[Any]) -> str:
+    if not elements:
+        return ""
+    takes = getattr(model, "input_shape", None) if model.built else None
+    given = elements[0][0] if isinstance(elements[0], tuple) and elements[0] else elements[0]
+    sentence = f"train_data gives {truncate(str(elements[0]))}" + (
+        f", the model takes {truncate(str(takes))}" if takes else ""
+    )
+    rank = getattr(getattr(given, "shape", None), "rank", None)
+    if isinstance(takes, tuple) and rank == len(takes) - 1 and all(not isinstance(each, tuple) for each in takes):
+        return f"{sentence}: is .batch() missing?"
+    return f"{sentence}; change build_model, compile_arguments or train_data so that they fit."
