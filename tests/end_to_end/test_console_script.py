@@ -35,7 +35,7 @@ def test_modules_of_the_current_folder_are_found(tmp_path):
     )
     words = [SCRIPT, "train", "--config=settings.py"]
     done = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (2, "tfdist: epochs must be 1 or more, and finite. Received: -3.\n")
+    assert (done.returncode, done.stderr) == (2, "tfdist: epochs must be 1 to 2147483647. Received: -3.\n")
 
 
 def test_each_task_is_started_by_the_module_whatever_the_commands_name_is(monkeypatch, tmp_path):
