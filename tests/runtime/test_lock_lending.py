@@ -95,6 +95,7 @@ def test_the_process_ends_with_its_parent(number):
             assert parent.stdout is not None
             assert parent.stdout.readline() == "started\n"
             (child,) = psutil.Process(parent.pid).children()
+            until(child.cmdline, 20)  # the kernel closes files before it sets a new program's arguments
             assert child.cmdline()[3].endswith("lock_lending.py")
             os.kill(parent.pid, number)
             assert parent.wait(20) == -number
