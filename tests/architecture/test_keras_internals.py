@@ -323,6 +323,23 @@ def test_keras_keeps_metrics_where_they_are_looked_for():
     assert "self.build(y_true, y_pred)" in inspect.getsource(compile_utils.CompileMetrics.update_state), moved
 
 
+def test_iterators_of_several_devices_are_not_autotuned(strategy):
+    def tuned(distributed):
+        (iterator,) = distributed._iterators
+        return [each._dataset.options().autotune.enabled for each in iterator._iterator._device_iterators]
+
+    moved = f"distributed data: {tf_internals.TF_DEVICE_DATASET} has moved"
+    data = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
+    assert tuned(iter(data)) == [False, False], moved
+    assert tuned(
+        iter(
+            tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).experimental_distribute_dataset(
+                tf.data.Dataset.range(4).batch(2)
+            )
+        )
+    ) == [None, None], moved
+
+
 def test_tensorflow_averages_losses_by_functions_of_one_module():
     source = inspect.getsource(tf_internals.average_losses.compute_average_loss)
     moved = "seam average loss: TensorFlow divides losses elsewhere"

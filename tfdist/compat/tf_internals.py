@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver
+from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.data.ops.cache_op import CacheDataset
 from tensorflow.python.data.ops.random_op import _RandomDataset as RandomDataset
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
@@ -287,6 +288,35 @@ def replacing_dataset_sources(slices: Callable[..., Any], tensors: Callable[...,
         finally:
             for name, own in before.items():
                 setattr(tf.data.Dataset, name, own)
+
+
+TF_DEVICE_DATASET = "_create_device_dataset"
+
+_tuning = threading.RLock()
+
+
+@contextlib.contextmanager
+def without_autotuning_on_devices() -> Iterator[None]:
+    """Turns off autotuning of the datasets, one per device, through which iterators made in this context feed the devices.
+
+    They have nothing to tune, and each has a thread that tunes. TensorFlow waits for the thread when it deletes an iterator, but
+    may fail to wake it: `CancellationManager` calls its callbacks before it marks the cancellation for which the thread, once
+    awake, looks. The thread then sleeps on, for up to 60 s. With 16 devices on two cores most epochs ended so.
+    """
+    with _tuning:
+        create = getattr(multi_device_iterator_ops, TF_DEVICE_DATASET)
+
+        @functools.wraps(create)
+        def untuned(*args: Any) -> tf.data.Dataset:
+            options = tf.data.Options()
+            options.autotune.enabled = False
+            return create(*args).with_options(options)
+
+        setattr(multi_device_iterator_ops, TF_DEVICE_DATASET, untuned)
+        try:
+            yield
+        finally:
+            setattr(multi_device_iterator_ops, TF_DEVICE_DATASET, create)
 
 
 # Average losses

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import call_stack, keras_loops, unsupported
+from tfdist.compat import call_stack, keras_loops, tf_internals, unsupported
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.data import arrays, resume, worker_rows
 from tfdist.data.graph import walk
@@ -214,7 +214,8 @@ class DataDistribution(tf.distribute.Strategy):
             if tf.executing_eagerly():
                 self.statistics.synchronize()
                 self.statistics.mark_possibly_changed()
-            return kind.__iter__(distributed)
+            with tf_internals.without_autotuning_on_devices():
+                return kind.__iter__(distributed)
 
         def cardinality(distributed: Any) -> Any:
             elements = kind.cardinality.fget(distributed) if steps is None else steps * elements_per_step
