@@ -10,7 +10,7 @@ import contextlib
 import operator
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -83,7 +83,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         # Of the fits that have come to their end, each with its model.
         self._finished: list[tuple[Storage, weakref.ref[keras.Model]]] = []
         self._progress: progress.Progress | None = None
-        self._session: BackupSession | None = None
         self.training_id = ""
 
     backup_dir = property(operator.attrgetter("options.backup_dir"))
@@ -101,8 +100,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         arguments: Mapping[str, Any],
         engine: Engine,
         task: str,
-    ) -> Iterator[None]:
+    ) -> Iterator[BackupSession]:
         """Backs up the `fit` that is called inside; what was interrupted goes on. For the Trainer; a collective.
+
+        The value is called by the loop.
 
         Args:
             model: The model.
@@ -119,9 +120,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
         storage = Storage(folder, ranks.rank, ranks.size)
-        self._session = session = BackupSession(
-            self.options, storage, model, ranks, arguments, engine, self._progress, next_folder
-        )
+        session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress, next_folder)
         try:
             session.check_free()
             session.find_backup()
@@ -133,8 +132,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.preemption.listen()
             self.preemption.training = True
         try:
-            with session.loop_tracker.track():
-                yield
+            yield session
             self._finished.append((storage, weakref.ref(model)))
             self._fits += 1
         finally:
@@ -143,11 +141,6 @@ class BackupAndRestore(keras.callbacks.Callback):
                 self.preemption.give_back()
             session.writer.wait(5.0)
             session.release()
-            self._session = None
-
-    def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """Takes the callbacks of the training, whose state is backed up, too. For the Trainer."""
-        self._active.watch(callbacks)
 
     def delete(self) -> None:
         """Removes the backups of trainings that have come to their end, unless `delete_checkpoint=False`."""
@@ -194,34 +187,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Returns whether there is a backup, which the next `fit` of this program's first goes on from."""
         return read_seed(self.backup_dir) is not None
 
-    @property
-    def _active(self) -> BackupSession:
-        if self._session is None:
-            raise ConfigError(
-                "tfdist.BackupAndRestore needs the Trainer: call tfdist.Trainer(...).fit instead of model.fit."
-            )
-        return self._session
-
     def on_train_begin(self, logs: Any = None) -> None:
-        params = self.params or {}
-        self._active.on_train_begin(params.get("epochs", 1), params.get("steps"))
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._active.on_execution_end(batch, (self.params or {}).get("steps"), logs)
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._active.on_validation_begin()
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._active.on_validation_batch_end(batch)
-
-    def on_test_end(self, logs: Any = None) -> None:
-        self._active.before_validation = None
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._progress:
-            self._progress.write(metrics=logs)  # those of the validation, too
-        self._active.on_epoch_end(epoch, last=epoch + 1 == (self.params or {}).get("epochs"))
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._active.on_train_end()
+        """Raises ConfigError: the loop of a Trainer takes the callback out of those that it calls."""
+        raise ConfigError(
+            "tfdist.BackupAndRestore needs the Trainer: call tfdist.Trainer(...).fit instead of model.fit."
+        )

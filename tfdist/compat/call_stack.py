@@ -60,16 +60,6 @@ def applying_optimizer() -> Any:
     return caller.f_locals["self"] if caller.f_code.co_name == KERAS_APPLY else None
 
 
-def caller_self() -> Any:
-    """Returns the object whose method is the caller, or None."""
-    return sys._getframe(2).f_locals.get("self")
-
-
-def swap_class(value: Any, new: type) -> None:
-    """Makes an object one of another class, a subclass of its own."""
-    value.__class__ = new
-
-
 def frame_call(frame: Any) -> tuple[str, str, Any]:
     """Returns the module and the name of the function that a frame runs, and its `self`, or None."""
     return frame.f_globals.get("__name__", ""), frame.f_code.co_name, frame.f_locals.get("self")

@@ -74,6 +74,11 @@ def is_started() -> bool:
     return eager_context.context()._context_handle is not None
 
 
+def wait_for_asynchronous_steps() -> None:
+    """Waits for what eager functions left running, where the user has made TensorFlow asynchronous; raises its errors."""
+    eager_context.async_wait()
+
+
 def is_server_running() -> bool:
     """Whether this process runs TensorFlow's server."""
     return eager_context.context()._collective_leader is not None

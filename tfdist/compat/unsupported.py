@@ -209,7 +209,7 @@ def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:
 
     Args:
         strategy: The strategy.
-        data: What `fit`, `evaluate` or `predict` takes as `x`, or the Keras object that is about to distribute it.
+        data: What `fit`, `evaluate` or `predict` takes as `x`, or Keras' data adapter for it.
 
     Raises:
         ConfigError: `data` is a dataset of single examples, a `PyDataset` that reads ahead, or comes from Python where
@@ -224,11 +224,11 @@ def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:
             f"A PyDataset with workers={data.workers}, use_multiprocessing={data.use_multiprocessing} comes out of order "
             "after Keras has looked at its first batch; use workers=1, or a tf.data.Dataset."
         )
-    kind = keras_loops.adapter_name(data)
+    kind = type(data).__name__
     draws = (
         keras_loops.reads_python(data)
         or kind == "DataLoader"
-        or (not keras_loops.is_loop(data) and isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator)))
+        or isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator))
     )
     if draws and strategy.traits.several_processes and strategy.num_workers > 1:
         raise ConfigError(

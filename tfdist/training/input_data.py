@@ -1,4 +1,4 @@
-"""The arguments of `fit`, `evaluate` and `predict`: data in a form that Keras distributes, the others by name."""
+"""The arguments of `fit`, `evaluate` and `predict`: data as the source of a loop, the others by name."""
 
 from __future__ import annotations
 
@@ -13,38 +13,65 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE, GeneratorDataAdapter, make_class_weight_map_fn
+from tfdist.compat import keras_loops, unsupported
+from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE, GeneratorDataAdapter
 from tfdist.data import arrays
+from tfdist.data.source import DataSource, limited_steps
 from tfdist.data.worker_rows import OwnRows
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError
+from tfdist.replicas import batch_splitting
 from tfdist.replicas.own_batches import split_own_batches
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 
-def distribute(
-    data: Any,
+def open_source(
     engine: Engine,
-    class_weight: dict[int, float] | None = None,
-) -> Any:
-    """Returns data that Keras' loops take under an engine.
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    batch_size: int | None,
+    steps: int | None,
+    shuffle: Any = False,
+    class_weight: Any = None,
+) -> DataSource:
+    """Returns the source of a loop over the data of `fit`, `evaluate` or `predict`.
 
     Args:
-        data: What the user gave: a generator, a `DatasetFunction`, or anything else, which is returned as it is.
         engine: Trains on them.
-        class_weight: The weight of each class, applied to the data of a function; Keras applies it to other data.
+        x: As of `fit`, likewise the others; or a `DatasetFunction`.
+        y: The targets.
+        sample_weight: The weights of the examples.
+        batch_size: Examples per step.
+        steps: Steps of an epoch, or None.
+        shuffle: Whether to shuffle arrays.
+        class_weight: The weight of each class.
     """
-    if isinstance(data, types.GeneratorType):
-        return from_generator(data)
-    if not is_function(data):
-        return data
+    unsupported.check_data(engine.strategy, x)
+    if isinstance(x, types.GeneratorType):
+        x = from_generator(x)
+    if is_function(x):
+        function, weight = x, class_weight
 
-    def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        batches = data(context)
-        return batches.map(make_class_weight_map_fn(class_weight)) if class_weight else batches
+        def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            batches = function(context)
+            return batches.map(keras_loops.make_class_weight_map_fn(weight)) if weight else batches
 
-    return engine.distribute(dataset)
+        return engine.source_from_function(make)
+    adapter = keras_loops.get_data_adapter(
+        x=x,
+        y=y,
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        steps_per_epoch=limited_steps(steps),
+        shuffle=shuffle,
+        class_weight=class_weight,
+    )
+    unsupported.check_data(engine.strategy, adapter)
+    source = engine.source(adapter.get_tf_dataset(), adapter.num_batches)
+    source.adapter = adapter
+    return source
 
 
 def unpack_own_rows(data: Any, arguments: dict[str, Any]) -> Any:
@@ -152,46 +179,29 @@ def batch_size(data: Any, arguments: dict[str, Any]) -> int | None:
     return arguments.get("batch_size") or DEFAULT_BATCH_SIZE
 
 
-def ends_within_execution(model: keras.Model, steps: int | None) -> bool:
-    """Whether the last of `steps` steps ends amid an execution."""
-    return bool(steps and steps % model.steps_per_execution)
-
-
-def bind_arguments(
-    keras_own: Callable[..., Any], method: Callable[..., Any], model: Any, args: Any, kwargs: Any
-) -> dict[str, Any]:
-    """Returns the arguments by name.
+def bind_arguments(method: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Returns the arguments of a method by name.
 
     Args:
-        keras_own: Keras' method.
-        method: It, or the method of the model's class, which may override it with more arguments.
+        method: Keras' method.
         model: The model.
         args: By place.
         kwargs: By name.
     """
-    signature = inspect.signature(method)
-    _, *others = signature.bind(model, *args, **kwargs).arguments.items()
+    _, *others = inspect.signature(method).bind(model, *args, **kwargs).arguments.items()
     arguments: dict[str, Any] = {}
     for name, value in others:
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:  # which it passes on to Keras
-            remaining = [each for each in list(inspect.signature(keras_own).parameters)[1:] if each not in arguments]
-            arguments |= zip(remaining, value, strict=False)
-        else:
-            arguments |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        arguments |= value if name == "kwargs" else {name: value}
     return arguments
 
 
-def data_argument(method: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    """Returns the name by which a model's method takes its data: x, or, where it has no x, its first argument's."""
-    names = list(inspect.signature(method).parameters)[1:]
-    return "x" if "x" in (*arguments, *names) else names[0]
-
-
-def takes(method: Callable[..., Any], name: str) -> bool:
-    """Whether a method takes an argument of that name."""
-    parameters = inspect.signature(method).parameters
-    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+def next_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Returns the next batch of a pass, or None at its end."""
+    try:
+        batch = next(iterator)
+    except (StopIteration, tf.errors.OutOfRangeError):
+        return None
+    return None if batch_splitting.is_over(batch, strategy) else batch
 
 
 def as_list(callbacks: Any) -> list[keras.callbacks.Callback]:
