@@ -24,10 +24,7 @@ def test_a_named_pipe_is_refused_in_a_sentence_wherever_a_file_is_read(tmp_path)
     command = [sys.executable, "-m", "tfdist.train", f"--config={tmp_path}/pipe.py", f"--workdir={tmp_path}/run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == f"tfdist: --config={tmp_path}/pipe.py: expected a regular file, and found a FIFO.\n"
-    )
+    assert done.stderr == f"tfdist: --config={tmp_path}/pipe.py: expected a regular file, and found a FIFO.\n"
 
 
 def test_an_address_that_is_no_text_is_told_and_an_empty_one_is_waited_for(tmp_path):
