@@ -101,7 +101,10 @@ def test_the_trainer_takes_the_name_of_a_users_own_compressor():
                 ],
             ),
             ([f".name={OWN}", ".options.scale=0"], ["compression.options.scale must be more than 0. Received: 0.0."]),
-            ([f".name={OWN}", ".options.warmup_steps=-1"], ["compression.options.warmup_steps must be 0 to 2147483647."]),
+            (
+                [f".name={OWN}", ".options.warmup_steps=-1"],
+                ["compression.options.warmup_steps must be 0 to 2147483647."],
+            ),
             ([".name=topk", ".options.samples=0"], ["compression.options.samples must be 1 to 2147483647."]),
             ([f".name={OWN}n"], ["Module 'tests.compression.toy_compressor' has no 'Signn'; did you mean 'Sign'?"]),
             (
