@@ -74,7 +74,7 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distri
                 f"{cannot} {dtype.name} ({kwargs.get('name')}) to the workers; "
                 f"it can: {', '.join(known.name for known in _BROADCAST)}. For 16-bit computation use mixed_bfloat16."
             )
-        made = kwargs.get("initial_value")
+        made: Any = kwargs.get("initial_value")
 
         def checked(value: Any) -> Any:
             if tf.TensorShape(np.shape(value)).num_elements() == 0:  # TensorFlow dies of it, by SIGSEGV

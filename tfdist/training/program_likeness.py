@@ -184,7 +184,7 @@ def _compiled(model: keras.Model) -> Iterator[Item]:
 
 def _given_rate(optimizer: Any) -> float | None:
     """Returns the learning rate that this worker was given, though all start with the chief's; None if it is a schedule."""
-    variable = getattr(optimizer.learning_rate, "value", None)
+    variable: Any = getattr(optimizer.learning_rate, "value", None)
     if not hasattr(variable, "given_and_broadcast"):
         return None
     (given, broadcast), now = variable.given_and_broadcast, float(optimizer.learning_rate)
