@@ -10,6 +10,18 @@ from absl import flags
 from tfdist.errors import ConfigError, unknown_name_message
 
 
+def undefok_error() -> ConfigError:
+    """Returns the error for absl's `--undefok`."""
+    return ConfigError(
+        "--undefok is not supported, as it hides misspelt flags: leave it out, and the flags that there are not."
+    )
+
+
+def help_text(values: flags.FlagValues) -> str:
+    """Returns absl's help for flags, without `--undefok`."""
+    return re.sub(r"^  --undefok:.*\n(?:    .*(?:\n|$))*", "", values.get_help(), flags=re.MULTILINE)
+
+
 def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool = False) -> list[str]:
     """Sets flags from a command line; returns what is left: the program's name, and what is no flag.
 
@@ -21,10 +33,11 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool =
 
     Raises:
         ConfigError: A flag is unknown.
-        Error: Of absl: a value is none that the flag can have.
+        Error: Of absl: a value is none that the flag can have; or a file of `--flagfile` cannot be read.
     """
+    arguments = values.read_flags_from_files(list(argv[1:]), force_gnu=values.is_gnu_getopt())
     try:
-        left: list[str] = values([argv[0], *_underscored(values, argv[1:])], known_only=known_only)
+        left: list[str] = values([argv[0], *_underscored(values, arguments)], known_only=known_only)
     except flags.UnrecognizedFlagError as e:
         raise unknown_flag(f"--{e.flagname}", values) from e
     return left
@@ -36,7 +49,11 @@ def unknown_flag(written: str, values: flags.FlagValues) -> ConfigError:
 
 
 def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> Iterator[str]:
-    """Yields arguments with underscores for the dashes in names of flags that there are; values stay as they are."""
+    """Yields arguments with underscores for the dashes in names of flags that there are; values stay as they are.
+
+    Raises:
+        ConfigError: One is `--undefok`.
+    """
     following = iter(arguments)
     for argument in following:
         name, equals, value = argument.partition("=")
@@ -47,6 +64,8 @@ def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> Iterator
         if argument == "--" or not (name.startswith("-") or values.is_gnu_getopt()):
             yield argument
             yield from following
+        elif name.startswith("-") and flag == "undefok":
+            raise undefok_error()
         elif not name.startswith("-") or (flag not in values and flag.removeprefix("no") not in values):
             yield argument
         else:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from tfdist.config import cluster, files, validation
+from tfdist.config import cluster, command_line, files, validation
 from tfdist.config.compression import option_type
 from tfdist.config.train import TrainConfig, make_floats
 from tfdist.errors import ConfigError, collect_errors, describe_error, did_you_mean, format_value, truncate
@@ -89,7 +89,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
                 config, of = files.load(asked), asked
         names = ", ".join(files.preset_names())
         wrong = "".join(f"\n{fault}" for fault in faults)
-        print(f"{description}\n{values.get_help()}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
+        print(f"{description}\n{command_line.help_text(values)}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
         return None
     warnings = io.StringIO()  # absl leaves out a file that includes itself, and only prints so
     try:
@@ -198,6 +198,8 @@ def _valid_arguments(
             ]
             fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
             fault += f" Known: {', '.join(['--config', '--config.field', '--workdir', '--overwrite', '--help', *map('--{}'.format, others)])}."
+            if flag == "undefok":
+                fault = str(command_line.undefok_error())
             if value is None:
                 _take_value(following)
         if fault:
