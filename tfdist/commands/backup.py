@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         words = command_line.read_flags(values, argv)[1:]
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(f"{__doc__}\n{command_line.help_text(values)}")
             return 0
         if words and words[0] not in COMMANDS:
             raise ConfigError(unknown_name_message("command", words[0], COMMANDS))

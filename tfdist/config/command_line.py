@@ -12,6 +12,18 @@ from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.runtime.files import read_file
 
 
+def undefok_error() -> ConfigError:
+    """Returns the error for absl's `--undefok`."""
+    return ConfigError(
+        "--undefok is not supported, as it hides misspelt flags: leave it out, and the flags that there are not."
+    )
+
+
+def help_text(values: flags.FlagValues) -> str:
+    """Returns absl's help for flags, without `--undefok`."""
+    return re.sub(r"^  --undefok:.*\n(?:    .*(?:\n|$))*", "", values.get_help(), flags=re.MULTILINE)
+
+
 def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool = False) -> list[str]:
     """Sets flags from a command line; returns what is left: the program's name, and what is no flag.
 
@@ -46,7 +58,7 @@ def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str
         within: The flag files that are being read.
 
     Raises:
-        ConfigError: A flag file cannot be read, or includes itself.
+        ConfigError: A flag file cannot be read, or includes itself; or an argument is `--undefok`.
     """
     following = iter(arguments)
     for argument in following:
@@ -61,6 +73,8 @@ def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str
         elif name in ("--flagfile", "-flagfile"):
             path = os.path.expanduser((value if equals else next(following, "")).strip())
             yield from expand(values, _flags_in(path, within), (*within, path))
+        elif name.startswith("-") and flag == "undefok":
+            raise undefok_error()
         elif not name.startswith("-") or (flag not in values and flag.removeprefix("no") not in values):
             yield argument
         else:

@@ -88,7 +88,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
                 config, of = files.load(asked), asked
         names = ", ".join(files.preset_names())
         wrong = "".join(f"\n{fault}" for fault in faults)
-        print(f"{description}\n{values.get_help()}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
+        print(f"{description}\n{command_line.help_text(values)}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
         return None
     arguments = [_expand_cluster_flag(argument) for argument in command_line.expand(values, argv[1:])]
     path = _config_path(arguments)
@@ -189,6 +189,8 @@ def _valid_arguments(
             ]
             fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
             fault += f" Known: {', '.join(['--config', '--config.field', '--workdir', '--overwrite', '--help', *map('--{}'.format, others)])}."
+            if flag == "undefok":
+                fault = str(command_line.undefok_error())
             if value is None:
                 _take_value(following)
         if fault:
