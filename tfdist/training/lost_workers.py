@@ -146,7 +146,7 @@ def _explain_break(
     other, seconds = known[0], silent.returned.get(known[0], 0.0)
     outage = f" after {seconds:.0f} s without an answer" if seconds else ""
     return (
-        f"the connection between {task} and {other} at {cluster.address(other)} broke{outage}. TensorFlow cannot restore it during a "
+        f"the connection between {task} and {other} at {cluster.address(other)} broke{outage}. TensorFlow cannot restore it during "
         f"training: check the network between their hosts. {_REMEDY}"
     )
 
