@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, preflight
+from tfdist.cluster import ClusterSpec, connection_timeout, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import ClusterTask
 from tfdist.collectives import hardware, transport_choice
@@ -34,7 +34,7 @@ _SHAPES = re.compile(
 _FAREWELL_MS = 10_000
 # Shorter during training: the others may wait for this task in a step, and must soon learn that it has ended.
 _FAREWELL_AMID_TRAINING_MS = 3_000
-_HEARTBEAT_MS = 120_000
+_HEARTBEAT_MS = 180_000
 
 
 class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -140,6 +140,7 @@ def multi_worker_mirrored(
             task_id=task.index,
             rpc_layer="grpc",
         )
+        connection_timeout.keep_connections(spec)
         if not tf_internals.is_server_running():  # this process, already, for a strategy before this one
             if tf_internals.is_started():
                 raise startup.already_started_error("multi_worker_mirrored cannot be created")
@@ -206,11 +207,12 @@ def _allow_overlap_on_one_core() -> None:
 
 
 def _extend_heartbeat_timeout(cluster: ClusterSpec) -> None:
-    """Gives heartbeats a minute to be answered, unless the user has configured TensorFlow's coordination service.
+    """Gives heartbeats 90 s to be answered, unless the user has configured TensorFlow's coordination service.
 
-    By TensorFlow's default they have 5 s, and training ends with "Deadline Exceeded" where the answer queues for as long behind
-    gradients: as on a link of 20 Mbit/s, or sometimes of 100. The Trainer notices a process that ends within seconds all the same
-    (`training/lost_workers.py`); a host that vanishes, after a minute.
+    One that is sent as a link goes down must arrive in time when the link is back within a minute. By TensorFlow's default they have
+    5 s, and training ends with "Deadline Exceeded" where the answer queues for as long behind gradients: as on a link of 20 Mbit/s, or
+    sometimes of 100. The Trainer notices a process that ends within seconds all the same (`training/lost_workers.py`); a host that
+    vanishes, after a minute.
     """
     if not tf_cluster.has_coordination_service():
         tf_cluster.configure_coordination_service(cluster.jobs, _HEARTBEAT_MS)
