@@ -27,6 +27,7 @@ from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.per_variable import PerVariable
 from tfdist.compression.powersgd import PowerSGD
 from tfdist.compression.topk import TopK
+from tfdist.runtime import ownership
 
 EXAMPLES, BATCH = 80, 16
 STEPS = EXAMPLES // BATCH
@@ -647,7 +648,7 @@ class Second(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         if self.steps == STEPS - 1:
-            self.monkeypatch.setattr(snapshot_writer, "_THIS_RUN", "process 1 on elsewhere")
+            self.monkeypatch.setattr(ownership, "_this_run", "process 1 on elsewhere")
             snapshot_writer.OwnershipMarker(str(self.folder)).acquire()
             self.monkeypatch.undo()
 
@@ -658,7 +659,7 @@ def test_of_two_runs_with_one_folder_the_first_ends_and_spoils_nothing(trainer, 
         life(trainer, backup(tmp_path, 3), callbacks=[Second(folder, monkeypatch)])
     assert [path.name for path in folder.glob("step-*")] == ["step-3"]
     assert differences(life(trainer, backup(tmp_path, 3))[0], undisturbed) == []
-    assert not (folder / snapshot_writer.OWNERSHIP_FILE).exists()
+    assert not (folder / ownership.FILE).exists()
 
 
 @pytest.mark.full

@@ -15,8 +15,9 @@ from tests.backup.test_storage import ALONE, FOURTEEN, REST, SEVEN, write
 from tfdist.backup import contents, state
 from tfdist.backup import storage as storage_lib
 from tfdist.backup.search import find_backup, read_seed
-from tfdist.backup.snapshot_writer import OWNERSHIP_FILE, OwnershipMarker
+from tfdist.backup.snapshot_writer import OwnershipMarker
 from tfdist.backup.storage import SHARED, Storage
+from tfdist.runtime import ownership
 
 
 def change_manifest(folder, change):
@@ -89,8 +90,8 @@ FORGED = {
     "manifest is a folder": (in_place("manifest.json", lambda path: path.mkdir()), "manifest.json is a folder"),
     "manifest is a FIFO": (in_place("manifest.json", os.mkfifo), "manifest.json is a FIFO"),
     "data are a FIFO": (in_place("rank-0.data-00000-of-00001", os.mkfifo), "is a FIFO, and should be a file"),
-    "data are a link": (data_linked, "is a link, which is not followed"),
-    "folder is a link": (linked, "step-14 is a link, which is not followed"),
+    "data are a link": (data_linked, "is a symbolic link to "),
+    "folder is a link": (linked, "step-14 is a symbolic link to "),
     "no variable": (lambda f: change_part(f, SHARED, a=None), "does not hold variable 'a'"),
     "another shape": (lambda f: change_part(f, SHARED, a=np.zeros(3, np.float32)), r"holds 'a' as float32\[3\]"),
     "no rest": (lambda f: change_part(f, "rank-0", rest=None), "does not hold what callbacks remember"),
@@ -146,7 +147,7 @@ def test_a_list_that_is_no_file_is_left_out(tmp_path):
     assert (tmp_path / "checkpoint").is_file()
 
 
-@pytest.mark.parametrize("name", [OWNERSHIP_FILE, f"{OWNERSHIP_FILE}.partial", "rank-0.probe", "checkpoint.partial"])
+@pytest.mark.parametrize("name", [ownership.FILE, f"{ownership.FILE}.partial", "rank-0.probe", "checkpoint.partial"])
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_no_link_is_written_through(tmp_path, name, kind):
     folder, victim = tmp_path / "backup", tmp_path / "victim"

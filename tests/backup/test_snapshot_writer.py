@@ -10,10 +10,9 @@ import time
 import psutil
 import pytest
 
-from tfdist.backup import snapshot_writer
 from tfdist.backup.snapshot_writer import OwnershipMarker
 from tfdist.errors import ConfigError
-from tfdist.runtime import progress
+from tfdist.runtime import ownership, progress
 
 
 @pytest.fixture
@@ -22,13 +21,13 @@ def other(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as process:
         begun = psutil.Process(process.pid).create_time()
         text = f"process {process.pid} on {socket.gethostname()} (0f), begun at {begun:.2f}"
-        (tmp_path / snapshot_writer.OWNERSHIP_FILE).write_text(text)
+        (tmp_path / ownership.FILE).write_text(text)
         yield process
         process.kill()
 
 
 def test_a_folder_of_a_run_that_lives_is_refused_and_the_supervisor_is_told(other, tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_writer, "_ENDING_SECONDS", 0.3)
+    monkeypatch.setattr(ownership, "_ENDING_SECONDS", 0.3)
     (tmp_path / "progress").mkdir()
     monkeypatch.setenv(progress.FOLDER, str(tmp_path / "progress"))
     with pytest.raises(ConfigError, match=f"which still runs: process {other.pid} on"):
@@ -41,20 +40,22 @@ def test_a_run_that_was_killed_hinders_nobody_not_even_as_a_zombie(other, tmp_pa
     other.kill()
     if reaped:
         other.wait()
-    OwnershipMarker(str(tmp_path)).check_free()
+    with OwnershipMarker(str(tmp_path)):
+        pass
 
 
 def test_a_run_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_writer, "_ENDING_SECONDS", 60.0)
+    monkeypatch.setattr(ownership, "_ENDING_SECONDS", 60.0)
     with subprocess.Popen(["sleep", "1"]) as process:
         begun = psutil.Process(process.pid).create_time()
         text = f"process {process.pid} on {socket.gethostname()} (0f), begun at {begun:.2f}"
-        (tmp_path / snapshot_writer.OWNERSHIP_FILE).write_text(text)
-        OwnershipMarker(str(tmp_path)).check_free()
+        (tmp_path / ownership.FILE).write_text(text)
+        with OwnershipMarker(str(tmp_path)):
+            pass
 
 
 def test_another_process_with_the_number_and_other_hosts_do_not_count(other, tmp_path):
-    path, marker = tmp_path / snapshot_writer.OWNERSHIP_FILE, OwnershipMarker(str(tmp_path))
+    path, marker = tmp_path / ownership.FILE, OwnershipMarker(str(tmp_path))
     for text in (
         f"process {other.pid} on {socket.gethostname()} (0f), begun at {time.time() - 9999:.2f}",
         f"process {other.pid} on elsewhere (0f), begun at {psutil.Process(other.pid).create_time():.2f}",
@@ -63,9 +64,10 @@ def test_another_process_with_the_number_and_other_hosts_do_not_count(other, tmp
         "no text of ours",
     ):
         path.write_text(text)
+        with marker:
+            assert (marker.owner() == ownership.this_run()) == ("elsewhere" not in text)
+    with marker:
+        marker.acquire()
+        marker.check()
         marker.check_free()
-    marker.acquire()
-    marker.check()
-    marker.check_free()
-    marker.release()
     assert not path.exists()

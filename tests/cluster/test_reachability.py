@@ -101,3 +101,4 @@ def test_seconds_count_from_the_last_answer_but_not_those_in_which_this_process_
     assert silent.sentence().startswith(sentence)
     silent.note([])
     assert not silent.seconds and not silent.sentence()
+    assert silent.returned == {worker: 13.0}, "an error that comes later may be its consequence"

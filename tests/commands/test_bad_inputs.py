@@ -138,6 +138,12 @@ ROWS += [
     Row(("train", "--config=/proc/kmsg"), ("expected a regular file", "--config=/proc/kmsg"))
     if os.geteuid() == 0
     else ROWS[0],
+    *(
+        Row((command, *more, "--flagfile=pipe"), ("--flagfile: pipe: expected a regular file, and found a FIFO",))
+        for command, *more in (["train", "--config=digits"], ["launch"], ["doctor"], ["cluster", "show"])
+    ),
+    Row(("train", "--config=/dev/zero"), ("expected a regular file, and found a device",)),
+    Row(("train", "--config=big.py"), ("--config=big.py: expected at most 64 MB, and found more",)),
     Row(("train", f"--config={'x' * 5000}"), ("no such file, and no preset",)),
     Row(("train", "--config=a\x1b[31m\n"), ("a\\x1b[31m\\n: no such file",)),
     train("strategy.devices=/job:worker/device:CPU:0", words=("strategy.devices must be names such as GPU:0",)),
@@ -196,6 +202,9 @@ def results(tmp_path_factory):
     """Returns exit code, output and whether TensorFlow was imported, for each row."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "bad_config.py").write_text(CONFIG)
+    os.mkfifo(folder / "pipe")
+    with (folder / "big.py").open("wb") as file:
+        file.truncate(2**26 + 1)
     for name in ("file", "logs"):
         (folder / name).write_text("a file")
     for name, line in PROGRAMS.items():

@@ -151,6 +151,7 @@ def test_an_optimizers_options_are_flags_of_its_types(write):
         ("", "'' is no flag."),
         ("-", "'-' is no flag."),
         ("--flagfile=no/such/file", "--flagfile: "),
+        ("--undefok=epoch", "--undefok is not supported, as it hides misspelt flags"),
     ],
 )
 def test_a_faulty_argument_is_named(write, argument, said):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import functools
-import importlib
 import json
 import pathlib
 
@@ -14,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.config.checking import faults, make
 from tfdist import config
 from tfdist.config import (
     BackupConfig,
@@ -30,7 +28,6 @@ from tfdist.config import (
 from tfdist.config import optimizer as optimizer_lib
 from tfdist.errors import ConfigError
 from tfdist.tasks import digits, synthetic
-from tfdist.tasks.base import NoOptions
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAN = float("nan")
@@ -40,31 +37,6 @@ SERVERS = {"cluster": ClusterConfig(workers=2, ps=1)}
 class Unshowable:
     def __repr__(self):
         raise RuntimeError("no text")
-
-
-def make(**fields):
-    made = TrainConfig(**{"global_batch_size": 32, **fields})
-    train.make_floats(made)  # as the command does
-    return made
-
-
-def faults(checked):
-    with pytest.raises(ConfigError) as raised:
-        validation.check(checked)
-    return raised.value.faults
-
-
-@pytest.fixture
-def own_tasks(tmp_path, monkeypatch):
-    """Returns a function that writes a module of the user's own."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def write(name, text):
-        (tmp_path / f"{name}.py").write_text(text)
-        importlib.invalidate_caches()
-        return name
-
-    return write
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
@@ -304,151 +276,12 @@ def test_whole_numbers_become_floats_where_floats_are_declared():
     assert type(made.epochs) is int
 
 
-@pytest.mark.parametrize("task", ["digits", "own_task_f:Own", "own_task_f:Plain", "digts"])
-def test_a_configuration_is_left_as_it_is(own_tasks, task):
-    own_tasks("own_task_f", OWN)
-    checked = TrainConfig(global_batch_size=32, learning_rate=1, task=task)
-    before = copy.deepcopy(checked)
-    with contextlib.suppress(ConfigError):
-        validation.check(checked)
-    assert repr(checked) == repr(before), "a validator judges, and changes nothing"
-
-
-def test_the_options_that_a_task_would_have_are_judged(own_tasks):
-    own_tasks("own_task_g", OWN.replace("depth: int = 3", "depth: int = 10"))
-    assert faults(make(task="own_task_g:Own")) == ("task_options.depth must be 9 or less. Received: 10.",)
-
-
 def test_devices_are_a_number_a_text_or_a_list():
     assert StrategyConfig(devices=2).device_names == ["CPU:0", "CPU:1"]
     assert StrategyConfig(devices=["GPU:1", "GPU:3"]).device_names == ["GPU:1", "GPU:3"]
     assert StrategyConfig(devices="GPU:1, GPU:3,").device_names == ["GPU:1", "GPU:3"]
     assert StrategyConfig().device_names == StrategyConfig(devices=None).device_names == []
     assert [StrategyConfig(devices=d).virtual_cpus for d in (3, "3", "GPU:0", "")] == [3, 3, 0, 0]
-
-
-SAMPLES = {bool: True, float: 0.75, int: 3, list: ["dense"]}
-
-
-@pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)
-def test_each_optimizer_takes_its_arguments_and_gives_those_changed(name):
-    takes = {**optimizer_lib.OPTIMIZERS[name], "weight_decay": float, "clipnorm": float, "use_ema": bool}
-    for argument, kind in takes.items():
-        changed = {argument: -0.5 if argument in ("beta_2_decay", "learning_rate_power") else SAMPLES[kind]}
-        fields = [field.name for field in dataclasses.fields(OptimizerConfig)]
-        for how in [{"options": changed}, *([changed] if argument in fields else [])]:
-            optimizer = OptimizerConfig(name, **how)
-            assert optimizer.arguments() == changed
-            validation.check(make(optimizer=optimizer))
-
-
-def test_an_option_is_given_where_it_equals_the_default_here_and_counts_more_than_the_field():
-    assert OptimizerConfig("adadelta", options={"rho": 0.9}).arguments() == {"rho": 0.9}
-    assert OptimizerConfig("sgd", momentum=0.5, options={"momentum": 0.0}).arguments() == {"momentum": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            {"rhos": 0.9},
-            "optimizer 'adadelta' takes no 'rhos'; did you mean 'rho'? It takes: rho, epsilon, weight_decay,",
-        ),
-        ({"rho": "x"}, "optimizer.options.rho must be of type float. Received: 'x'."),
-        ({"rho": 2.0}, "optimizer.options.rho must be 0 to 0.9999999. Received: 2.0."),
-        ({"gradient_accumulation_steps": 1}, "must be 0 (off) or 2 to 2147483647. Received: 1."),
-        ({"clipnorm": 1.0, "clipvalue": 1.0}, "may be set. Received: clipnorm, clipvalue."),
-    ],
-)
-def test_a_wrong_option_is_one_sentence(options, said):
-    (found,) = faults(make(optimizer=OptimizerConfig("adadelta", options=options)))
-    assert said in found
-
-
-def test_weights_that_do_not_decay_need_a_decay():
-    assert OptimizerConfig(weight_decay_exclude=" bias, gamma,").excluded_from_weight_decay() == ["bias", "gamma"]
-    validation.check(make(optimizer=OptimizerConfig("adamw", weight_decay_exclude="bias")))
-    (found,) = faults(make(optimizer=OptimizerConfig("adam", weight_decay_exclude="bias")))
-    assert found.startswith(
-        "optimizer.weight_decay_exclude is 'bias', but no weight decays: set optimizer.weight_decay"
-    )
-
-
-def test_the_users_own_optimizer_may_take_any_argument():
-    validation.check(make(optimizer=OptimizerConfig("own.module:Optimizer", momentum=0.5, beta_1=0.5)))
-
-
-OWN = """
-from __future__ import annotations
-import dataclasses
-import functools
-from tfdist.tasks.base import Task
-
-@dataclasses.dataclass
-class Options:
-    depth: int = 3
-    name: str = "own"
-
-    def faults(self):
-        if self.depth > 9:
-            yield f"task_options.depth must be 9 or less. Received: {self.depth}."
-
-class Own(Task):
-    Options = Options
-
-class Plain(Task):
-    pass
-"""
-
-
-def test_the_users_own_task_gets_its_options_and_their_faults(own_tasks):
-    module = own_tasks("own_task_a", OWN)
-    checked = make()
-    checked.choose_task(f"{module}:Own")
-    validation.check(checked)
-    assert checked.task_options == importlib.import_module(module).Options(3, "own")
-    checked.task_options.depth = 10
-    assert faults(checked) == ("task_options.depth must be 9 or less. Received: 10.",)
-    assert (
-        "takes task_options of own_task_a.Options. Received: tfdist.tasks.digits.Options;"
-        in faults(make(task=f"{module}:Own", task_options=digits.Options()))[0]
-    )
-
-
-def test_a_task_without_options_needs_none(own_tasks):
-    checked = make()
-    checked.choose_task(own_tasks("own_task_b", OWN) + ":Plain")
-    validation.check(checked)
-    assert checked.task_options == NoOptions()
-
-
-def test_options_annotated_by_texts_work_as_flags(own_tasks, tmp_path):
-    module = own_tasks("own_task_c", OWN)
-    (tmp_path / "own_config.py").write_text(
-        f"import tfdist, {module}\n"
-        f"def get_config():\n"
-        f"    return tfdist.TrainConfig(task='{module}:Own', task_options={module}.Options(), global_batch_size=8)\n"
-    )
-    argv = ["train", f"--config={tmp_path}/own_config.py", "--config.task_options.depth=5"]
-    assert flags.parse(argv, "")[0].task_options.depth == 5
-    with pytest.raises(ConfigError, match=r"depth: expected a whole number. Received: 'five'"):
-        flags.parse([*argv[:2], "--config.task_options.depth=five"], "")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "import os\nos.no_such_function()",
-            r"cannot be imported: AttributeError: .*no_such_function.*own_task_\w+.py:2\)",
-        ),
-        ("import sys\nsys.exit(0)", r"cannot be imported: SystemExit: 0 \(.*py:2\)"),
-    ],
-)
-def test_a_module_that_raises_or_leaves_is_told_with_the_place(own_tasks, text, said):
-    module = own_tasks("own_task_d" if "exit" in text else "own_task_e", text)
-    with pytest.raises(ConfigError, match=said):
-        validation.check(make(task=f"{module}:Own"))
 
 
 def test_to_dict_is_plain():
@@ -467,41 +300,6 @@ def test_central_storage_says_all_that_it_cannot():
         "precision mixed_float16",
         "optimizer.use_ema",
     ]
-
-
-@pytest.mark.parametrize(("steps", "sound"), [(-1, False), (0, True), (1, False), (2, True)])
-def test_gradients_are_accumulated_over_several_steps_or_not_at_all(steps, sound):
-    config = TrainConfig(global_batch_size=8)
-    config.optimizer.gradient_accumulation_steps = steps
-    with (
-        contextlib.nullcontext()
-        if sound
-        else pytest.raises(ConfigError, match=r"0 \(off\) or 2 to 2147483647\. Received")
-    ):
-        validation.check(config)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("momentum", 2.0),
-        ("momentum", float("nan")),
-        ("beta_1", 2.0),
-        ("beta_1", float("nan")),
-        ("beta_2", 1.0),
-        ("rho", -0.1),
-        ("ema_momentum", 5.0),
-        ("epsilon", -1.0),
-        ("weight_decay", -1.0),
-        ("clipnorm", -1.0),
-        ("global_clipnorm", float("inf")),
-        ("clipvalue", float("nan")),
-    ],
-)
-def test_numbers_that_keras_would_take_or_trip_over_are_faults(name, value):
-    takes = next((each for each, names in optimizer_lib.OPTIMIZERS.items() if name in names), "adam")
-    found = [fault for fault in faults(make(optimizer=OptimizerConfig(takes, **{name: value}))) if name in fault]
-    assert len(found) == 1 and found[0].startswith(f"optimizer.{name} must be ") and str(value) in found[0]
 
 
 @pytest.mark.parametrize("save_freq", ["9" * 5000, "0", "00", "-1", "٣", "1.5", ""])
@@ -552,6 +350,8 @@ def test_a_field_that_is_new_makes_no_backup_another_trainings():
 VALUES = st.one_of(
     st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=300), st.lists(st.integers(), max_size=2)
 )
+
+
 GROUPS = (
     "optimizer",
     "schedule",

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pathlib
-import shlex
 import shutil
 import signal
 import subprocess
@@ -173,11 +172,7 @@ def test_mpirun_trains_on_two_hosts(tmp_path):
     if two_hosts.missing():
         pytest.skip(two_hosts.missing())
     with two_hosts.two(tmp_path) as on:
-        agent = tmp_path / "agent"  # in the place of ssh
-        cases = [f'{name}) exec {shlex.join(own)} sh -c "$*";;' for name, own in zip(two_hosts.NAMES, on, strict=True)]
-        agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", "case $host in", *cases, "esac"]))
-        agent.chmod(0o755)
-        where = ["--host", ",".join(f"{name}:1" for name in two_hosts.NAMES), "--mca", "plm_rsh_agent", str(agent)]
+        where = two_hosts.mpirun_options(on, tmp_path)
         passed = ["-x", f"TFDIST_RENDEZVOUS={tmp_path / 'rendezvous'}", "-x", "PYTHONPATH", "-x", "PATH"]
         command = [*on[0], *mpirun(2, *where, *passed)]
         code, told = run([*command, "tfdist", "cluster", "show", "--format=json"], {})

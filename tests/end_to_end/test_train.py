@@ -1,5 +1,6 @@
 """`tfdist train`: the main job, each strategy's configuration, and tasks that fail."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -15,7 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from tests.helpers import gate, tiers
+from tests.helpers import gate, launched_job, tiers
 from tests.helpers.terminal import Terminal
 from tfdist import config
 from tfdist.config import registry
@@ -582,3 +583,41 @@ def test_a_finished_run_is_trained_again_only_when_asked_to(tmp_path):
         output.count("holds a finished run; training again from the beginning. Its model.keras and summary.json stay")
         == 1
     )
+
+
+def state_of(folder):
+    """Returns all that is known of each file of a folder, besides when it was last read."""
+    return {
+        path: (
+            path.lstat().st_mode,
+            path.lstat().st_mtime_ns,
+            path.is_file() and hashlib.sha256(path.read_bytes()).digest(),
+        )
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+def test_the_folder_of_a_run_that_lives_is_no_other_runs(tmp_path):
+    workdir, opened = tmp_path / "run", tmp_path / "opened"
+    options = [f"--workdir={workdir}", "--config.backup.save_freq=never", "--config.steps_per_epoch=2"]
+    two = ["--config=digits_multi_worker", "--config.cluster.workers=2", *options]
+    first = start(*two, "--config.epochs=2", gate.flag(opened, 2))
+    try:
+        launched_job.until(lambda: (workdir / "goodput.bin").exists(), 150)
+        for pid in left_over(str(workdir)):
+            os.kill(int(pid), signal.SIGSTOP)  # so that it changes nothing itself
+        before = state_of(workdir)
+        for more in (two, ["--config=digits", *options], ["--config=digits", *options, "--overwrite"]):
+            second = start(*more)
+            output = finish(second)
+            assert second.returncode == 2, output
+            assert output.count("\n") == 1 and "Give each run a workdir of its own, or end that process first" in output
+            assert f"workdir '{workdir}' is another run's, which still runs: process {first.pid} on " in output
+        assert state_of(workdir) == before
+    finally:
+        first.kill()
+        first.communicate()
+    third = start(*two, "--config.epochs=1")
+    output = finish(third)
+    assert third.returncode == 0, output
+    assert not (workdir / "run").exists() and (workdir / "summary.json").exists()

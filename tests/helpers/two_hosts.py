@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -45,10 +46,43 @@ def joined() -> Iterator[list[tuple[str, str]]]:
 
 
 @contextlib.contextmanager
-def two(folder: pathlib.Path) -> Iterator[list[list[str]]]:
-    """Makes them; yields for each the words that run a command on it.
+def outage(hosts: list[tuple[str, str]], how: str) -> Iterator[None]:
+    """Interrupts the link between two hosts of `joined`, until the end of the context.
 
     Args:
+        hosts: The hosts.
+        how: "unplugged": the second host's end is down, which both ends notice. "silent": each host sends to a hardware address that
+            nobody has, and notices nothing, as while a switch between them starts again.
+    """
+    commands, undo = [], []
+    if how == "unplugged":
+        commands = [["-n", hosts[1][0], "link", "set", hosts[1][1], "down"]]
+        undo = [["-n", hosts[1][0], "link", "set", hosts[1][1], "up"]]
+    for (space, end), other in zip(hosts, ADDRESSES[::-1], strict=True) if how == "silent" else ():
+        neighbour = ["lladdr", "02:00:00:00:00:99", "nud", "permanent"]
+        commands.append(["-n", space, "neigh", "replace", other, "dev", end, *neighbour])
+        undo.append(["-n", space, "neigh", "delete", other, "dev", end])
+    for command in commands:
+        ip(*command)
+    try:
+        yield
+    finally:
+        for command in undo:
+            ip(*command)
+
+
+@contextlib.contextmanager
+def two(folder: pathlib.Path) -> Iterator[list[list[str]]]:
+    """Makes them; yields for each the words that run a command on it, as `commands` returns them."""
+    with joined() as hosts:
+        yield commands(hosts, folder)
+
+
+def commands(hosts: list[tuple[str, str]], folder: pathlib.Path) -> list[list[str]]:
+    """Returns for each host of `joined` the words that run a command on it.
+
+    Args:
+        hosts: The hosts.
         folder: For a file of their names, `NAMES`, which stand for `ADDRESSES`.
     """
     known = folder / "hosts"
@@ -58,8 +92,21 @@ def two(folder: pathlib.Path) -> Iterator[list[list[str]]]:
         own = f'hostname {name} && mount --bind {known} /etc/hosts && exec "$@"'
         return ["nsenter", f"--net=/run/netns/{space}", "unshare", "--mount", "--uts", "sh", "-c", own, "sh"]
 
-    with joined() as hosts:
-        yield [on(space, name) for (space, _), name in zip(hosts, NAMES, strict=True)]
+    return [on(space, name) for (space, _), name in zip(hosts, NAMES, strict=True)]
+
+
+def mpirun_options(on: list[list[str]], folder: pathlib.Path) -> list[str]:
+    """Returns the options by which `mpirun`, itself on the first host, starts a rank on each.
+
+    Args:
+        on: What `two` yields.
+        folder: For a program in the place of ssh.
+    """
+    agent = folder / "agent"
+    cases = [f'{name}) exec {shlex.join(own)} sh -c "$*";;' for name, own in zip(NAMES, on, strict=True)]
+    agent.write_text("\n".join(["#!/bin/sh", "host=$1; shift", "case $host in", *cases, "esac"]))
+    agent.chmod(0o755)
+    return ["--host", ",".join(f"{name}:1" for name in NAMES), "--mca", "plm_rsh_agent", str(agent)]
 
 
 def ip(*words: str, check: bool = True) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
 import sys
 
 import pytest
 
+from tests.helpers import full_disk
 from tests.helpers.launched_job import until
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
@@ -171,11 +173,18 @@ def test_logs_of_the_run_before_are_put_away(job):
     assert not (job.folder / "logs" / "worker-1.log").exists()
 
 
-def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
-    (tmp_path / "worker-0.log").symlink_to("/dev/full")
+@pytest.mark.parametrize("cause", ["No space left on device", "expected a regular file, and found a symbolic link to "])
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, cause):
+    folder, is_full = tmp_path / "logs", "space" in cause
+    folder.mkdir()
     shown = io.BytesIO()
-    launcher = Launcher([sys.executable, "-c", "print('on')"], local_cluster(1), tmp_path, output=shown)
-    monkeypatch.setattr("tfdist.launch.launcher.set_logs_aside", lambda *_: None)  # or the link would go
-    assert launcher.run() == 0
+    with full_disk.mounted(folder, 4096) if is_full else contextlib.nullcontext():
+        if is_full:
+            (folder / "fills").write_bytes(bytes(4096))
+        else:
+            (folder / "worker-0.log").symlink_to("/dev/full")
+        launcher = Launcher([sys.executable, "-c", "print('on')"], local_cluster(1), folder, output=shown)
+        monkeypatch.setattr("tfdist.launch.launcher.set_logs_aside", lambda *_: None)  # or the link would go
+        assert launcher.run() == 0
     assert b"[worker:0] on\n" in shown.getvalue()
-    assert f"cannot write {tmp_path}/worker-0.log: No space left on device".encode() in shown.getvalue()
+    assert f"cannot write {folder}/worker-0.log: {cause}".encode() in shown.getvalue()

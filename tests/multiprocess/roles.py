@@ -9,8 +9,8 @@ import subprocess
 import threading
 import time
 
-from tests.helpers import fork_server
-from tfdist.cluster import TaskSpec, local_cluster
+from tests.helpers import fork_server, two_hosts
+from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
 
 ROOT = pathlib.Path(__file__).parents[2]
 SIGNALS = {"stop": signal.SIGSTOP, "continue": signal.SIGCONT}
@@ -76,6 +76,35 @@ class Roles:
                 else:
                     self.start(task)
                 path.rename(path.with_suffix(".done"))
+
+
+class RolesOnTwoHosts(Roles):
+    """One task is on a host of its own.
+
+    Args:
+        hosts: For each of the two hosts the words that run a command on it, as of `two_hosts.two`.
+        away: The task that is alone on the second.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        folder: pathlib.Path,
+        hosts: list[list[str]],
+        away: str,
+        workers: int = 2,
+        ps: int = 1,
+    ):
+        super().__init__(command, folder, workers, ps)
+        self.hosts, self.away = hosts, away
+        jobs = {job: list(addresses) for job, addresses in self.cluster.jobs.items()}
+        for task in self.cluster.tasks():
+            port = self.cluster.address(task).rsplit(":", 1)[1]
+            jobs[task.type][task.index] = f"{two_hosts.ADDRESSES[str(task) == away]}:{port}"
+        self.cluster = ClusterSpec(jobs)
+
+    def command_of(self, task: str) -> list[str]:
+        return [*self.hosts[task == self.away], *self.command]
 
 
 def ask(what: str, task: str) -> None:

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from tests.helpers import two_hosts
-from tests.multiprocess.roles import Roles
-from tfdist.cluster import ClusterSpec
+from tests.multiprocess.roles import Roles, RolesOnTwoHosts
 
 # Without the fork server: a signal to its client would stop the client.
 COMMAND = [sys.executable, "-m", "tests.multiprocess.ps_silent_program"]
@@ -58,20 +57,8 @@ def test_whatever_the_chief_does_with_a_stopped_server_ends(tmp_path, call):
         assert roles.wait("worker:0", 90) == 1
 
 
-class RolesOnTwoHosts(Roles):
-    """One worker or server is on a host of its own: to stop it is to unplug that host, without a word to its connections."""
-
-    def __init__(self, command, folder, hosts, away):
-        super().__init__(command, folder, workers=2, ps=1)
-        self.hosts, self.away = hosts, away
-        jobs = {job: list(addresses) for job, addresses in self.cluster.jobs.items()}
-        for task in self.cluster.tasks():
-            port = self.cluster.address(task).rsplit(":", 1)[1]
-            jobs[task.type][task.index] = f"{two_hosts.ADDRESSES[str(task) == away]}:{port}"
-        self.cluster = ClusterSpec(jobs)
-
-    def command_of(self, task):
-        return [*self.hosts[task == self.away], *self.command]
+class Unplugged(RolesOnTwoHosts):
+    """To stop the task that is on a host of its own is to unplug that host, without a word to its connections."""
 
     def send(self, what, task):
         assert task == self.away
@@ -89,7 +76,7 @@ def test_a_host_is_unplugged(tmp_path, away):
         pytest.skip(reason)
     with (
         two_hosts.two(tmp_path) as hosts,
-        RolesOnTwoHosts([*COMMAND, away, "fit"], tmp_path / "roles", hosts, away) as roles,
+        Unplugged([*COMMAND, away, "fit"], tmp_path / "roles", hosts, away) as roles,
     ):
         assert roles.wait("chief:0", 180) == (away == "ps:0"), roles.log("chief:0")
         log = roles.log("chief:0")

@@ -57,6 +57,32 @@ def test_a_worker_whose_port_closes_after_its_connections_is_named(port, make_er
     ending.join()
 
 
+# As TensorFlow words it: worker:2 has lost worker:1, and then answered this process.
+_PASSED_ON = """Collective ops is aborted by: recvmsg:Connection reset by peer
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /tensorflow.WorkerService/RecvBuf:
+Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling /tensorflow.WorkerService/RecvBuf:"""
+
+
+@pytest.mark.parametrize(
+    ("message", "workers", "named"),
+    [
+        ("Collective ops is aborted by: Socket closed", 2, 1),
+        (_PASSED_ON, 3, 1),
+        ("Collective ops is aborted by: Socket closed", 3, None),
+        ("the storage of the data is not available", 2, None),
+    ],
+)
+def test_a_connection_that_breaks_between_workers_that_run_is_named(monkeypatch, message, workers, named):
+    """A link was away too long; or something in the network has cut the connection."""
+    monkeypatch.setattr(reachability, "SETTLED", 0.2)
+    monkeypatch.setattr(reachability, "unreachable_tasks", lambda *_, **__: {})
+    cluster = ClusterSpec({"worker": [f"host{number}:2222" for number in range(workers)]})
+    told = rf"the connection between worker:0 and worker:{named} at host{named}:2222 broke\. .* Start all tasks again"
+    error = pytest.raises(ClusterError, match=told) if named else pytest.raises(tf.errors.UnavailableError)
+    with error, abort_on_lost_workers(cluster, cluster.chief):
+        raise tf.errors.UnavailableError(None, None, message)
+
+
 def test_other_errors_are_raised_at_once_as_they_are(port, monkeypatch):
     monkeypatch.setattr(reachability, "SETTLED", 200.0)
     began = time.monotonic()

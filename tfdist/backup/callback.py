@@ -126,6 +126,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             session.find_backup()
         except (ConfigError, BackupError):
             progress.mark_refusal()
+            session.release()
             raise
         self.training_id = session.training
         if self.preemption:

@@ -14,6 +14,7 @@ from collections.abc import Collection
 import tensorflow as tf
 
 from tfdist.errors import ConfigError
+from tfdist.runtime.files import kind_of, write_file
 
 _CHUNK = 1 << 24  # bytes
 _ABSENT = (FileNotFoundError, NotADirectoryError, tf.errors.NotFoundError)
@@ -93,7 +94,7 @@ def size(path: str) -> int | None:
     except ERRORS as e:
         raise unreadable(path, e) from e
     if not stat.S_ISREG(found.st_mode):
-        raise CorruptBackupError(f"{path} is {_kind(found.st_mode)}, and should be a file")
+        raise CorruptBackupError(f"{path} is {kind_of(found.st_mode, path)}, and should be a file")
     return found.st_size
 
 
@@ -113,7 +114,7 @@ def is_folder(path: str) -> bool:
     except ERRORS as e:
         raise unreadable(path, e) from e
     if not stat.S_ISDIR(mode):
-        raise CorruptBackupError(f"{path} is {_kind(mode)}, and should be a folder")
+        raise CorruptBackupError(f"{path} is {kind_of(mode, path)}, and should be a folder")
     return True
 
 
@@ -174,16 +175,16 @@ def check_owners(folder: str, owners: Collection[int]) -> None:
             )
 
 
-def replace(path: str, text: str, partial: str) -> None:
+def replace(path: str, text: str) -> None:
     """Writes a file in one go: a reader sees the old text or the new one, and a link at its place is replaced, not followed.
 
     Args:
         path: The file.
         text: What it shall hold.
-        partial: The path to write to first.
     """
-    discard_irregular(partial)
-    with tf.io.gfile.GFile(partial, "w") as file:
+    if is_local(path):
+        return write_file(path, text.encode())
+    with tf.io.gfile.GFile(partial := f"{path}.partial", "w") as file:
         file.write(text)
     tf.io.gfile.rename(partial, path, overwrite=True)
 
@@ -209,8 +210,3 @@ def _open(path: str):  # type: ignore[no-untyped-def]  # GFile is none of Python
         return tf.io.gfile.GFile(path, "rb")
     # A FIFO that has come meanwhile would block.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFLNK: "a link, which is not followed", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO"}
-    return kinds.get(stat.S_IFMT(mode), "a file" if stat.S_ISREG(mode) else "no regular file")

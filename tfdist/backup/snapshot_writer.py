@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 import threading
-import time
-import uuid
 from collections.abc import Callable
 
-import psutil
 import tensorflow as tf
 
 from tfdist.backup import files
@@ -20,12 +15,8 @@ from tfdist.backup.search import Snapshot
 from tfdist.backup.storage import SHARED, Storage, remove_damaged, set_damaged_aside
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import progress
-
-OWNERSHIP_FILE = "run"
-_OWNER = re.compile(r"process (\d+) on (\S+) \(\w+\), begun at ([\d.]+)")
-_SAME_TIME = 5.0  # seconds by which two looks at when a process began may differ, as clocks are set
-_ENDING_SECONDS = 5.0  # for which a run that is ending is waited for
+from tfdist.runtime import ownership, progress
+from tfdist.runtime.ownership import Ownership
 
 
 class SnapshotWriter:
@@ -61,6 +52,8 @@ class SnapshotWriter:
                 self._ownership.check_free()
             except ConfigError as e:
                 why = str(e)
+            except OSError as e:
+                why = f"backup_dir {self._storage.folder!r} cannot be written to: {first_line(e)}. Is there room, and the right to?"
         if self._ranks.any(bool(why)):
             folder = self._storage.folder
             raise ConfigError(why or f"backup_dir {folder!r} cannot be used by the chief; its own message says why.")
@@ -123,85 +116,57 @@ class SnapshotWriter:
             self._ownership.release()
 
 
-class OwnershipMarker:
-    """A run's claim to a folder, which keeps two runs from writing there; for the chief.
+class OwnershipMarker(Ownership):
+    """A run's claim to a folder of backups, wherever TensorFlow reaches; for the chief.
 
-    While a run's chief lives on this host, another run here raises an error. A chief on another host may be alive or dead: there the
-    run that started last has the folder, and the other one stops at its next backup. So a run that was thought dead, and was started
-    again elsewhere, does no harm when it wakes up. A supervisor does not restart a run that was denied the folder: it would take the
-    folder back.
+    Remote folders have no locks, nor do all file systems lock across hosts. There the run that started last has the folder, and the
+    other one stops at its next backup. So a run that was thought dead, and was started again elsewhere, does no harm when it wakes up.
+    A supervisor does not restart a run that was denied the folder: it would take the folder back.
 
     Args:
-        folder: The folder, which exists.
+        folder: The folder.
     """
 
     def __init__(self, folder: str):
-        self._folder = folder
-        self._path = os.path.join(folder, OWNERSHIP_FILE)
+        super().__init__(folder, "backup_dir")
+        self._is_local = files.is_local(folder)
 
     def check_free(self) -> None:
-        """Raises a ConfigError if another process of this host has the folder, and does not end within some seconds."""
-        deadline = time.monotonic() + _ENDING_SECONDS
-        while (owner := self._owner()) not in (None, _THIS_RUN) and _is_alive(owner or ""):
-            if time.monotonic() > deadline:
-                progress.mark_refusal()
-                raise ConfigError(
-                    f"backup_dir {self._folder!r} is another run's, which still runs: {owner}. Give each run a backup_dir of its "
-                    "own, or end that process first."
-                )
-            time.sleep(0.1)
-
-    def acquire(self) -> None:
-        """Takes the folder over from any other run."""
-        files.replace(self._path, _THIS_RUN, self._path + ".partial")
+        if self._is_local:
+            os.makedirs(self._folder, exist_ok=True)
+        super().check_free()
 
     def check(self) -> None:
         """Raises a ConfigError if another run has taken the folder over since."""
-        owner = self._owner()
-        if owner not in (None, _THIS_RUN):
+        owner = self.owner()
+        if owner not in (None, ownership.this_run()):
             progress.mark_refusal()
             raise ConfigError(
                 f"backup_dir {self._folder!r} is another run's, which began later: {owner}. This one ends, as two would "
                 "spoil each other's backups. Give each run a backup_dir of its own."
             )
 
-    def release(self) -> None:
-        """Gives the folder back, if it is still this run's."""
-        if self._owner() == _THIS_RUN:
-            tf.io.gfile.remove(self._path)
+    def acquire(self) -> None:
+        if self._is_local:
+            super().acquire()
+        else:
+            files.replace(self._path, ownership.this_run())
 
-    def _owner(self) -> str | None:
+    def owner(self) -> str | None:
+        if self._is_local:
+            return super().owner()
         try:
             return files.read(self._path).decode(errors="replace") or None
         except ReadError:  # it is not there, or cannot be told
             return None
 
+    def release(self) -> None:
+        super().release()
+        if not self._is_local and self.owner() == ownership.this_run():
+            tf.io.gfile.remove(self._path)
 
-def _name_process() -> str:
-    begun = psutil.Process().create_time()
-    return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex}), begun at {begun:.2f}"
-
-
-def _name_again() -> None:
-    global _THIS_RUN
-    _THIS_RUN = _name_process()
-
-
-_THIS_RUN = _name_process()
-os.register_at_fork(after_in_child=_name_again)
-
-
-def _is_alive(owner: str) -> bool:
-    """Whether an owner is a process of this host that has not ended."""
-    match = _OWNER.fullmatch(owner)
-    if match is None or match[2] != socket.gethostname() or int(match[1]) == os.getpid():
-        return False
-    try:
-        process = psutil.Process(int(match[1]))
-        is_same = abs(process.create_time() - float(match[3])) < _SAME_TIME
-        return is_same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except (psutil.Error, ValueError, OverflowError):
-        return False
+    def _try_lock(self) -> bool:
+        return super()._try_lock() if self._is_local else not ownership.is_alive(self.owner() or "")
 
 
 class WriterThread:

@@ -161,7 +161,7 @@ class Storage:
                 written[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
             body = json.loads(json.dumps({**values, "files": written}))  # as it will be read
             body["crc32"] = contents.checksum(body)
-            files.replace(path, json.dumps(body, indent=1), path + _PARTIAL)
+            files.replace(path, json.dumps(body, indent=1))
             whole = [point for point in self.points() if self.is_complete(point)]
             self._name_all(sorted(whole[:keep]))
             for old in whole[keep:]:
@@ -174,7 +174,7 @@ class Storage:
         paths = [json.dumps(f"{point.folder}/{SHARED}") for point in points]
         lines = [f"model_checkpoint_path: {paths[-1]}", *(f"all_model_checkpoint_paths: {path}" for path in paths)]
         path = os.path.join(self.folder, STATE_FILE)
-        files.replace(path, "\n".join(lines) + "\n", path + _PARTIAL)
+        files.replace(path, "\n".join(lines) + "\n")
 
     def read_manifest(self, point: SavePoint) -> dict[str, Any]:
         """Returns a backup's manifest, once its files are there and have the sizes it names.

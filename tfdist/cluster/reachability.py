@@ -148,6 +148,7 @@ class SilentTasks:
 
     Attributes:
         seconds: For how long each of them has not answered.
+        returned: For how long tasks did not answer that do again; the last one first.
     """
 
     def __init__(self, cluster: ClusterSpec, task: TaskSpec, clock: Callable[[], float] = time.monotonic):
@@ -155,6 +156,7 @@ class SilentTasks:
         self._task = task
         self._clock = clock
         self.seconds: dict[TaskSpec, float] = {}
+        self.returned: dict[TaskSpec, float] = {}
         self._noted = clock()
         self._logged = -REPORT_EVERY
 
@@ -162,7 +164,11 @@ class SilentTasks:
         """Records which tasks do not answer now, and logs those that have not answered for long."""
         now = self._clock()
         passed = min(now - self._noted, _LONGEST_ROUND)
-        self.seconds = {task: self.seconds.get(task, 0.0) + passed for task in silent}
+        before, self.seconds = self.seconds, {task: self.seconds.get(task, 0.0) + passed for task in silent}
+        back = {
+            task: seconds for task, seconds in before.items() if seconds >= REPORT_AFTER and task not in self.seconds
+        }
+        self.returned = back | {task: seconds for task, seconds in self.returned.items() if task not in back}
         self._noted = now
         if now - self._logged >= REPORT_EVERY and (sentence := self.sentence()):
             logger.warning(sentence)

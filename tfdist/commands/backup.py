@@ -24,7 +24,7 @@ from tfdist.compat import keras_backend
 from tfdist.config import command_line, files
 from tfdist.errors import BackupError, ConfigError, describe_error, format_value, unknown_name_message
 from tfdist.runtime import interrupt, tensorflow_log
-from tfdist.runtime.files import WriteError
+from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.log import logger, print_always
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         words = command_line.read_flags(values, argv)[1:]
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(f"{__doc__}\n{command_line.help_text(values)}")
             return 0
         if words and words[0] not in COMMANDS:
             raise ConfigError(unknown_name_message("command", words[0], COMMANDS))
@@ -100,7 +100,7 @@ def find_backups(given: str) -> tuple[str, pathlib.Path | None]:
 
 def _backup_dir(config: pathlib.Path) -> str:
     try:
-        return str(json.loads(config.read_text())["backup"]["dir"])
+        return str(json.loads(read_file(config))["backup"]["dir"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{config} is not what a run writes: {describe_error(e)}") from None
 

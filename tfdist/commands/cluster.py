@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"--timeout must be 0 or more seconds, and finite. Received: {values.timeout}.")
         command, rest = words[0] if words else "", words[1:]
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(f"{__doc__}\n{command_line.help_text(values)}")
             return 0
         if command == "emit":
             return _emit(values, rest)

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         print(printable_lines(e), file=sys.stderr)
         return 2
     if values.help:
-        print(f"{__doc__}\n{values.get_help()}")
+        print(f"{__doc__}\n{command_line.help_text(values)}")
         return 0
     checks = {name: each for name, each in CHECKS.items() if name != "devices" or values.devices}
     try:

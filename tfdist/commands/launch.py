@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         command = command_line.read_flags(values, argv)[1:]
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(f"{__doc__}\n{command_line.help_text(values)}")
             return 0
         launcher = _launcher(values, command)
         return launcher.run()

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         words = command_line.read_flags(values, argv)[1:]
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(f"{__doc__}\n{command_line.help_text(values)}")
             return 0
         if len(words) != 1:
             raise ConfigError(f"Usage: tfdist new-task NAME [--dir=DIR]. Received: {' '.join(argv[1:]) or 'nothing'}")

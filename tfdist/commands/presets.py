@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     names = files.preset_names()
     width = max(map(len, names))
     lines = [f"{name:<{width}}  {files.describe_preset(name)}" for name in names]
-    print(f"{__doc__}\n{values.get_help()}" if values.help else "\n".join(lines))
+    print(f"{__doc__}\n{command_line.help_text(values)}" if values.help else "\n".join(lines))
     return 0
 
 

@@ -19,10 +19,9 @@ import pathlib
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from tfdist.runtime import interrupt
@@ -42,8 +41,8 @@ from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import exit_status, false_success, preemption, progress, tensorflow_log
-from tfdist.runtime.files import WriteError
+from tfdist.runtime import exit_status, false_success, ownership, preemption, progress, tensorflow_log
+from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
 
@@ -125,10 +124,16 @@ def _run(
     if found is None and (hint := discovery.misconfiguration_hint()):
         logger.warning(f"training on this host alone, though {hint}.")
     evaluates = found is not None and found.task.type == "evaluator"
-    if found is None or evaluates or found.task == found.cluster.chief:
-        make_workdir(workdir)
-        if not evaluates:
-            before.replace()
+    with contextlib.ExitStack() as owned:
+        if found is None or evaluates or found.task == found.cluster.chief:
+            owned.enter_context(own_workdir(workdir, found.task.name if found and evaluates else ""))
+            if not evaluates:
+                before.replace()
+        return _run_owned(config, workdir, found, argv)
+
+
+def _run_owned(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | None, argv: Sequence[str]) -> int:
+    evaluates = found is not None and found.task.type == "evaluator"
     if found is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
         return launch(config, argv, workdir)
     interrupt.listen()
@@ -217,7 +222,7 @@ def _number(body: Any, name: str) -> int:
 def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
     """Returns what a JSON file holds, an empty dict if that is no object, or None if there is no such file."""
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except (OSError, ValueError):  # such as a path with a null byte
         return None
     try:
@@ -227,21 +232,36 @@ def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else {}
 
 
-def make_workdir(workdir: pathlib.Path) -> None:
-    """Makes the work directory.
+@contextlib.contextmanager
+def own_workdir(workdir: pathlib.Path, task: str = "") -> Iterator[None]:
+    """Makes the work directory, and keeps other runs from it inside.
+
+    Args:
+        workdir: The folder.
+        task: The name of an evaluator, which works beside the run that owns the folder; empty means that run.
 
     Raises:
-        ConfigError: The folder cannot be made, or nothing can be written to it.
+        ConfigError: The folder cannot be made, nothing can be written to it, another run has it, or another user's link is in it.
     """
+    owner = ownership.Ownership(workdir, "workdir", f"{ownership.FILE}-{task}" if task else ownership.FILE)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=workdir):
-            pass
+        for path in filter(pathlib.Path.is_symlink, workdir.iterdir()):
+            if (user := path.lstat().st_uid) not in (os.geteuid(), workdir.stat().st_uid):
+                raise ConfigError(
+                    f"{format_value(str(path))} is a symbolic link of user {user}, by which the run would write elsewhere: remove it, or "
+                    "choose another --workdir, in which no other user can write."
+                )
+        owner.check_free()
+    except ConfigError:
+        raise
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or e
         raise ConfigError(
             f"workdir must be a folder that can be written to. Received: {format_value(str(workdir))} ({why})."
         ) from None
+    with owner:
+        yield
 
 
 def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
@@ -254,12 +274,12 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
     netns = os.environ.get(network_namespaces.VARIABLE, "")
     cluster, prefixes = network_namespaces.assign_namespaces(config.cluster.workers, config.cluster.ps, netns)
-    environ = {**os.environ, _SOURCE: "tf_config"}
+    environ = {**os.environ, _SOURCE: "tf_config", ownership.JOB: ownership.this_run()}
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
     limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True, "must_finish": True}
     code = Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
     if code == 0:
-        summary_table.print_summary(json.loads((workdir / "summary.json").read_text()), workdir)
+        summary_table.print_summary(json.loads(read_file(workdir / "summary.json")), workdir)
     return code
 
 

@@ -63,3 +63,11 @@ def applying_optimizer() -> Any:
 def frame_call(frame: Any) -> tuple[str, str, Any]:
     """Returns the module and the name of the function that a frame runs, and its `self`, or None."""
     return frame.f_globals.get("__name__", ""), frame.f_code.co_name, frame.f_locals.get("self")
+
+
+def created_variable() -> Any:
+    """Returns the `keras.Variable` that is being created; None if there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (_module(frame), frame.f_code.co_name) != KERAS_CREATE:
+        frame = frame.f_back
+    return frame and frame.f_locals.get("self")

@@ -8,6 +8,7 @@ import pathlib
 import sys
 
 from tfdist.errors import ConfigError
+from tfdist.runtime.files import read_file
 
 
 def check() -> None:
@@ -33,7 +34,7 @@ def check() -> None:
 
 def _of_file(path: pathlib.Path) -> str:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_file(path))
     except (OSError, ValueError):
         return ""
     return str(found.get("backend", "")) if isinstance(found, dict) else ""

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 
 from absl import flags
 
 from tfdist.errors import ConfigError, unknown_name_message
+from tfdist.runtime.files import read_file
+
+
+def undefok_error() -> ConfigError:
+    """Returns the error for absl's `--undefok`."""
+    return ConfigError(
+        "--undefok is not supported, as it hides misspelt flags: leave it out, and the flags that there are not."
+    )
+
+
+def help_text(values: flags.FlagValues) -> str:
+    """Returns absl's help for flags, without `--undefok`."""
+    return re.sub(r"^  --undefok:.*\n(?:    .*(?:\n|$))*", "", values.get_help(), flags=re.MULTILINE)
 
 
 def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool = False) -> list[str]:
@@ -24,7 +38,7 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool =
         Error: Of absl: a value is none that the flag can have.
     """
     try:
-        left: list[str] = values([argv[0], *_underscored(values, argv[1:])], known_only=known_only)
+        left: list[str] = values([argv[0], *expand(values, argv[1:])], known_only=known_only)
     except flags.UnrecognizedFlagError as e:
         raise unknown_flag(f"--{e.flagname}", values) from e
     return left
@@ -35,8 +49,17 @@ def unknown_flag(written: str, values: flags.FlagValues) -> ConfigError:
     return ConfigError(unknown_name_message("flag", written, [f"--{name}" for name in values if len(name) > 1]))
 
 
-def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> Iterator[str]:
-    """Yields arguments with underscores for the dashes in names of flags that there are; values stay as they are."""
+def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields arguments with the lines of each `--flagfile` in its place, and with underscores for the dashes in names of known flags.
+
+    Args:
+        values: The flags that there are.
+        arguments: The arguments; values stay as they are.
+        within: The flag files that are being read.
+
+    Raises:
+        ConfigError: A flag file cannot be read, or includes itself; or an argument is `--undefok`.
+    """
     following = iter(arguments)
     for argument in following:
         name, equals, value = argument.partition("=")
@@ -47,9 +70,24 @@ def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> Iterator
         if argument == "--" or not (name.startswith("-") or values.is_gnu_getopt()):
             yield argument
             yield from following
+        elif name in ("--flagfile", "-flagfile"):
+            path = os.path.expanduser((value if equals else next(following, "")).strip())
+            yield from expand(values, _flags_in(path, within), (*within, path))
+        elif name.startswith("-") and flag == "undefok":
+            raise undefok_error()
         elif not name.startswith("-") or (flag not in values and flag.removeprefix("no") not in values):
             yield argument
         else:
             yield known + equals + value
             if not equals and flag in values and not values[flag].boolean:
                 yield from (each for each in [next(following, None)] if each is not None)
+
+
+def _flags_in(path: str, within: tuple[str, ...]) -> list[str]:
+    if path in within:
+        raise ConfigError(f"--flagfile: {path} includes itself; remove the line that does.")
+    try:
+        lines = map(str.strip, read_file(path).decode().splitlines())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--flagfile: {path}: {getattr(e, 'strerror', None) or e}.") from None
+    return [line for line in lines if line and not line.startswith(("#", "//"))]

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import enum
 import inspect
-import io
 import pathlib
 import re
 import textwrap
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from tfdist.config import cluster, files, validation
+from tfdist.config import cluster, command_line, files, validation
 from tfdist.config.compression import option_type
 from tfdist.config.train import TrainConfig, make_floats
 from tfdist.errors import ConfigError, collect_errors, describe_error, did_you_mean, format_value, truncate
@@ -89,17 +88,9 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
                 config, of = files.load(asked), asked
         names = ", ".join(files.preset_names())
         wrong = "".join(f"\n{fault}" for fault in faults)
-        print(f"{description}\n{values.get_help()}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
+        print(f"{description}\n{command_line.help_text(values)}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
         return None
-    warnings = io.StringIO()  # absl leaves out a file that includes itself, and only prints so
-    try:
-        with contextlib.redirect_stderr(warnings):
-            arguments = values.read_flags_from_files(list(argv[1:]), force_gnu=True)
-    except (flags.Error, OSError, ValueError) as e:
-        raise ConfigError(f"--flagfile: {e}") from None
-    if included := warnings.getvalue().strip():
-        raise ConfigError(f"--flagfile: {included.rpartition(' ')[2]} includes itself; remove the line that does.")
-    arguments = [_expand_cluster_flag(argument) for argument in arguments]
+    arguments = [_expand_cluster_flag(argument) for argument in command_line.expand(values, argv[1:])]
     path = _config_path(arguments)
     if not path:
         list(_valid_arguments(TrainConfig(), arguments, faults, others))
@@ -198,6 +189,8 @@ def _valid_arguments(
             ]
             fault = f"unknown flag {written}{did_you_mean(written, [f'--{name}' for name in known])}"
             fault += f" Known: {', '.join(['--config', '--config.field', '--workdir', '--overwrite', '--help', *map('--{}'.format, others)])}."
+            if flag == "undefok":
+                fault = str(command_line.undefok_error())
             if value is None:
                 _take_value(following)
         if fault:

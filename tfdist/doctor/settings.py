@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, shorten
 from tfdist.runtime import tensorflow_log
+from tfdist.runtime.files import read_file
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LESS_SURE = "unset it, unless all tasks need it and have the same"
@@ -63,7 +64,7 @@ def keras_backend(environ: Mapping[str, str]) -> Finding:
     home = environ.get("KERAS_HOME") or str(pathlib.Path(environ.get("HOME") or "~").expanduser() / ".keras")
     file = pathlib.Path(home, "keras.json")
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(read_file(file))
         chosen = str(found.get("backend", "tensorflow"))
     except FileNotFoundError:
         return Finding(OK, "Keras backend", "tensorflow")

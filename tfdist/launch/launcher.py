@@ -272,7 +272,7 @@ class Launcher:
         alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
         done, self._saved = self._steps(task)
         lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
-        final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved)
+        final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved, failure.reason)
         if not (why := final or self.restarts.failed(done)):
             count = f"restart {self.restarts.spent}/{self.restarts.limit} from step"
             self._output.release(task)

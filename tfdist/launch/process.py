@@ -17,6 +17,7 @@ import psutil
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.runtime import progress, tensorflow_log
+from tfdist.runtime.files import open_own
 from tfdist.runtime.tensorflow_log import CXX_LINE, is_tensorflow_log
 
 _TAIL_LINES = 20
@@ -53,7 +54,8 @@ class TaskProcess:
         self.log: IO[bytes] | None = None
         self.log_fault: OSError | None = None
         try:
-            self.log = log_path.open("ab" if append else "wb", buffering=0)
+            how = os.O_WRONLY | (os.O_APPEND if append else os.O_TRUNC)
+            self.log = os.fdopen(open_own(log_path, how), "ab", buffering=0)
         except OSError as e:
             self.log_fault = e
         try:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from tfdist.errors import ConfigError
 from tfdist.runtime import exit_status
 
 _SAME_STEP = 3  # failures at one step, after which the step itself must be what fails
+_CONFIG_ERROR = (
+    f"{ConfigError.__module__}.{ConfigError.__qualname__}"  # how the last line of a script's traceback begins
+)
 _LONGEST_DELAY = 30.0  # seconds
 
 
-def why_final(exit_code: int, has_refusal: bool, saved: int = 0) -> str:
+def why_final(exit_code: int, has_refusal: bool, saved: int = 0, reason: str = "") -> str:
     """Returns why a task would fail again after a restart, or an empty text.
 
     Args:
         exit_code: Its exit code.
         has_refusal: Whether it has refused its backups.
         saved: The step of the last backup, or 0.
+        reason: The last line of its traceback.
     """
     if has_refusal:
         last = f"; the last backup was that of step {saved}" if saved else ""
         return f"no restart, as it would refuse the backups again{last}"
-    return "a faulty command line or configuration stays so" if exit_code == exit_status.FAULTY_CONFIG else ""
+    is_faulty = exit_code == exit_status.FAULTY_CONFIG or reason.startswith(_CONFIG_ERROR)
+    return "a faulty command line or configuration stays so" if is_faulty else ""
 
 
 class RestartPolicy:

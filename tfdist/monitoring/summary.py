@@ -17,7 +17,7 @@ from tfdist.monitoring import compression_report, side_summaries
 from tfdist.monitoring.network import WireBytes
 from tfdist.monitoring.throughput import Throughput
 from tfdist.runtime import progress
-from tfdist.runtime.files import WriteError, write_error_reason
+from tfdist.runtime.files import WriteError, write_error_reason, write_file
 
 
 def summarize(
@@ -114,14 +114,9 @@ def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
         WriteError: It cannot be written.
     """
     text = json.dumps(value, indent=2, default=str) + "\n"  # a task's options may be anything
-    partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(text)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_file(path, text.encode())
     except OSError as e:
         raise WriteError(
             f"cannot write {path}: {write_error_reason(e)}. What was there before is unchanged. Free the disk, and run the same command again, "

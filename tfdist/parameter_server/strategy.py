@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, greeting, preflight
+from tfdist.cluster import ClusterSpec, connection_timeout, greeting, preflight
 from tfdist.cluster.spec import ClusterTask
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.config import StrategyConfig
@@ -154,6 +154,7 @@ def parameter_server(
     if task.type == "evaluator":
         raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
     preflight.bypass_proxies(spec)
+    connection_timeout.keep_connections(spec)
     if task.type != "chief":
         with greeting.listening_for_peers(spec, task):
             # Versions are compared before TensorFlow's server takes the port, which tells none.

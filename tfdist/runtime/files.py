@@ -1,37 +1,140 @@
-"""Reads users' files, and explains in a few words why a file cannot be written. No TensorFlow here."""
+"""Reads users' files and writes the package's own; no link, FIFO or device there is followed or waited for. No TensorFlow here.
+
+What others read is made under another name and renamed (`replacing`); what is written in place is opened by `open_own`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import select
 import stat
+import time
+from collections.abc import Iterator
 
+LARGEST = 1 << 26  # bytes of a file that is read as a whole
+_STREAM_SECONDS = 60.0
 _STREAMS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin", "/dev/null")  # what a shell makes of `<(command)` and `-`
 _GRAPH_NODE = re.compile(r"\{\{.*?\}\} ?")  # how TensorFlow names an operation before its message
 _REASON_LENGTH = 120
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Returns what a file holds, and does not wait for the writer of a named pipe.
+def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
+    """Returns what a file holds; links to files are followed, as mounted tokens and configurations are such links.
+
+    Args:
+        path: The file, or what a shell passes as one, for whose end it waits 60 s.
+        most: The largest size, in bytes.
 
     Raises:
-        OSError: It cannot be read, or is a named pipe, a socket or a device.
+        OSError: It cannot be read, is larger, or is a FIFO, a socket or a device.
     """
-    # A named pipe without a writer would not even open.
-    waits = os.fspath(path).startswith(_STREAMS)
-    descriptor = os.open(path, os.O_RDONLY | (0 if waits else os.O_NONBLOCK))
-    with open(descriptor, "rb"):
-        mode = os.fstat(descriptor).st_mode
+    waits, content = os.fspath(path).startswith(_STREAMS), bytearray()
+    limit = time.monotonic() + _STREAM_SECONDS
+    # A FIFO without a writer would not even open.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        mode = os.fstat(file.fileno()).st_mode
         if not waits and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise OSError(errno.EINVAL, "expected a regular file, and found a named pipe or a device", os.fspath(path))
-        content = bytearray()
-        try:
-            while part := os.read(descriptor, 2**20):
-                content += part
-        except BlockingIOError:  # the kernel's log, a regular file, waits for more
-            raise OSError(errno.EINVAL, "expected a regular file, and found one that waits", os.fspath(path)) from None
-        return bytes(content)
+            raise _irregular(path, kind_of(mode))
+        while len(content) <= most:
+            try:
+                part = os.read(file.fileno(), 2**20)
+            except BlockingIOError:
+                if not waits:  # the kernel's log, a regular file, waits for more
+                    raise _irregular(path, "one that waits") from None
+                if not select.select([file], [], [], max(limit - time.monotonic(), 0.0))[0]:
+                    why = f"its writer has not ended within {_STREAM_SECONDS:g} s"
+                    raise OSError(errno.ETIMEDOUT, why, os.fspath(path)) from None
+                continue
+            if not part:
+                return bytes(content)
+            content += part
+    raise OSError(errno.EFBIG, f"expected at most {most >> 20} MB, and found more", os.fspath(path))
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
+    """Makes a new file under another name, and renames it at the end: a link, a FIFO or a file there is replaced, not opened.
+
+    Yields:
+        The descriptor to write to.
+
+    Raises:
+        OSError: It cannot be made; what was there is unchanged.
+    """
+    partial = f"{os.fspath(path)}.partial"
+    with contextlib.suppress(FileNotFoundError):  # of a process that was killed, or planted
+        os.unlink(partial)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        yield descriptor
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a file so that a reader sees the old content or the new one.
+
+    Raises:
+        OSError: It cannot be written; what was there is unchanged.
+    """
+    with replacing(path) as descriptor, open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+
+
+def open_own(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """Returns the descriptor of a file that this program writes to in place; makes it if it is not there.
+
+    Args:
+        path: The file.
+        flags: Those of `os.open`.
+        mode: The rights of a new file.
+
+    Raises:
+        OSError: It cannot be opened, is a link, a FIFO or anything else than a file, or belongs to a user who owns neither this
+            process nor the folder.
+    """
+    # Storage of a network may show another number of this user, and then shows it of the folder, too.
+    trusted = (os.geteuid(), os.stat(os.path.dirname(path) or ".").st_uid)
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise _irregular(path, kind_of(found.st_mode, path), "; remove it")
+        if found.st_uid not in trusted:
+            raise _irregular(path, f"one of user {found.st_uid}", "; remove it, if it is not in use")
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in trusted:  # it has come since
+        os.close(descriptor)
+        raise _irregular(path, "another one", "; remove it")
+    return descriptor
+
+
+def check_opens(path: str | os.PathLike[str]) -> None:
+    """Raises an OSError if a file that others open is a FIFO or a socket, for which they would wait."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.stat(path).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            raise _irregular(path, kind_of(mode))
+
+
+def kind_of(mode: int, path: str | os.PathLike[str] = "") -> str:
+    """Returns the kind of a file in words, of a link at `path` with its target: `"a FIFO"`."""
+    if stat.S_ISLNK(mode):
+        return f"a symbolic link to {os.readlink(path)}" if path else "a symbolic link"
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _irregular(path: str | os.PathLike[str], found: str, remedy: str = "") -> OSError:
+    return OSError(errno.EINVAL, f"expected a regular file, and found {found}{remedy}", os.fspath(path))
 
 
 class WriteError(OSError):

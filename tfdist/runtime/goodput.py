@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tfdist.runtime.files import write_error_reason
+from tfdist.runtime.files import read_file, replacing, write_error_reason
 from tfdist.runtime.log import logger
 
 # In the order of a table; the first is what is wanted.
@@ -111,7 +111,8 @@ class Ledger:
         self.close()
         self._path = path
         with self._warning_once():
-            self._file, self._kept = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), 0.0
+            with replacing(path) as file:
+                self._file, self._kept = os.dup(file), 0.0
             self.switch(self._part)
 
     def go_on(self, before: Record, saved_steps: float, gap: bool) -> None:
@@ -140,8 +141,7 @@ class Ledger:
 def read(path: str | os.PathLike[str]) -> Record | None:
     """Returns what a ledger's file holds, or None without a whole one."""
     try:
-        with open(path, "rb") as file:
-            until, *seconds = _FORM.unpack(file.read())
+        until, *seconds = _FORM.unpack(read_file(path))
     except (OSError, struct.error):
         return None
     return Record(until, dict(zip(PARTS, seconds, strict=True)))

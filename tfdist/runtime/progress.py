@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tfdist.runtime.files import write_error_reason
+from tfdist.runtime.files import open_own, read_file, write_error_reason
 from tfdist.runtime.log import logger
 
 FOLDER = "TFDIST_PROGRESS"
@@ -68,7 +68,7 @@ class Progress:
         self._file: int | None = None
         if folder := _folder():
             with _warning_once():
-                self._file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT)
+                self._file = open_own(pathlib.Path(folder, name), os.O_WRONLY)
         self._steps = Steps(0, 0)
         self._metrics: dict[str, str] = {}
 
@@ -188,7 +188,7 @@ def launched() -> float:
 def restarts() -> int:
     """Returns how often the supervisor has restarted this run, or a task of it; 0 without a supervisor."""
     try:
-        return int(pathlib.Path(os.environ[FOLDER], _RESTARTS).read_text())
+        return int(read_file(pathlib.Path(os.environ[FOLDER], _RESTARTS)))
     except (KeyError, OSError, ValueError):
         return 0
 
@@ -212,7 +212,7 @@ def settle_lost_steps() -> int | None:
 def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
     """Returns how far a task is, or None if it has not said so."""
     try:
-        return Steps(*_FORM.unpack_from(pathlib.Path(folder, name).read_bytes()))
+        return Steps(*_FORM.unpack_from(read_file(pathlib.Path(folder, name))))
     except (OSError, struct.error):
         return None
 
@@ -220,7 +220,7 @@ def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
 def read_metrics(folder: str | os.PathLike[str], name: str) -> dict[str, str]:
     """Returns the last metrics that a task has told, as texts by name: `{"loss": "0.1234"}`; empty if it has told none."""
     try:
-        content = pathlib.Path(folder, name).read_bytes()[_FORM.size :]
+        content = read_file(pathlib.Path(folder, name))[_FORM.size :]
     except OSError:
         return {}
     lines = content.rstrip(b"\0").decode(errors="replace").splitlines()
@@ -318,14 +318,14 @@ def _read_all(folder: str | os.PathLike[str]) -> list[Steps]:
 
 def _lost_steps(folder: str | os.PathLike[str]) -> tuple[int, int]:
     try:
-        reached, lost = map(int, pathlib.Path(folder, _LOST).read_text().split())
+        reached, lost = map(int, read_file(pathlib.Path(folder, _LOST)).split())
     except (OSError, ValueError):
         return 0, 0
     return reached, lost
 
 
 def _write_numbers(folder: str | os.PathLike[str], name: str, *numbers: int) -> None:
-    file = os.open(pathlib.Path(folder, name), os.O_WRONLY | os.O_CREAT, 0o600)
+    file = open_own(pathlib.Path(folder, name), os.O_WRONLY, 0o600)
     try:
         os.pwrite(file, " ".join(map(str, numbers)).ljust(_NUMBERS).encode(), 0)
     finally:

@@ -6,17 +6,18 @@ import atexit
 import contextlib
 import os
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, preflight
+from tfdist.cluster import ClusterSpec, connection_timeout, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import ClusterTask
 from tfdist.collectives import hardware, transport_choice
-from tfdist.compat import tf_cluster, tf_internals
+from tfdist.compat import call_stack, keras_internals, tf_cluster, tf_internals
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
 from tfdist.runtime import exit_status
@@ -26,10 +27,14 @@ from tfdist.strategies.base import KerasStrategy, UniqueCollectiveKeys
 
 # What TensorFlow's CollectiveBcastSend takes.
 _BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
+# How TensorFlow says that workers broadcast different variables at the same time.
+_SHAPES = re.compile(
+    r"Shape mismatch in the collective .* expected shape (\[.*?\]) but another .* expected shape (\[.*?\])"
+)
 _FAREWELL_MS = 10_000
 # Shorter during training: the others may wait for this task in a step, and must soon learn that it has ended.
 _FAREWELL_AMID_TRAINING_MS = 3_000
-_HEARTBEAT_MS = 120_000
+_HEARTBEAT_MS = 180_000
 
 
 class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -69,7 +74,7 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distri
                 f"{cannot} {dtype.name} ({kwargs.get('name')}) to the workers; "
                 f"it can: {', '.join(known.name for known in _BROADCAST)}. For 16-bit computation use mixed_bfloat16."
             )
-        made = kwargs.get("initial_value")
+        made: Any = kwargs.get("initial_value")
 
         def checked(value: Any) -> Any:
             if tf.TensorShape(np.shape(value)).num_elements() == 0:  # TensorFlow dies of it, by SIGSEGV
@@ -80,7 +85,20 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distri
             checked(made)
         elif not isinstance(made, tf_internals.CheckpointInitialValueCallable):
             kwargs["initial_value"] = lambda: checked(made())
-        return super()._create_variable(next_creator, **kwargs)
+        try:
+            variable = super()._create_variable(next_creator, **kwargs)
+        except tf.errors.InvalidArgumentError as e:
+            if shapes := _SHAPES.search(e.message):
+                mine = getattr(call_stack.created_variable(), "path", None) or kwargs.get("name")
+                raise ConfigError(
+                    f"All workers must build the same model. Received: variable {mine}, of shapes {shapes[1]} and {shapes[2]} on two workers. "
+                    "Start all with the same code and the same arguments."
+                ) from e
+            raise
+        if kwargs.get("name") == keras_internals.OPTIMIZER_SCALARS[1] and not callable(made):
+            # The chief's value is now every worker's: a worker that was given another one must be told (`training/program_likeness.py`).
+            variable.given_and_broadcast = float(made), float(variable.numpy())
+        return variable
 
 
 def multi_worker_mirrored(
@@ -122,6 +140,7 @@ def multi_worker_mirrored(
             task_id=task.index,
             rpc_layer="grpc",
         )
+        connection_timeout.keep_connections(spec)
         if not tf_internals.is_server_running():  # this process, already, for a strategy before this one
             if tf_internals.is_started():
                 raise startup.already_started_error("multi_worker_mirrored cannot be created")
@@ -188,11 +207,12 @@ def _allow_overlap_on_one_core() -> None:
 
 
 def _extend_heartbeat_timeout(cluster: ClusterSpec) -> None:
-    """Gives heartbeats a minute to be answered, unless the user has configured TensorFlow's coordination service.
+    """Gives heartbeats 90 s to be answered, unless the user has configured TensorFlow's coordination service.
 
-    By TensorFlow's default they have 5 s, and training ends with "Deadline Exceeded" where the answer queues for as long behind
-    gradients: as on a link of 20 Mbit/s, or sometimes of 100. The Trainer notices a process that ends within seconds all the same
-    (`training/lost_workers.py`); a host that vanishes, after a minute.
+    One that is sent as a link goes down must arrive in time when the link is back within a minute. By TensorFlow's default they have
+    5 s, and training ends with "Deadline Exceeded" where the answer queues for as long behind gradients: as on a link of 20 Mbit/s, or
+    sometimes of 100. The Trainer notices a process that ends within seconds all the same (`training/lost_workers.py`); a host that
+    vanishes, after a minute.
     """
     if not tf_cluster.has_coordination_service():
         tf_cluster.configure_coordination_service(cluster.jobs, _HEARTBEAT_MS)

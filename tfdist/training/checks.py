@@ -18,7 +18,7 @@ from tfdist.compat import unsupported
 from tfdist.config import StrategyConfig, validation
 from tfdist.data import graph, worker_rows
 from tfdist.errors import ConfigError, unknown_name_message
-from tfdist.training import array_digest
+from tfdist.training import array_digest, program_likeness
 from tfdist.training.callback_kinds import place_attribute
 
 _COMPARED_NUMBERS = (
@@ -148,13 +148,16 @@ def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
             )
 
 
-def check_consistency(ranks: Ranks, data: Any, validation_data: Any, arguments: Mapping[str, Any]) -> None:
-    """Checks before training that all workers gave `fit` the same. A collective.
+def check_consistency(
+    ranks: Ranks, model: keras.Model, data: Any, validation_data: Any, arguments: Mapping[str, Any]
+) -> None:
+    """Checks before training that all workers gave `fit` the same, and run the same program. A collective.
 
-    A difference would end the training run later, or train some examples twice.
+    A difference would end the training run later, or train some examples twice, or another model than the user knows of.
 
     Args:
         ranks: The workers.
+        model: The model.
         data: What `fit` was given as `x`.
         validation_data: What it was given as `validation_data`.
         arguments: Its other arguments.
@@ -170,9 +173,14 @@ def check_consistency(ranks: Ranks, data: Any, validation_data: Any, arguments: 
         own |= {f"own rows in {name}": float(worker_rows.is_own(value)), f"length of {name}": _length(value)}
     orders = [*_data_order(data), *_data_order(validation_data)]
     arrays = _Arrays(data, validation_data, arguments)
-    numbers = *own.values(), *(float(zlib.crc32(text.encode())) for text in orders)
+    program = program_likeness.describe(model, arguments, ranks.size)
+    numbers = (
+        *own.values(),
+        *(float(zlib.crc32(text.encode())) for text in orders),
+        program_likeness.digest(program),
+    )
     gathered, digests = np.split(ranks.gather(*numbers, *arrays.digests()), [len(numbers)], axis=1)
-    unlike = [len(set(column)) > 1 for column in gathered.T]
+    *unlike, is_other_program = (len(set(column)) > 1 for column in gathered.T)
     faults = [
         f"{name} must be the same on all workers of a fit. Received: {_by_worker(column)}."
         for name, column, differs in zip(own, gathered.T, unlike, strict=False)
@@ -182,6 +190,8 @@ def check_consistency(ranks: Ranks, data: Any, validation_data: Any, arguments: 
         faults = [_order_difference_message(ranks, orders[unlike.index(True) - len(own)])]
     if arrays.differ(digests) and (not faults or all(fault.startswith("length of") for fault in faults)):
         faults.append(arrays.difference_message(ranks, digests))
+    if is_other_program:
+        faults.insert(0, program_likeness.difference_message(ranks, program))
     if faults:
         raise ConfigError(faults)
 

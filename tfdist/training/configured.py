@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.config import TrainConfig
 from tfdist.config import callbacks as callbacks_lib
 from tfdist.errors import ConfigError, describe_error, format_value, unknown_name_message
-from tfdist.runtime.files import write_error_reason
+from tfdist.runtime.files import check_opens, write_error_reason
 from tfdist.training import task_checks
 from tfdist.training.trainer import Trainer
 
@@ -41,6 +41,7 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
     if not (path := config.initial_weights):
         return
     try:
+        check_opens(path)
         with trainer.scope():
             model.load_weights(path)
     except Exception as e:  # whatever a file that is no archive makes readers raise
@@ -135,6 +136,7 @@ def _why_not_writable(path: str) -> str:
     if "://" in path:
         return ""
     try:
+        check_opens(path)
         with open(path, "ab"):
             return ""
     except (OSError, ValueError) as e:

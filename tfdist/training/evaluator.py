@@ -23,6 +23,7 @@ from tfdist.monitoring.event_files import BY_ITERATIONS, Run
 from tfdist.monitoring.summary import finite_or_none
 from tfdist.monitoring.tensorboard import is_number
 from tfdist.runtime import progress
+from tfdist.runtime.files import open_own, read_file
 from tfdist.runtime.log import logger
 from tfdist.training import configured
 from tfdist.training.backup_export import load_weights, read_weights
@@ -114,7 +115,7 @@ class Evaluator:
         path = self._workdir / "summary.json"
         try:
             begun = max((self._workdir / "config.json").stat().st_mtime, progress.launched())
-            return json.loads(path.read_text()) if path.stat().st_mtime >= begun else None
+            return json.loads(read_file(path)) if path.stat().st_mtime >= begun else None
         except FileNotFoundError:
             return None
 
@@ -191,7 +192,7 @@ class EvaluationLog:
 
     def _read(self) -> Any:
         if self._path.exists():
-            for line in self._path.read_text().splitlines():
+            for line in read_file(self._path).decode(errors="replace").splitlines():
                 try:
                     yield json.loads(line)
                 except ValueError:  # its writer was killed
@@ -226,8 +227,8 @@ class EvaluationLog:
         metrics = {name: finite_or_none(value) for name, value in metrics.items()}
         row = {"step": step, "epoch": epoch, "metrics": metrics}
         row |= {"backup": backup, "training": training, "time": round(time.time(), 3)}
-        torn = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
-        with self._path.open("ab", buffering=0) as file:
+        torn = self._path.exists() and not read_file(self._path).endswith(b"\n")
+        with open(open_own(self._path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0) as file:
             file.write((("\n" if torn else "") + json.dumps(row) + "\n").encode())
             os.fsync(file.fileno())
         self.rows.append(row)

@@ -67,7 +67,7 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         if isinstance(validation, worker_rows.OwnRows):
             validation = (validation.x, validation.y, validation.sample_weight)
     with context.watching_workers():
-        checks.check_consistency(context.ranks, data, validation, arguments)
+        checks.check_consistency(context.ranks, model, data, validation, arguments)
         sizes = checks.own_sizes(context.ranks, data)
     global_batch_size = input_data.batch_size(data, arguments)
     if arguments.get("verbose", "auto") != 0:

@@ -1,7 +1,8 @@
 """Ends a worker's collectives when another worker is lost, so that it does not wait forever, and explains why.
 
-TensorFlow's own heartbeats notice a lost worker after two minutes where no connection of theirs was in use. The operating system of
-a process says at once that nothing listens at its port any more.
+TensorFlow's own heartbeats notice a lost worker after three minutes where no connection of theirs was in use. The operating system of
+a process says at once that nothing listens at its port any more. A connection that breaks while both workers run is as final as a loss:
+TensorFlow makes another one, but what was on its way fails, and with it all collectives of the process from then on.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _RESTARTED = re.compile(
     r"/job:(\w+)/(?:replica:\d+/)?task:(\d+) unexpectedly tried to connect with a different incarnation"
 )
 _CHIEF_RESTARTED = ("The service might have restarted", "the server has restarted")
+_ABORTED = "Collective ops is aborted by"
+_REMOTE = re.compile(r"remote target /job:(\w+)/(?:replica:\d+/)?task:(\d+)")
 _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
 _MOST_LISTED = 8  # tasks whose calls are listed: a cluster may have thousands
 _ANSWER_WITHIN = 10.0  # for which the other workers' calls are waited for
@@ -91,7 +94,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
         while not sentence and _has_broken_off(e) and time.monotonic() < ends:
             time.sleep(0.2)
             sentence = _explain_loss(cluster, task, others, silent, e)
-        if sentence:
+        if sentence := sentence or _explain_break(cluster, task, others, silent, e):
             raise ClusterError(sentence) from e
         raise
     finally:
@@ -123,6 +126,29 @@ def _explain_loss(
         return f"{restarted} at {cluster.address(restarted)} was started again alone, which cannot join those that train. {_REMEDY}"
     # Another worker, which asks more of them, has told why.
     return error.message.rpartition(_REASON_PREFIX)[2].splitlines()[0] if _REASON_PREFIX in error.message else ""
+
+
+def _explain_break(
+    cluster: ClusterSpec,
+    task: TaskSpec,
+    others: Sequence[TaskSpec],
+    silent: reachability.SilentTasks,
+    error: tf.errors.OpError,
+) -> str:
+    """Returns to which worker, that still runs, a connection broke, or an empty text if that is not known."""
+    if not _has_broken_off(error) or (isinstance(error, tf.errors.UnavailableError) and _ABORTED not in error.message):
+        return ""
+    targets = [TaskSpec(kind, int(index)) for kind, index in _REMOTE.findall(error.message)]
+    # The first that TensorFlow names is where it began; who passed it on comes later.
+    known = [other for other in [*silent.returned, *targets, *others] if other != task and other in cluster.tasks()]
+    if not known or (len(others) > 1 and not silent.returned and not targets):
+        return ""
+    other, seconds = known[0], silent.returned.get(known[0], 0.0)
+    outage = f" after {seconds:.0f} s without an answer" if seconds else ""
+    return (
+        f"the connection between {task} and {other} at {cluster.address(other)} broke{outage}. TensorFlow cannot restore it during "
+        f"training: check the network between their hosts. {_REMEDY}"
+    )
 
 
 def _ended_sentence(cluster: ClusterSpec, task: TaskSpec, ended: dict[TaskSpec, str]) -> str:

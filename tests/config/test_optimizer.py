@@ -1,0 +1,102 @@
+"""Optimizers take their arguments, and no number that Keras would trip over."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+
+from tests.config.checking import faults, make
+from tfdist.config import (
+    OptimizerConfig,
+    TrainConfig,
+    validation,
+)
+from tfdist.config import optimizer as optimizer_lib
+from tfdist.errors import ConfigError
+
+SAMPLES = {bool: True, float: 0.75, int: 3, list: ["dense"]}
+
+
+@pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)
+def test_each_optimizer_takes_its_arguments_and_gives_those_changed(name):
+    takes = {**optimizer_lib.OPTIMIZERS[name], "weight_decay": float, "clipnorm": float, "use_ema": bool}
+    for argument, kind in takes.items():
+        changed = {argument: -0.5 if argument in ("beta_2_decay", "learning_rate_power") else SAMPLES[kind]}
+        fields = [field.name for field in dataclasses.fields(OptimizerConfig)]
+        for how in [{"options": changed}, *([changed] if argument in fields else [])]:
+            optimizer = OptimizerConfig(name, **how)
+            assert optimizer.arguments() == changed
+            validation.check(make(optimizer=optimizer))
+
+
+def test_an_option_is_given_where_it_equals_the_default_here_and_counts_more_than_the_field():
+    assert OptimizerConfig("adadelta", options={"rho": 0.9}).arguments() == {"rho": 0.9}
+    assert OptimizerConfig("sgd", momentum=0.5, options={"momentum": 0.0}).arguments() == {"momentum": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"rhos": 0.9},
+            "optimizer 'adadelta' takes no 'rhos'; did you mean 'rho'? It takes: rho, epsilon, weight_decay,",
+        ),
+        ({"rho": "x"}, "optimizer.options.rho must be of type float. Received: 'x'."),
+        ({"rho": 2.0}, "optimizer.options.rho must be 0 to 0.9999999. Received: 2.0."),
+        ({"gradient_accumulation_steps": 1}, "must be 0 (off) or 2 to 2147483647. Received: 1."),
+        ({"clipnorm": 1.0, "clipvalue": 1.0}, "may be set. Received: clipnorm, clipvalue."),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(options, said):
+    (found,) = faults(make(optimizer=OptimizerConfig("adadelta", options=options)))
+    assert said in found
+
+
+def test_weights_that_do_not_decay_need_a_decay():
+    assert OptimizerConfig(weight_decay_exclude=" bias, gamma,").excluded_from_weight_decay() == ["bias", "gamma"]
+    validation.check(make(optimizer=OptimizerConfig("adamw", weight_decay_exclude="bias")))
+    (found,) = faults(make(optimizer=OptimizerConfig("adam", weight_decay_exclude="bias")))
+    assert found.startswith(
+        "optimizer.weight_decay_exclude is 'bias', but no weight decays: set optimizer.weight_decay"
+    )
+
+
+def test_the_users_own_optimizer_may_take_any_argument():
+    validation.check(make(optimizer=OptimizerConfig("own.module:Optimizer", momentum=0.5, beta_1=0.5)))
+
+
+@pytest.mark.parametrize(("steps", "sound"), [(-1, False), (0, True), (1, False), (2, True)])
+def test_gradients_are_accumulated_over_several_steps_or_not_at_all(steps, sound):
+    config = TrainConfig(global_batch_size=8)
+    config.optimizer.gradient_accumulation_steps = steps
+    with (
+        contextlib.nullcontext()
+        if sound
+        else pytest.raises(ConfigError, match=r"0 \(off\) or 2 to 2147483647\. Received")
+    ):
+        validation.check(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("momentum", 2.0),
+        ("momentum", float("nan")),
+        ("beta_1", 2.0),
+        ("beta_1", float("nan")),
+        ("beta_2", 1.0),
+        ("rho", -0.1),
+        ("ema_momentum", 5.0),
+        ("epsilon", -1.0),
+        ("weight_decay", -1.0),
+        ("clipnorm", -1.0),
+        ("global_clipnorm", float("inf")),
+        ("clipvalue", float("nan")),
+    ],
+)
+def test_numbers_that_keras_would_take_or_trip_over_are_faults(name, value):
+    takes = next((each for each, names in optimizer_lib.OPTIMIZERS.items() if name in names), "adam")
+    found = [fault for fault in faults(make(optimizer=OptimizerConfig(takes, **{name: value}))) if name in fault]
+    assert len(found) == 1 and found[0].startswith(f"optimizer.{name} must be ") and str(value) in found[0]

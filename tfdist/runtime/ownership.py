@@ -1,0 +1,177 @@
+"""A run's claim to a folder, which keeps a second run from writing there. No TensorFlow here.
+
+The claim is a lock on a file that names the run. The kernel releases it with the last process that holds it. The tasks of a launcher share
+its lock: they know its name from their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import stat
+import time
+import uuid
+import weakref
+from typing import IO, Any
+
+import psutil
+
+from tfdist.errors import ConfigError
+from tfdist.runtime import progress
+from tfdist.runtime.files import open_own
+
+FILE = "run"
+JOB = "TFDIST_RUN"  # of tasks: the name of the run, as their launcher has written it
+_OWNER = re.compile(r"process (\d+) on (\S+) \(\w+\), begun at ([\d.]+)")
+_SAME_TIME = 5.0  # seconds by which two looks at when a process began may differ, as clocks are set
+_ENDING_SECONDS = 5.0  # for which a run that is ending is waited for
+_LONGEST = 4096  # bytes of a name
+
+
+class Ownership:
+    """A run's claim to a folder; a context manager.
+
+    While a process of the run lives, another run gets an error. Where the file system has no locks, this holds on the run's host.
+
+    Args:
+        folder: The folder, which exists.
+        what: The option that names it.
+        file: The name of the file in it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], what: str, file: str = FILE):
+        self._folder, self._what = os.fspath(folder), what
+        self._path = os.path.join(self._folder, file)
+        self._lock: IO[bytes] | None = None
+        _all.add(self)
+
+    def __enter__(self) -> Ownership:
+        self.check_free()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.release()
+
+    def check_free(self) -> None:
+        """Locks the folder for this run.
+
+        Raises:
+            ConfigError: Another run has it, and does not end within some seconds; or the file is another user's.
+            OSError: The file cannot be made.
+        """
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while not self._try_lock():
+            if time.monotonic() > deadline:
+                progress.mark_refusal()
+                raise ConfigError(
+                    f"{self._what} {self._folder!r} is another run's, which still runs: {self.owner() or 'it has no name yet'}. Give each "
+                    f"run a {self._what} of its own, or end that process first."
+                )
+            time.sleep(0.1)
+
+    def acquire(self) -> None:
+        """Writes the name of this run, in place of any other.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        name = this_run().encode()
+        descriptor = self._open()
+        try:
+            os.pwrite(descriptor, name, 0)
+            os.ftruncate(descriptor, len(name))
+        finally:
+            os.close(descriptor)
+
+    def owner(self) -> str | None:
+        """Returns the name of the run that has the folder; None if there is none, or it cannot be read."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb", buffering=0) as file:
+                return (file.read(_LONGEST) or b"").decode(errors="replace") or None
+        return None
+
+    def release(self) -> None:
+        """Gives the folder back."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            if self.owner() == this_run():
+                os.unlink(self._path)  # while it is locked
+            lock.close()
+
+    def _try_lock(self) -> bool:
+        owner = self.owner()
+        if owner == this_run():  # another object of this process has the lock
+            return True
+        if not (joins := owner is not None and owner == os.environ.get(JOB)) and is_alive(owner or ""):
+            return False
+        lock = os.fdopen(self._open(), "rb", buffering=0)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_SH if joins else fcntl.LOCK_EX))
+            if not os.path.samestat(os.fstat(lock.fileno()), os.lstat(self._path)):
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):  # or a run that was ending has removed it
+            lock.close()
+            return False
+        except OSError:  # there are no locks
+            pass
+        match = _OWNER.fullmatch(owner or "")
+        if not joins and (match is None or match[2] == socket.gethostname()):  # one of another host may live
+            with contextlib.suppress(OSError):
+                self.acquire()
+        try:
+            fcntl.flock(lock, fcntl.LOCK_NB | fcntl.LOCK_SH)  # which tasks can share
+        except BlockingIOError:  # another run was faster
+            lock.close()
+            return False
+        except OSError:
+            pass
+        self._lock = lock
+        return True
+
+    def _open(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):
+                os.unlink(self._path)  # planted
+        return open_own(self._path, os.O_RDWR, 0o600)  # another user could lock a file that he can open
+
+
+def this_run() -> str:
+    """Returns the name of the run that this process is."""
+    return _this_run
+
+
+def is_alive(owner: str) -> bool:
+    """Returns whether an owner is another process of this host that has not ended."""
+    match = _OWNER.fullmatch(owner)
+    if match is None or match[2] != socket.gethostname() or int(match[1]) == os.getpid():
+        return False
+    try:
+        process = psutil.Process(int(match[1]))
+        is_same = abs(process.create_time() - float(match[3])) < _SAME_TIME
+        return is_same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def _name_process() -> str:
+    begun = psutil.Process().create_time()
+    return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex}), begun at {begun:.2f}"
+
+
+def _after_fork() -> None:
+    """In a child: it is another process, and must not keep its parent's locks."""
+    global _this_run
+    _this_run = _name_process()
+    for each in _all:
+        if each._lock is not None:
+            each._lock.close()
+            each._lock = None
+
+
+_all: weakref.WeakSet[Ownership] = weakref.WeakSet()
+_this_run = _name_process()
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,249 @@
+"""Compares the programs of the workers before training: arguments of the script, model, `compile`, `fit`.
+
+Workers that train in step must do the same. TensorFlow notices only shapes that differ: another loss or dropout rate on one worker
+would train without a word. A false alarm is worse than a miss, so all is left out that may differ between tasks or runs of one program:
+automatic names, seeds, addresses of objects, the code of functions, callbacks, paths, and arguments that name a task.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import sysconfig
+import types
+import warnings
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.cluster import task_versions
+from tfdist.collectives.ranks import Ranks
+from tfdist.compat import optimizer_search
+
+Item = tuple[str, str]  # what is compared, and its value
+
+_TEXT_BYTES = 200  # of an item in a message
+_MOST_ITEMS = 5000  # that are compared one by one
+_FIT = ("validation_freq", "validation_split", "class_weight", "shuffle")  # beside what `checks` compares
+_COMPILE = ("loss_weights", "metrics", "weighted_metrics", "run_eagerly", "steps_per_execution", "jit_compile")
+# Entries of Keras' configurations that may differ between runs of one program.
+_NOT_COMPARED = ("seed", "module", "registered_name", "shared_object_id", "build_config")
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_NUMBERED = re.compile(r"_\d+$")  # how Keras tells layers of one class apart, by how many this process has made
+# Words in names of arguments whose values may differ between tasks.
+_OF_TASKS = re.compile(
+    r"(^|[-_.])(task|rank|workers?|node|index|idx|id|host(s|name)?|addr(ess)?|ip|port|local|gpus?|devices?|cuda|proc(ess)?|shard|part(ition)?|"
+    r"threads?|dir(ectory)?|folder|path|file|logs?|out(put)?|workdir|name|tag|token|time|date|seed|verbos(e|ity)|profile|debug)([-_.]|$)"
+)
+_LOCATION = re.compile(r"[/\\:@]|\.\w*[a-zA-Z]")  # a path, a host, or a file's name
+_COUNTED = re.compile(r"(?<=[A-Za-z_-])\d+$")  # the number in worker-1
+
+# What models are like, until they are compiled again: their optimizer and loss, and the items.
+_described: weakref.WeakKeyDictionary[keras.Model, tuple[Any, list[Item]]] = weakref.WeakKeyDictionary()
+
+
+def describe(model: keras.Model, arguments: Mapping[str, Any], workers: int) -> list[Item]:
+    """Returns what must be the same on all workers, the likely causes of other differences first.
+
+    Args:
+        model: The model.
+        arguments: Those of `fit`.
+        workers: The number of workers.
+    """
+    compiled = (model.optimizer, getattr(model, "loss", None))
+    known = _described.get(model)
+    if known is None or any(a is not b for a, b in zip(known[0], compiled, strict=True)):
+        known = compiled, [*_script_arguments(sys.argv[1:], workers), *_model(model), *_compiled(model)]
+        _described[model] = known
+    given = {name: arguments[name] for name in _FIT if arguments.get(name) is not None}
+    return [*known[1], *((f"fit's {name}", _text(value)) for name, value in given.items())]
+
+
+def digest(items: Sequence[Item]) -> float:
+    """Returns one number for all items."""
+    return float(zlib.crc32(repr(items).encode(errors="replace")))
+
+
+def difference_message(ranks: Ranks, items: Sequence[Item]) -> str:
+    """Returns the first difference between the workers' programs. A collective.
+
+    Args:
+        ranks: The workers.
+        items: What `describe` returned on this one.
+    """
+    most = min(int(ranks.gather(float(len(items)))[:, 0].max()), _MOST_ITEMS)
+    own = [digest([item]) for item in items[:most]]
+    digests = ranks.gather(*own, *[0.0] * (most - len(own)))
+    unlike = (digests != digests[0]).any(0)
+    number = int(unlike.argmax()) if unlike.any() else most
+    name, value = items[number] if number < len(items) else ("", "")
+    texts = [_gather_text(ranks, text) for text in (name, value)]
+    names, values = ([text[rank] for rank in (0, _first_other(digests, number))] for text in texts)
+    other = f"worker:{_first_other(digests, number)}"
+    if names[0] == names[1]:
+        found = f"{names[0]} is {values[1]} on {other}, and {values[0]} on worker:0"
+    else:
+        told = [f"{name} ({value})" if name else "nothing more" for name, value in zip(names, values, strict=True)]
+        found = f"{other} has {told[1]} where worker:0 has {told[0]}"
+    return (
+        f"All workers must run the same program. Received: {found}. Start all with the same arguments, and build and compile the same model; "
+        "what one task alone shall do, decide by trainer.is_chief or an environment variable."
+    )
+
+
+def _first_other(digests: np.ndarray, number: int) -> int:
+    """Returns the first worker whose item of that number is not the first worker's."""
+    column = digests[:, number] if number < digests.shape[1] else np.arange(len(digests))
+    return int((column != column[0]).argmax())
+
+
+def _gather_text(ranks: Ranks, mine: str) -> list[str]:
+    """Returns the beginning of each worker's text. A collective."""
+    gathered = ranks.gather(*mine.encode(errors="replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+    return [bytes(map(int, row)).decode(errors="replace").strip() for row in gathered]
+
+
+def _script_arguments(argv: Sequence[str], workers: int) -> Iterator[Item]:
+    """Yields the arguments of the user's script that do not name a task, a place or a number below that of the workers."""
+    script = os.path.realpath(getattr(sys.modules.get("__main__"), "__file__", None) or os.sep)
+    libraries = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    # `tfdist train` has compared its configuration; a program of a library, such as Ray's, gives each task arguments of its own.
+    if task_versions.configuration or any(script.startswith(f"{path}{os.sep}") for path in libraries):
+        return
+    named: dict[str, list[str]] = {}
+    flag = ""
+    for argument in argv:
+        if is_flag := bool(re.match(r"-+[A-Za-z]", argument)):
+            flag, assigned, argument = argument.partition("=")
+        if not is_flag or assigned:
+            named.setdefault(flag, []).append(argument)
+            flag = ""
+    for flag, values in sorted(named.items()):
+        if not _OF_TASKS.search(flag.lower()):
+            shown = [value for value in map(functools.partial(_argument, workers=workers), values) if value]
+            yield f"the script's argument {flag}".strip(), " ".join(shown)
+
+
+def _argument(value: str, workers: int) -> str:
+    """Returns an argument's value as it is compared; empty if it may be a task's own."""
+    if _LOCATION.search(value) or (value.isdecimal() and int(value) <= workers):
+        return ""
+    return _COUNTED.sub("", value)
+
+
+def _model(model: keras.Model) -> Iterator[Item]:
+    """Yields the model's class, its layers with their configurations, and its variables."""
+    yield "the model's class", type(model).__name__
+    yield from _layers(model, "")
+    for variable in model.variables if model.built else ():
+        path = "/".join(_NUMBERED.sub("", part) for part in variable.path.split("/"))
+        kind = "trainable" if variable.trainable else "not trainable"
+        yield f"the model's variable {path}", f"{tuple(variable.shape)} {variable.dtype}, {kind}"
+
+
+def _layers(parent: Any, inside: str) -> Iterator[Item]:
+    for number, layer in enumerate(getattr(parent, "layers", ()), 1):
+        where = f"layer {number}{inside}"
+        yield f"the model's {where}", type(layer).__name__
+        if getattr(layer, "layers", None):
+            yield from _layers(layer, f" of {where}")
+            continue
+        for name, value in _config(layer).items():
+            yield f"the model's {where} ({type(layer).__name__}): {name}", value
+
+
+def _compiled(model: keras.Model) -> Iterator[Item]:
+    """Yields what a model was compiled with."""
+    yield "the model's loss", _text(getattr(model, "loss", None))
+    for number, each in enumerate(optimizer_search.optimizers(model)):
+        title = f"the optimizer{f' {number + 1}' if number else ''}"
+        yield title, type(each).__name__
+        while each is not None:
+            for name, value in _config(each).items():
+                if name == "learning_rate" and (rate := _given_rate(each)) is not None:
+                    value = f"{rate:.6g}"
+                if name != "inner_optimizer":
+                    yield f"{title}: {name}", value
+            each = getattr(each, "inner_optimizer", None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of lambdas, which cannot be loaded
+            config = model.get_compile_config() or {}
+    except Exception:  # of an object of the user's
+        config = {}
+    for name in _COMPILE:
+        if name in config:
+            yield f"compile's {name}", _text(config[name])
+
+
+def _given_rate(optimizer: Any) -> float | None:
+    """Returns the learning rate that this worker was given, though all start with the chief's; None if it is a schedule."""
+    variable: Any = getattr(optimizer.learning_rate, "value", None)
+    if not hasattr(variable, "given_and_broadcast"):
+        return None
+    (given, broadcast), now = variable.given_and_broadcast, float(optimizer.learning_rate)
+    return given if now == broadcast else now
+
+
+def _config(value: Any) -> dict[str, str]:
+    """Returns an object's configuration, by name; nothing if it has none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = value.get_config()
+    except Exception:  # a class of the user's own
+        return {}
+    if not isinstance(config, Mapping):
+        return {}
+    return {
+        str(name): _NUMBERED.sub("", _text(each)[1:-1]) if name == "name" else _text(each)
+        for name, each in config.items()
+        if name not in _NOT_COMPARED
+    }
+
+
+def _text(value: Any) -> str:
+    """Returns a text of a value that is the same in each run of a program."""
+    if isinstance(value, Mapping):
+        if value.get("class_name") == "__lambda__":
+            return "a lambda"
+        kept = {str(name): each for name, each in value.items() if name not in _NOT_COMPARED}
+        if set(kept) == {"class_name", "config"}:  # as Keras serializes an object
+            return f"{kept['class_name']} {_text(kept['config'])}"
+        entries = (
+            (name, _NUMBERED.sub("", each) if name == "name" and isinstance(each, str) else each)
+            for name, each in sorted(kept.items())
+        )
+        return f"{{{', '.join(f'{name}: {_text(each)}' for name, each in entries)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"[{', '.join(sorted(map(_text, value)))}]"
+    if isinstance(value, np.generic):
+        return _text(value.item())
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)} {zlib.crc32(np.ascontiguousarray(value).tobytes()):08x}"
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(_ADDRESS.sub("0x", value))
+    if isinstance(value, functools.partial):
+        return f"{_text(value.func)} {_text(value.args)} {_text(value.keywords)}"
+    if isinstance(value, types.FunctionType):
+        return f"{value.__qualname__}{_constants(value.__code__) if value.__name__ == '<lambda>' else ''}"
+    if hasattr(value, "get_config") and not isinstance(value, type):
+        return f"{type(value).__name__} {_text(_config(value))}"
+    return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
+
+
+def _constants(code: types.CodeType) -> str:
+    """Returns the names and numbers of a lambda, which are the same for all versions of Python."""
+    numbers = [each for each in code.co_consts if isinstance(each, (int, float, str))]
+    inner = [_constants(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return f" of {', '.join(map(str, [*code.co_names, *numbers, *inner]))}"
