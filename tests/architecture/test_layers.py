@@ -291,7 +291,7 @@ def test_every_fault_of_tf_config_and_configuration_is_found_before_tensorflow_i
         assert [line.startswith(said) for line, said in zip(lines, expected, strict=True)] == [True] * len(expected)
 
 
-def test_a_batch_that_the_workers_of_tf_config_do_not_divide_is_found_before_tensorflow_is_loaded(run_all):
+def test_a_batch_that_the_workers_of_tf_config_do_not_divide_is_found_before_tensorflow_is_loaded(run_all, tmp_path):
     cases = [(3, 64, 2), (3, 63, 99), (2, 63, 2)]  # workers, batch, exit code
     commands = []
     for workers, batch, _ in cases:
@@ -299,7 +299,7 @@ def test_a_batch_that_the_workers_of_tf_config_do_not_divide_is_found_before_ten
         arguments = [
             "--config=configs/digits_multi_worker.py",
             f"--config.global_batch_size={batch}",
-            "--workdir=unused",
+            f"--workdir={tmp_path}",
         ]
         commands.append((["-m", "tfdist.train", *arguments], {"TF_CONFIG": json.dumps(cluster)}))
     for (workers, batch, exit_code), done in zip(cases, run_all(commands), strict=True):
