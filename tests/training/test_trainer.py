@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfdist
 from tests.helpers import tiers
 from tests.helpers.dense_model import build
-from tfdist import ConfigError, StrategyConfig
+from tfdist import StrategyConfig
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ class Passes:
         self.iterator: Any = None
         self._per_execution = steps_per_execution
         self._begin_pass = begin_pass
-        self._num_batches = source.steps or None
+        self._num_batches = source.steps
         self._seen = 0  # steps of the present pass
 
     @property
@@ -113,7 +113,7 @@ class Passes:
 
     def reset(self) -> None:
         """Forgets the present pass, before a loop."""
-        self.iterator, self._seen, self._num_batches = None, 0, self.source.steps or None
+        self.iterator, self._seen, self._num_batches = None, 0, self.source.steps
         self.source.adapter.on_epoch_end()
 
     def epoch(self, first: int = 0) -> Iterator[tuple[int, int, int | None]]:
@@ -125,7 +125,7 @@ class Passes:
             first: The step with which to begin.
         """
         self.source.adapter.on_epoch_begin()
-        total, size = self.steps, self._per_execution
+        total, size = self.steps or None, self._per_execution
         if total is None or self.iterator is None or self.steps_per_epoch is None:
             self._open()
         begin = first

@@ -49,7 +49,8 @@ def open_source(
         class_weight: The weight of each class.
     """
     unsupported.check_data(engine.strategy, x)
-    if isinstance(x, types.GeneratorType):
+    beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+    if isinstance(x, types.GeneratorType) and all(value is None for value in beside.values()):  # or Keras refuses them
         x = from_generator(x)
     if is_function(x):
         function, weight = x, class_weight
@@ -61,12 +62,10 @@ def open_source(
         return engine.source_from_function(make)
     adapter = keras_loops.get_data_adapter(
         x=x,
-        y=y,
-        sample_weight=sample_weight,
         batch_size=batch_size,
         steps_per_epoch=limited_steps(steps),
         shuffle=shuffle,
-        class_weight=class_weight,
+        **beside,
     )
     unsupported.check_data(engine.strategy, adapter)
     source = engine.source(adapter.get_tf_dataset(), adapter.num_batches)
@@ -188,7 +187,11 @@ def bind_arguments(method: Callable[..., Any], model: Any, args: Any, kwargs: An
         args: By place.
         kwargs: By name.
     """
-    _, *others = inspect.signature(method).bind(model, *args, **kwargs).arguments.items()
+    try:
+        _, *others = inspect.signature(method).bind(model, *args, **kwargs).arguments.items()
+    except TypeError:
+        method(model, *args, **kwargs)  # raises an error that names the method
+        raise
     arguments: dict[str, Any] = {}
     for name, value in others:
         arguments |= value if name == "kwargs" else {name: value}

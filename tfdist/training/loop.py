@@ -102,7 +102,7 @@ def fit(
     def epoch_logs(logs: Any) -> dict[str, Any]:
         return dict(engine.epoch_logs(model, model.train_function, logs))
 
-    training = train(model, hooks, passes, range(initial_epoch, epochs), epoch_logs, validate)
+    training = train(model, hooks, passes, initial_epoch, epochs, epoch_logs, validate)
     with _closing(training, passes):
         logs = None
         try:
@@ -120,7 +120,8 @@ def train(
     model: keras.Model,
     hooks: Hooks,
     passes: TrainingPasses,
-    epochs: range,
+    initial_epoch: int,
+    epochs: int,
     epoch_logs: Callable[[Any], dict[str, Any]],
     validate: Callable[[int], dict[str, Any]] = lambda epoch: {},
 ) -> Generator[int | None, Any, None]:
@@ -130,7 +131,8 @@ def train(
         model: The model.
         hooks: The callbacks.
         passes: The data.
-        epochs: The epochs, from 0.
+        initial_epoch: The first epoch, from 0.
+        epochs: The last epoch.
         epoch_logs: Returns the logs of an epoch, given those of its last step.
         validate: Returns the logs of the validation after an epoch.
 
@@ -141,10 +143,11 @@ def train(
     model.stop_training = False
     model.make_train_function()
     _call(hooks.on_train_begin)
+    planned = range(initial_epoch, epochs)
     if session:
-        epochs = session.on_train_begin(epochs, passes.steps)
+        planned = session.on_train_begin(planned, passes.steps)
         logs = session.resumed_logs
-    for epoch in epochs:
+    for epoch in planned:
         model.reset_metrics()
         _call(hooks.on_epoch_begin, epoch)
         for begin, end, left in session.resumed(passes.epoch()) if session else passes.epoch():
@@ -168,10 +171,10 @@ def train(
         _call(hooks.on_epoch_end, epoch, training_logs)
         passes.next_epoch(epoch)
         if session:
-            _call(session.on_epoch_end, training_logs, epoch + 1 == epochs.stop)
+            _call(session.on_epoch_end, training_logs, epoch + 1 == epochs)
         if model.stop_training:
             break
-    if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
+    if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
         model.optimizer.finalize_variable_values(model.trainable_weights)
     _call(hooks.on_train_end, training_logs)
     if session:
@@ -310,7 +313,7 @@ def steps(
     data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "class_weight": None}
     passes = _training_passes(engine, model, session, steps_per_epoch, shuffle=shuffle, **data)
     hooks = _training_hooks(model, callbacks, session, passes, epochs, verbose)
-    training = train(model, hooks, passes, range(initial_epoch, epochs), lambda logs: dict(model.logs))
+    training = train(model, hooks, passes, initial_epoch, epochs, lambda logs: dict(model.logs))
     with _closing(training, passes):
         logs = None
         while True:

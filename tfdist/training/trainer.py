@@ -18,6 +18,7 @@ from tfdist.compat import keras_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
 from tfdist.errors import ConfigError
+from tfdist.strategies import model_methods
 from tfdist.training import checks, console, loops, saving, startup
 from tfdist.training.custom_step import Step
 
@@ -320,7 +321,7 @@ class Trainer:
         if method is not getattr(keras.Model, name):  # it calls Keras' method, and so `call`
             self._take_models()
             return method(model, *args, **kwargs)
-        return loops.LOOPS[name](self._context, method, model, args, kwargs)
+        return loops.LOOPS[name](self._context, model_methods.keras_own(name), model, args, kwargs)
 
     def _attach(self, model: keras.Model, method: str = "fit") -> None:
         self._context.attach(model, method)
