@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from tfdist.data.source import DataSource
-
 
 class Engine(abc.ABC):
     """Trains, evaluates and predicts models under one strategy: what a loop asks for.
@@ -39,8 +37,8 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def source(self, dataset: Any, steps: int | None) -> DataSource:
-        """Returns the source of a loop over a dataset of batches of the global size.
+    def source(self, dataset: Any, steps: int | None) -> Any:
+        """Returns the `DataSource` of a loop over a dataset of batches of the global size.
 
         Args:
             dataset: The dataset, or one that the strategy has distributed.
@@ -48,8 +46,8 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
-        """Returns the source of a loop over the datasets that a function makes.
+    def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+        """Returns the `DataSource` of a loop over the datasets that a function makes.
 
         Args:
             make: Returns the dataset of one input pipeline.

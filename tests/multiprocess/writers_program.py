@@ -113,8 +113,8 @@ def made():
 
 
 def kept(callbacks):
-    wrapped = callback_sync.wrap_callbacks(callbacks, trainer.strategy, trainer._context.ranks, check_weights=True)
-    return [type(each).__name__ for each in wrapped[1:-1]]
+    _, mine, _ = callback_sync.wrap_callbacks(callbacks, trainer.strategy, trainer._context.ranks, check_weights=True)
+    return [type(each).__name__ for each in mine]
 
 
 def fitted():

@@ -51,7 +51,7 @@ def test_a_second_trainer_trains_in_the_same_process(trainer):
 
 def test_a_callback_that_raises_stop_iteration_is_not_taken_for_the_end_of_the_data(trainer):
     stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: next(iter([])))
-    with pytest.raises(StopIteration):
+    with pytest.raises(RuntimeError, match="on_epoch_end raised StopIteration"):
         trainer.fit(build(trainer), np.ones((4, 3)), np.ones((4, 2)), callbacks=[stop], verbose=0)
 
 

@@ -297,31 +297,26 @@ def replacing_dataset_sources(slices: Callable[..., Any], tensors: Callable[...,
 
 TF_DEVICE_DATASET = "_create_device_dataset"
 
-_tuning = threading.RLock()
 
-
-@contextlib.contextmanager
-def without_autotuning_on_devices() -> Iterator[None]:
-    """Turns off autotuning of the datasets, one per device, through which iterators made in this context feed the devices.
+def stop_autotuning_on_devices() -> None:
+    """Turns off autotuning of the datasets, one per device, through which iterators feed several devices. The first call is enough.
 
     They have nothing to tune, and each has a thread that tunes. TensorFlow waits for the thread when it deletes an iterator, but
     may fail to wake it: `CancellationManager` calls its callbacks before it marks the cancellation for which the thread, once
     awake, looks. The thread then sleeps on, for up to 60 s. With 16 devices on two cores most epochs ended so.
     """
-    with _tuning:
-        create = getattr(multi_device_iterator_ops, TF_DEVICE_DATASET)
+    create = getattr(multi_device_iterator_ops, TF_DEVICE_DATASET)
+    if hasattr(create, "tensorflow_own"):
+        return
 
-        @functools.wraps(create)
-        def untuned(*args: Any) -> tf.data.Dataset:
-            options = tf.data.Options()
-            options.autotune.enabled = False
-            return create(*args).with_options(options)
+    @functools.wraps(create)
+    def untuned(*args: Any) -> tf.data.Dataset:
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return create(*args).with_options(options)
 
-        setattr(multi_device_iterator_ops, TF_DEVICE_DATASET, untuned)
-        try:
-            yield
-        finally:
-            setattr(multi_device_iterator_ops, TF_DEVICE_DATASET, create)
+    untuned.tensorflow_own = create  # type: ignore[attr-defined]
+    setattr(multi_device_iterator_ops, TF_DEVICE_DATASET, untuned)
 
 
 # Average losses

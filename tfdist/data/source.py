@@ -28,7 +28,6 @@ class DataSource:
         datasets: This process's datasets, from which the data are made; empty if unknown.
         steps: The number of steps of a pass; None if it is not known, or they never end.
         parts: The number of replicas among which an element of the datasets is split.
-        open: Returns an iterator of a new pass; None means that of `data`.
         open_at: Returns a pass that begins at a step; called as `open_at(number, steps, ready)` (see `DataSource.open_at`).
 
     Attributes:
@@ -41,7 +40,6 @@ class DataSource:
         datasets: Sequence[Any] = (),
         steps: int | None = None,
         parts: int = 1,
-        open: Callable[[], Any] | None = None,
         open_at: OpenAt | None = None,
     ):
         self.data = data
@@ -49,8 +47,11 @@ class DataSource:
         self.steps = steps
         self.parts = parts
         self.adapter: Any = keras_loops.DataAdapter()
-        self.open = open or (lambda: iter(data))
         self._open_at = open_at
+
+    def open(self) -> Any:
+        """Returns an iterator of a new pass."""
+        return iter(self.data)
 
     def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> Any:
         """Returns an iterator of a pass that begins at a step.

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import tf_internals
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.data import arrays, resume, worker_rows
 from tfdist.data.graph import walk
@@ -94,16 +93,9 @@ class DataDistribution(tf.distribute.Strategy):
         def open_at(number: int, done: int, ready: Callable[[], None]) -> Any:
             resume.replay(dataset, number - 1)
             ready()
-            return self._open(distribute(copy_python_data(dataset.skip(done))))
+            return iter(distribute(copy_python_data(dataset.skip(done))))
 
-        return DataSource(
-            distributed, [dataset], steps, num_replicas(self), functools.partial(self._open, distributed), open_at
-        )
-
-    @staticmethod
-    def _open(distributed: Any) -> Any:
-        with tf_internals.without_autotuning_on_devices():
-            return iter(distributed)
+        return DataSource(distributed, [dataset], steps, num_replicas(self), open_at)
 
     def _has_peers(self) -> bool:
         """Whether there are several workers."""
@@ -203,13 +195,11 @@ class DataDistribution(tf.distribute.Strategy):
 
             distributed = distribute(rest, options)
             ready()
-            return self._open(distributed)
+            return iter(distributed)
 
         distribute = super().distribute_datasets_from_function
         distributed = distribute(make, options)
-        return DataSource(
-            distributed, list(made.values()), steps[0], 1, functools.partial(self._open, distributed), open_at
-        )
+        return DataSource(distributed, list(made.values()), steps[0], 1, open_at)
 
     def _gather_batch_sizes(self, dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:
         """Returns each worker's batch size, -1 if unknown, and its number of batches. A collective of several workers."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_internals
+from tfdist.compat import keras_internals, tf_internals
 from tfdist.config import registry
 from tfdist.errors import ConfigError
 from tfdist.runtime.log import logger
@@ -61,6 +61,7 @@ def install(strategy: KerasStrategy) -> None:
         if not hasattr(method, "keras_own"):
             setattr(keras.Model, name, _keeping(make(method), method))
     keras_internals.replace_writers(saving.keras_writer)
+    tf_internals.stop_autotuning_on_devices()
     if strategy.traits.several_processes or strategy.traits.asynchronous:
         saving.checkpoints_by_one(strategy)
 

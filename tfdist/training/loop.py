@@ -11,7 +11,7 @@ import keras
 
 from tfdist.backup.data_position import TrainingPasses
 from tfdist.backup.session import BackupSession
-from tfdist.compat import keras_loops, tf_internals
+from tfdist.compat import call_stack, keras_loops, tf_internals
 from tfdist.data.source import Passes
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, stop_iteration_error
@@ -95,7 +95,6 @@ def fit(
             steps=validation_steps,
             callbacks=hooks,
             return_dict=True,
-            _use_cached_eval_dataset=True,
         )
         return {f"val_{name}": value for name, value in logs.items()}
 
@@ -192,7 +191,6 @@ def evaluate(
     steps: int | None = None,
     callbacks: Any = None,
     return_dict: bool = False,
-    **kwargs: Any,
 ) -> Any:
     """Evaluates a model, as Keras' `evaluate`.
 
@@ -202,18 +200,16 @@ def evaluate(
         x: As of Keras' `evaluate`, likewise the others; or a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
     """
     keras_loops.check_compiled(model, "evaluate")
-    is_validation = kwargs.pop("_use_cached_eval_dataset", False) and isinstance(callbacks, Hooks)
-    if kwargs:
-        raise ValueError(f"Arguments not recognized: {kwargs}")
-    if is_validation:
-        passes = callbacks.validation
-    else:
+    validation = callbacks.validation if isinstance(callbacks, Hooks) else None
+    if validation is None:
         source = input_data.open_source(engine, x, y, sample_weight, batch_size, steps)
         passes = Passes(source, steps, int(model.steps_per_execution), _begin_pass(model))
+    else:
+        passes = validation
     model_building.build(model, "test_step", passes.source.form, passes.source.parts)
     passes.reset()
     hooks = _hooks(model, callbacks, passes, verbose)
-    session = hooks.session if is_validation else None
+    session = hooks.session if validation else None
     model.make_test_function()
     model.stop_evaluating = False
     _call(hooks.on_test_begin)
@@ -221,7 +217,7 @@ def evaluate(
         session.on_validation_begin()
     logs: Any = None
     model.reset_metrics()
-    with _closing(None if is_validation else passes):
+    with _closing(None if validation else passes):
         for begin, end, left in passes.epoch():
             _call(hooks.on_test_batch_begin, begin)
             step_logs = engine.run(model.test_function, passes.iterator, left)
@@ -374,13 +370,8 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except StopIteration as e:
-        trace, where = e.__traceback__, f"A callback's {function.__name__}"
-        while trace:
-            owner = trace.tb_frame.f_locals.get("self")
-            if isinstance(owner, keras.callbacks.Callback) and not isinstance(owner, keras.callbacks.CallbackList):
-                where = f"{type(owner).__name__}.{trace.tb_frame.f_code.co_name}"
-                break
-            trace = trace.tb_next
+        found = call_stack.raising_callback(e)
+        where = f"{type(found[0]).__name__}.{found[1]}" if found else f"A callback's {function.__name__}"
         raise stop_iteration_error(where, e) from e
 
 
