@@ -7,11 +7,12 @@ import json
 import os
 import pathlib
 import signal
+import sys
 
 import pytest
 
 from tests.helpers.launched_job import until
-from tfdist.cluster import local_cluster
+from tfdist.cluster import TaskSpec, local_cluster
 from tfdist.launch.launcher import Launcher
 
 LIFE = "LIFE = int(pathlib.Path(os.environ['TFDIST_PROGRESS'], 'restarts').read_text())\n"
@@ -55,6 +56,33 @@ def test_a_restart_without_backups_says_why_it_begins_at_step_0(job, tells, why)
     code = f"{TELL}from tfdist.runtime.progress import mark_backed_up\ntell(12, 0)\n{tells}\nsys.exit(7)"
     assert job.run(code, "--max_restarts=1") == 7
     assert f"restart 1/1 from step 0{why}. Full output: " in job.output()
+
+
+AT_THE_CHIEF = "the chief's last backup, if there is one"
+
+
+@pytest.mark.parametrize(
+    ("restarts", "code", "said"),
+    [
+        (1, "tell(12); mark_backed_up(); exit(7)", f"restart 1/1 from {AT_THE_CHIEF}. Full output: "),
+        (1, "tell(12); exit(7)", "restart 1/1 from step 0, as there is no backup_dir. Full output: "),
+        (1, "exit(7)", f"restart 1/1 from {AT_THE_CHIEF}. Full output: "),
+        (1, "tell(12); mark_backed_up(); exit(75)", f"at step 12; starting again from {AT_THE_CHIEF}"),
+        (0, "tell(12); mark_backed_up(); exit(75)", f"Run the same command again to continue from {AT_THE_CHIEF}"),
+        (
+            0,
+            "tell(12, 10); mark_backed_up(); abort()",
+            f". Run the command again to go on from {AT_THE_CHIEF}; max_restarts",
+        ),
+    ],
+)
+def test_a_launcher_on_another_host_than_the_chief_names_no_step_of_its_backups(tmp_path, restarts, code, said):
+    program = "from os import abort\nfrom tfdist.runtime.progress import Progress, mark_backed_up\ntell = Progress('worker-1').write\n"
+    output, cluster = io.BytesIO(), local_cluster(2)
+    command = [sys.executable, "-c", program + code]
+    launcher = Launcher(command, cluster, tmp_path, output=output, max_restarts=restarts, here=[TaskSpec("worker", 1)])
+    assert launcher.run() != 0
+    assert said in output.getvalue().decode()
 
 
 def test_a_failed_run_starts_again_as_a_whole(job):

@@ -23,7 +23,7 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.compat import tf_internals
 from tfdist.engine import Engine
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import progress
+from tfdist.runtime import late_removal, progress
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -119,6 +119,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         next_folder = os.path.join(self.backup_dir, f"fit-{self._fits + 2}")
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
+        if ranks.is_chief:
+            self._remove_left(folder)  # of another training of these tasks, whose model is saved
         storage = Storage(folder, ranks.rank, ranks.size)
         session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress, next_folder)
         try:
@@ -143,15 +145,18 @@ class BackupAndRestore(keras.callbacks.Callback):
             session.writer.wait(5.0)
             session.release()
 
-    def delete(self) -> None:
-        """Removes the backups of trainings that have come to their end, unless `delete_checkpoint=False`."""
+    def delete(self, at_once: bool = False) -> None:
+        """Removes the backups of trainings that have come to their end, unless `delete_checkpoint=False`.
+
+        Args:
+            at_once: Whether to remove them now, so that tasks which a supervisor restarts train again. Otherwise a supervisor
+                removes them, once all tasks have ended well.
+        """
         if self.delete_checkpoint:
-            for storage, _ in reversed(self._finished):
-                progress.note_backup(storage.folder, exists=False)
-                storage.remove_all()
+            self._remove([storage for storage, _ in self._finished], at_once)
             self._finished = []
-            if self._progress:
-                self._progress.write(saved=0)
+            if at_once:
+                self._remove_left(self.backup_dir)
 
     def delete_of(self, model: keras.Model) -> None:
         """Removes the backups of trainings of one model that have come to their end, unless `delete_checkpoint=False`.
@@ -166,19 +171,31 @@ class BackupAndRestore(keras.callbacks.Callback):
             return
         saved = [storage for storage, trained in self._finished if trained() is model]
         self._finished = [each for each in self._finished if each[1]() is not model]
-        for storage in reversed(saved):
-            if storage.rank == 0:
+        self._remove(saved, of_all=True)
+
+    def _remove(self, storages: Sequence[Storage], at_once: bool = False, of_all: bool = False) -> None:
+        """Removes this rank's files, or has the chief remove those of all; leaves them to a supervisor, if there is one."""
+        for storage in reversed(storages):
+            if not at_once and late_removal.put_off(storage.folder, storage.rank):
+                continue
+            if storage.rank == 0 or not of_all:
                 progress.note_backup(storage.folder, exists=False)
-                storage.remove_all(every_rank=True)
-        if saved and self._progress:
-            self._progress.write(saved=0)
+                storage.remove_all(every_rank=of_all or (storage.rank == 0 and progress.is_supervised()))
+            if self._progress:
+                self._progress.write(saved=0)
+
+    def _remove_left(self, folder: str) -> None:
+        """Removes now, in a folder and below it, the backups that this run has left to its supervisor."""
+        for path in late_removal.take_back(folder):
+            progress.note_backup(path, exists=False)
+            Storage(path, 0, 1).remove_all(every_rank=True)
 
     def restore_seed(self) -> None:
         """Sets TensorFlow's random seed to that of the training that will go on, or to some seed if there is none.
 
         Call it before datasets are made: a dataset that shuffles takes its seed from there. A seed that is set later holds.
         """
-        seed = read_seed(self.backup_dir)
+        seed = self._saved_seed()
         if seed is None and tf_internals.global_seed() is None:
             seed = int.from_bytes(os.urandom(4), "little") >> 1
         if seed is not None and seed != tf_internals.global_seed():
@@ -186,7 +203,10 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def goes_on(self) -> bool:
         """Returns whether there is a backup, which the next `fit` of this program's first goes on from."""
-        return read_seed(self.backup_dir) is not None
+        return self._saved_seed() is not None
+
+    def _saved_seed(self) -> int | None:
+        return None if late_removal.is_put_off(self.backup_dir) else read_seed(self.backup_dir)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Raises ConfigError: the loop of a Trainer takes the callback out of those that it calls."""

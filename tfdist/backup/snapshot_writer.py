@@ -15,7 +15,7 @@ from tfdist.backup.search import Snapshot
 from tfdist.backup.storage import SHARED, Storage, remove_damaged, set_damaged_aside
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import ownership, progress
+from tfdist.runtime import late_removal, ownership, progress
 from tfdist.runtime.ownership import Ownership
 
 
@@ -99,6 +99,7 @@ class SnapshotWriter:
             storage.write_manifest(point, snapshot.manifest, self._keep)
             remove_damaged(storage.folder)
             progress.note_backup(storage.folder)
+            late_removal.keep(storage.folder)
             self._progress.write(saved=snapshot.step)
         else:
             storage.clean()

@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import pathlib
-import shutil
 import signal
 import sys
 import threading
@@ -41,7 +40,7 @@ from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import exit_status, false_success, ownership, preemption, progress, tensorflow_log
+from tfdist.runtime import exit_status, false_success, late_removal, ownership, preemption, progress, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
@@ -201,8 +200,8 @@ class FinishedRun:
             f"{self._workdir} holds a finished run; training again from the beginning. Its model.keras and summary.json stay until this "
             "run has finished, which then replaces them"
         )
-        for path in [*self._backups.glob("step-*"), self._backups / "checkpoint"] if self._kept else ():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        if self._kept:
+            late_removal.remove_backups(self._backups)
 
     def _is_replaced(self) -> bool:
         if self._summary is None or not self._kept:
@@ -405,10 +404,16 @@ def train(
     )
     if trainer.is_chief:
         summary["training"] = backup.training_id if backup else ""
+        before = _read_json(workdir / "summary.json") or {}
+        if backup and all(before.get(name) == summary[name] for name in ("training", "steps")):
+            summary = {
+                **before,
+                "restarts": summary["restarts"],
+            }  # killed after its end: this process could measure nothing
         summary_lib.write_json(workdir / "summary.json", summary)
         if _SOURCE not in os.environ:
             summary_table.print_summary(summary, workdir)
-    trainer.delete_backup()  # with everything written
+    trainer.on_model_saved(model)  # with everything written
     goodput.delete()
     return summary
 

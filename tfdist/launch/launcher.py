@@ -24,7 +24,8 @@ from tfdist.launch.process import (
     task_environ,
 )
 from tfdist.launch.restart_policy import RestartPolicy, why_final
-from tfdist.runtime import exit_status, progress
+from tfdist.runtime import exit_status, late_removal, progress
+from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.temporary import temporary_folder
 
 _ALONE = (
@@ -54,7 +55,7 @@ class Launcher:
         evaluator: Whether to run the command as the task `evaluator:0`, too: beside the cluster, and without its GPUs.
         fresh_ports: Whether tasks that all start again get other ports: those of `cluster` are this machine's, and nobody else's choice.
         must_finish: Whether exit code 0 counts as a failure of a task that has not said that its training has finished
-            (`progress.mark_finished`), as those of `tfdist train` do.
+            (`progress.mark_finished`), as those of `tfdist train` do. Amid a `fit` it is one in any case.
         here: The tasks to start on this machine, where launchers on other machines start the rest. None means all. Each launcher
             restarts its own tasks: those of the others fail when they lose these, and all wait for each other at the start.
 
@@ -96,7 +97,8 @@ class Launcher:
         self._kill_at = float("inf")
         self._restart = False
         self._preempted = False
-        self._saved = 0
+        self._knows_backups = here is None or cluster.chief in here  # the chief alone tells of them
+        self._saved: int | None = 0  # the step of the last backup, None if it is not known
         self._last_preemption_step = -1
         self.restarts = RestartPolicy(max_restarts)
         self.failure: Failure | None = None
@@ -130,6 +132,8 @@ class Launcher:
                         self._run_once()
                     if not self._preempted and self.failure is None:
                         self._evaluator.finish(lambda: bool(self._signals), self._refresh)
+                    if not (self._preempted or self._signals or self.failure):
+                        self._remove_backups()
                     told = self._preempted or (self._signals and self._signals[0] != signal.SIGINT)
                     if told and (what := self._how_to_continue()):
                         self._output.say(what)
@@ -150,6 +154,7 @@ class Launcher:
         if self._signals:
             return
         self._output.attempt(self._progress, progress.clear, self._progress, self.restarts.total)
+        self._output.attempt(self._progress, late_removal.begin, self._progress)
         self._restart = self._preempted = False
         self._kill_at = float("inf")
         try:
@@ -248,19 +253,25 @@ class Launcher:
             was_signalled = bool(self._signals) and not self.failure and not self._is_server(task.spec)
             self._preempted |= was_signalled and code == exit_status.PREEMPTED
             return
-        trains = self._must_finish and not self._is_server(task.spec)
-        unfinished = not code and trains and not progress.has_finished(self._progress, task.spec.name)
-        if unfinished or code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
-            self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail)))
-            return
+        name, amid_fit = task.spec.name, progress.is_training(self._progress, task.spec.name)
+        must_finish = self._must_finish and not self._is_server(task.spec)
+        unfinished = not code and (amid_fit or (must_finish and not progress.has_finished(self._progress, name)))
+        if unfinished and amid_fit and (steps := progress.read(self._progress, name)):
+            self._failed(task, Failure(task.spec, code, f"step {steps.done}, epoch {steps.epoch}"))
+        elif unfinished or code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
+            self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail) if code else ""))
+        else:
+            self._ended_well(task)
+
+    def _ended_well(self, task: TaskProcess) -> None:
         self._output.release(task)
-        if code == exit_status.PREEMPTED:
+        if task.process.returncode == exit_status.PREEMPTED:
             done, self._saved = self._steps(task)
             # Without progress since it was told last, it is no preemption that it suffers from.
             free = (done or 0) > self._last_preemption_step
             self._last_preemption_step, self._preempted = done or 0, True
             self._restart = self.restarts.limit > 0 and (free or not self.restarts.failed(done))
-            then = f"; starting again from step {self._saved}" if self._restart else ""
+            then = f"; starting again from {self._from_where()}" if self._restart else ""
             self._output.say(f"{task.spec} was told to end (SIGTERM) at step {done or 0}{then}")
             self._kill_at = time.monotonic() + self._grace_seconds  # the others are saving, too
             self.restarts.total += self._restart and free
@@ -272,18 +283,18 @@ class Launcher:
         alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
         done, self._saved = self._steps(task)
         lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
-        final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved, failure.reason)
+        final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved or 0, failure.reason)
         if not (why := final or self.restarts.failed(done)):
-            count = f"restart {self.restarts.spent}/{self.restarts.limit} from step"
+            count = f"restart {self.restarts.spent}/{self.restarts.limit}"
             self._output.release(task)
             if alone:
-                self._output.say(f"{lost}; {count} {done or 0}, of {task.spec} alone")
+                self._output.say(f"{lost}; {count} from step {done or 0}, of {task.spec} alone")
                 self._output.attempt(self._progress, progress.write_restarts, self._progress, self.restarts.total)
                 self._later.append((time.monotonic() + self.restarts.delay, task.spec))
             else:
-                has_none = done is not None and not self._saved and not progress.is_backed_up(self._progress)
+                has_none = done is not None and self._saved == 0 and not progress.is_backed_up(self._progress)
                 why = ", as there is no backup_dir" if has_none else ""
-                self._output.say(f"{lost}; {count} {self._saved}{why}. Full output: {task.log_path}")
+                self._output.say(f"{lost}; {count} from {self._from_where()}{why}. Full output: {task.log_path}")
                 self._restart = True
                 self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
             return
@@ -300,17 +311,36 @@ class Launcher:
         self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}{remedy}")
         self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # it has nothing to save
 
-    def _steps(self, task: TaskProcess) -> tuple[int | None, int]:
-        """Returns the step at which a task is, None before its training, and that of the last backup."""
+    def _remove_backups(self) -> None:
+        """Removes the backups of finished trainings, which tasks have left until no restart can need them."""
+        for folder, names in late_removal.noted(self._progress):
+            try:
+                late_removal.remove_noted(folder, names)
+            except OSError as e:
+                self._output.say(
+                    f"the backups in {folder} are left, though the model is saved: {write_error_reason(e)}. Remove them, or the next "
+                    "training there continues from them"
+                )
+
+    def _from_where(self) -> str:
+        return "the chief's last backup, if there is one" if self._saved is None else f"step {self._saved}"
+
+    def _steps(self, task: TaskProcess) -> tuple[int | None, int | None]:
+        """Returns the step at which a task is, None before its training, and that of the last backup, None if it is not known."""
         known = {spec: progress.read(self._progress, spec.name) for spec in self._specs}
         found = [steps for steps in known.values() if steps]
         mine = known[task.spec] or max(found, default=None)
-        return mine and mine.done, max((steps.saved for steps in found), default=self._saved)
+        return mine and mine.done, self._last_backup(found)
+
+    def _last_backup(self, found: Sequence[progress.Steps]) -> int | None:
+        if self._knows_backups:
+            return max((steps.saved for steps in found), default=self._saved)
+        return 0 if found and not progress.is_backed_up(self._progress) else None
 
     def _how_to_continue(self, before: str = "") -> str:
         """Returns what to do after a run that was told to end; empty where no task trains."""
         found = [steps for spec in self._cluster.tasks() if (steps := progress.read(self._progress, spec.name))]
-        return before + progress.how_to_continue(max(steps.saved for steps in found)) if found else ""
+        return before + progress.how_to_continue(self._last_backup(found)) if found else ""
 
     def _is_server(self, task: TaskSpec) -> bool:
         """Returns whether a task serves a chief, which saves for all."""

@@ -172,7 +172,7 @@ class Failure:
     Attributes:
         task: Which.
         exit_code: Its exit code, or minus the number of the signal that ended it.
-        reason: The last line of its traceback or another complaint, where it has printed one.
+        reason: The last line of its traceback or another complaint, where it has printed one; of exit code 0, where it was.
     """
 
     task: TaskSpec
@@ -185,7 +185,7 @@ class Failure:
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
         if not self.exit_code:
-            return "exit code 0 before the training has finished"
+            return "exit code 0 before the training has finished" + (f" ({self.reason})" if self.reason else "")
         return f"exit code {self.exit_code}" + (f": {self.reason}" if self.reason else "")
 
     @property
@@ -195,11 +195,17 @@ class Failure:
             self.exit_code if self.exit_code > 0 else 128 - self.exit_code if self.exit_code else 1
         )  # 0 is a failure, too
 
-    def remedy(self, saved: int) -> str:
-        """Returns how to continue after a process was killed, or an empty text; `saved` is the last backup's step."""
+    def remedy(self, saved: int | None) -> str:
+        """Returns how to continue after a process was killed or left its `fit`, or an empty text; `saved` is the last backup's step."""
+        if not self.exit_code and self.reason:
+            return (
+                ". os._exit, or code outside of Python, has ended it. To end a training early, set model.stop_training = True in a "
+                "callback; for an error, raise one"
+            )
         if self.exit_code >= 0:
             return ""
-        again = f"Run the command again to go on from step {saved}" if saved else "No backup was made"
+        again = "No backup was made" if saved == 0 else "Run the command again to go on from "
+        again += "" if saved == 0 else "the chief's last backup, if there is one" if saved is None else f"step {saved}"
         return f". {again}; max_restarts starts the tasks again by itself, from the last backup"
 
     def __str__(self) -> str:

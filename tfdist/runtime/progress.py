@@ -6,6 +6,7 @@ metrics, that it has made a strategy and that it refuses its backups; the superv
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import numbers
 import os
@@ -32,7 +33,9 @@ _FILES = "files"  # a folder for temporary files of tasks
 _OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL, _BACKED_UP, _FILES)
 _EVALUATOR = "evaluator-"  # how the names of tasks begin that train nothing
 _FINISHED = "finished-"
+_TRAINING = "training-"
 _BACKUP = "backup-"  # and those of files that stand for folders which hold backups
+REUSED = ".reused"  # behind the name: this run has removed backups there, and may train something else in the folder
 _NUMBERS = 40  # bytes of a file of numbers: it is overwritten in place, so that a full disk leaves the numbers before
 
 _has_warned = False
@@ -118,6 +121,21 @@ def mark_finished(name: str) -> None:
     _mark(f"{_FINISHED}{name}")
 
 
+@contextlib.contextmanager
+def training(name: str) -> Iterator[None]:
+    """Tells that a task, such as `worker-1`, trains inside; without a supervisor, nothing.
+
+    The mark stays if the process ends inside without Python's own end, as by `os._exit`.
+    """
+    _mark(mark := f"{_TRAINING}{name}")
+    atexit.register(_unmark, mark)  # a loop of the user's own may be left as it is
+    try:
+        yield
+    finally:
+        atexit.unregister(_unmark)
+        _unmark(mark)
+
+
 def mark_backed_up() -> None:
     """Tells that this task's training is backed up; without a supervisor, nothing."""
     _mark(_BACKED_UP)
@@ -134,6 +152,12 @@ def _mark(name: str) -> None:
             pathlib.Path(folder, name).touch()
 
 
+def _unmark(name: str) -> None:
+    if folder := _folder():
+        with _warning_once():
+            pathlib.Path(folder, name).unlink(missing_ok=True)
+
+
 def _folder() -> str | None:
     """Returns the folder that this task shares with its supervisor; None without a supervisor."""
     folder = os.environ.get(FOLDER)
@@ -142,18 +166,23 @@ def _folder() -> str | None:
 
 def note_backup(backup_dir: str, exists: bool = True) -> None:
     """Notes that a folder holds a backup, or none any more, for this task after a restart; without a supervisor, nothing."""
-    if note := _backup_note(backup_dir):
+    if note := backup_note(backup_dir):
         with _warning_once():
-            note.touch() if exists else note.unlink(missing_ok=True)
+            if exists:
+                note.touch()
+            else:
+                note.unlink(missing_ok=True)
+                note.with_name(note.name + REUSED).touch()
 
 
 def had_backup(backup_dir: str) -> bool:
     """Returns whether this run has noted, before a restart or since, that a folder holds a backup."""
-    note = _backup_note(backup_dir)
+    note = backup_note(backup_dir)
     return bool(note and note.exists())
 
 
-def _backup_note(backup_dir: str) -> pathlib.Path | None:
+def backup_note(backup_dir: str) -> pathlib.Path | None:
+    """Returns the file that stands for a folder of backups; None without a supervisor."""
     folder = _folder()
     if folder is None:
         return None
@@ -251,6 +280,11 @@ def has_finished(folder: str | os.PathLike[str], name: str) -> bool:
     return pathlib.Path(folder, f"{_FINISHED}{name}").exists()
 
 
+def is_training(folder: str | os.PathLike[str], name: str) -> bool:
+    """Returns whether a task trains, or has ended in its training without Python's own end."""
+    return pathlib.Path(folder, f"{_TRAINING}{name}").exists()
+
+
 def has_refusal(folder: str | os.PathLike[str]) -> bool:
     """Returns whether any task refuses its backups."""
     return pathlib.Path(folder, _REFUSAL).exists()
@@ -261,8 +295,10 @@ def is_backed_up(folder: str | os.PathLike[str]) -> bool:
     return pathlib.Path(folder, _BACKED_UP).exists()
 
 
-def how_to_continue(saved: int) -> str:
-    """Returns what to do once a training has been ended; `saved` is the last backup's step, or 0."""
+def how_to_continue(saved: int | None) -> str:
+    """Returns what to do once a training has been ended; `saved` is the last backup's step, 0 without one, or None if it is not known."""
+    if saved is None:
+        return "Run the same command again to continue from the chief's last backup, if there is one"
     if saved:
         return f"Run the same command again to continue from step {saved}"
     return "There is no backup, so nothing is kept: the same command starts from the beginning"
@@ -311,7 +347,7 @@ def _read_all(folder: str | os.PathLike[str]) -> list[Steps]:
     names = [
         path.name
         for path in pathlib.Path(folder).iterdir()
-        if path.name not in _OF_ALL and not path.name.startswith((_EVALUATOR, _BACKUP))
+        if path.name not in _OF_ALL and not path.name.startswith((_EVALUATOR, _BACKUP, _TRAINING, _FINISHED))
     ]
     return [read(folder, name) or Steps(0, 0) for name in names]
 

@@ -15,7 +15,7 @@ from tfdist.backup.session import BackupSession
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
 from tfdist.engine import Engine
-from tfdist.runtime import exit_status
+from tfdist.runtime import exit_status, progress
 from tfdist.runtime.log import BARE, logger
 from tfdist.training import checks, console, lost_workers
 
@@ -131,9 +131,10 @@ class LoopContext:
                 exit_status.amid_training = True
                 raise
 
+    @contextlib.contextmanager
     def backing_up(
         self, backup: BackupAndRestore | None, model: keras.Model, data: Any, fit_arguments: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[BackupSession | None]:
+    ) -> Iterator[BackupSession | None]:
         """Backs up the `fit` inside, which goes on from a backup if there is one; the loop calls the value.
 
         Args:
@@ -142,6 +143,12 @@ class LoopContext:
             data: The training data.
             fit_arguments: The other arguments of `fit`, some of which must be those of the backup.
         """
+        with progress.training(self.task.name), self._backing_up(backup, model, data, fit_arguments) as session:
+            yield session
+
+    def _backing_up(
+        self, backup: BackupAndRestore | None, model: keras.Model, data: Any, fit_arguments: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[BackupSession | None]:
         if backup is None:
             return contextlib.nullcontext()
         names = (
@@ -159,19 +166,20 @@ class LoopContext:
         same["data"] = compatibility.describe_data(data, fit_arguments.get("y"))
         return backup.training(model, self.ranks, same, self.engine, self.task.name)
 
-    def delete_backup(self, backup: BackupAndRestore | None) -> None:
+    def delete_backup(self, backup: BackupAndRestore | None, at_once: bool = False) -> None:
         """Removes the backups of trainings that have come to their end. A collective.
 
         Args:
             backup: What has made them, or None.
+            at_once: As for `BackupAndRestore.delete`.
         """
         with self.watching_workers():
             self.ranks.barrier()
             if backup and self.is_chief:  # first: a backup without a manifest is not taken for a damaged one
-                backup.delete()
+                backup.delete(at_once)
             self.ranks.barrier()
             if backup and not self.is_chief:
-                backup.delete()
+                backup.delete(at_once)
             self.ranks.barrier()  # or one rank might begin to write there again
 
     def print_replicas(self, global_batch_size: int | None) -> None:

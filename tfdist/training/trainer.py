@@ -222,7 +222,7 @@ class Trainer:
         with self._context.watching_workers():
             saving.save(self._context, model, path, **kwargs)
         if delete_backup and not self.is_at_work:
-            self.delete_backup()
+            self._context.delete_backup(self._context.backup)
 
     def export(
         self, model: keras.Model, path: str | os.PathLike[str], delete_backup: bool = True, **kwargs: Any
@@ -245,7 +245,7 @@ class Trainer:
         with self._context.watching_workers():
             saving.export(self._context, model, path, **kwargs)
         if delete_backup and not self.is_at_work:
-            self.delete_backup()
+            self._context.delete_backup(self._context.backup)
 
     def on_model_saved(self, model: keras.Model) -> None:
         """Removes the backups of the trainings of `model` that have come to their end; for its own `save` and `export`.
@@ -259,8 +259,8 @@ class Trainer:
             self._context.backup.delete_of(model)
 
     def delete_backup(self) -> None:
-        """Removes the backups of trainings that have come to their end. Call it on every rank, with all results written."""
-        self._context.delete_backup(self._context.backup)
+        """Removes the backups of trainings that have come to their end, now. Call it on every rank, with all results written."""
+        self._context.delete_backup(self._context.backup, at_once=True)
 
     def server_report(self, model: keras.Model) -> dict[str, Any]:
         """Returns what a report says of parameter servers; empty without them.

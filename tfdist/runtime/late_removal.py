@@ -1,0 +1,142 @@
+"""Removes the backups of finished training runs late: once all tasks of a supervised run have ended well. No TensorFlow here.
+
+Saving a model removes the backups of its training. Under a supervisor the task only notes the folder then: a restart of the tasks finds the
+backups, and does not train again what has finished. The supervisor removes the backups when its run has succeeded. A run that trains several
+models in one folder, one after the other, removes them at once: after a restart the first training would resume the last one's backups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+
+from tfdist.errors import ConfigError
+from tfdist.runtime import progress
+from tfdist.runtime.files import read_file, write_file
+from tfdist.runtime.ownership import Ownership
+
+# Notes of these tasks, and of those before a restart: a new training in the folder replaces the former, and resumes the latter.
+_NOW, _BEFORE = ".saved", ".saved-before"
+_LISTS = ("checkpoint", "checkpoint.partial")  # of the backups in a folder
+_BACKUPS = ("step-", "damaged-")  # how the names of their folders begin
+
+
+def put_off(backup_dir: str, rank: int) -> bool:
+    """Leaves the backups of a finished training to the supervisor.
+
+    Args:
+        backup_dir: The folder. Remote folders cannot be left: the supervisor reaches local ones only.
+        rank: This task's rank. The chief notes the folder for all.
+
+    Returns:
+        Whether the supervisor will remove them; False if the task must do so now.
+    """
+    note = progress.backup_note(backup_dir)
+    if note is None or "://" in backup_dir or _with(note, progress.REUSED).exists():
+        return False
+    if rank == 0:
+        path = os.path.abspath(backup_dir)
+        try:
+            write_file(_with(note, _NOW), json.dumps([path, _names(path)]).encode())
+            _with(note, _BEFORE).unlink(missing_ok=True)
+        except OSError:
+            return False
+    return True
+
+
+def is_put_off(backup_dir: str) -> bool:
+    """Returns whether these tasks have left a folder's backups to the supervisor."""
+    note = progress.backup_note(backup_dir)
+    return bool(note and _with(note, _NOW).exists())
+
+
+def take_back(backup_dir: str) -> list[str]:
+    """Returns the folders that these tasks have left to the supervisor, `backup_dir` and those in it; the caller removes their backups."""
+    note = progress.backup_note(backup_dir)
+    if note is None or "://" in backup_dir:
+        return []
+    top, found = os.path.abspath(backup_dir), []
+    for path in note.parent.glob(f"*{_NOW}"):
+        folder, _ = _read(path)
+        if folder == top or folder.startswith(os.path.join(top, "")):
+            path.unlink(missing_ok=True)
+            found.append(folder)
+    return sorted(found, reverse=True)
+
+
+def keep(backup_dir: str) -> None:
+    """Has the supervisor leave a folder alone, in which there is a backup of a further training now."""
+    if note := progress.backup_note(backup_dir):
+        for suffix in (_NOW, _BEFORE):
+            _with(note, suffix).unlink(missing_ok=True)
+
+
+def begin(folder: str | os.PathLike[str]) -> None:
+    """Turns the notes in the supervisor's folder into those of the tasks before a restart.
+
+    Raises:
+        OSError: One cannot be renamed.
+    """
+    for path in pathlib.Path(folder).glob(f"*{_NOW}"):
+        path.rename(path.with_suffix(_BEFORE))
+
+
+def noted(folder: str | os.PathLike[str]) -> list[tuple[str, list[str]]]:
+    """Returns each folder of backups that was left to the supervisor, folders in it first, with the names of its backups."""
+    notes = [path for suffix in (_NOW, _BEFORE) for path in pathlib.Path(folder).glob(f"*{suffix}")]
+    return sorted((note for note in map(_read, notes) if note[0]), reverse=True)
+
+
+def remove_noted(backup_dir: str, names: list[str]) -> None:
+    """Removes the backups that a note names, unless another run is using their folder, or has trained further since.
+
+    Args:
+        backup_dir: The folder.
+        names: The names of its backups when it was noted.
+
+    Raises:
+        OSError: They cannot be removed.
+    """
+    with contextlib.suppress(ConfigError, FileNotFoundError), Ownership(backup_dir, "backup_dir"):
+        if set(names).issuperset(_names(backup_dir)):
+            remove_backups(backup_dir)
+    with contextlib.suppress(OSError):  # it holds other files, or its own folder is somebody else's
+        os.rmdir(backup_dir)
+
+
+def remove_backups(backup_dir: str | os.PathLike[str]) -> None:
+    """Removes all backups in a local folder. One that is left half removed, as after `kill -9`, counts as removed.
+
+    Raises:
+        OSError: They cannot be removed.
+    """
+    folder = pathlib.Path(backup_dir)
+    for name in _LISTS:
+        (folder / name).unlink(missing_ok=True)
+    for path in [path for path in folder.iterdir() if path.name.startswith(_BACKUPS)]:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            (path / "manifest.json").rename(path / "removed")
+        shutil.rmtree(path)
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.startswith(_BACKUPS[0]))
+
+
+def _with(note: pathlib.Path, suffix: str) -> pathlib.Path:
+    return note.with_name(note.name + suffix)
+
+
+def _read(note: pathlib.Path) -> tuple[str, list[str]]:
+    """Returns what a note holds; an empty path if it was not written whole."""
+    try:
+        folder, names = json.loads(read_file(note))
+    except (OSError, ValueError):
+        return "", []
+    return folder, names
