@@ -96,6 +96,16 @@ class TrainingPasses(Passes):
         place.drawn += new
         return new
 
+    def progress(self, epochs: int) -> dict[str, Any]:
+        """Returns what `Progress.write` tells of the position.
+
+        Args:
+            epochs: The last epoch.
+        """
+        place, steps = self.position, self.steps
+        total = place.step - place.epoch_step + (epochs - place.epoch) * steps if steps else 0
+        return {"done": place.step, "epoch": min(place.epoch + 1, epochs), "epochs": epochs, "total": total}
+
     def next_epoch(self, epoch: int) -> None:
         """Says that an epoch, from 0, and its validation have ended."""
         self.position.epoch, self.position.epoch_step = epoch + 1, 0

@@ -43,6 +43,7 @@ class BackupSession:
 
     Attributes:
         passes: The passes over the data; the loop sets them.
+        progress: Tells a supervisor how far the training is.
         resumed_logs: The logs of the last step before the place from which the training was resumed, in case there are no further
             ones in its epoch; else None.
         training: What the chief calls this training: the same after a restart, and another one for each new training.
@@ -81,7 +82,7 @@ class BackupSession:
         self._warnings = ResumeWarnings(warns)
         self._resume_from: Snapshot | None = None
         self._about: dict[str, Any] = {"fit": dict(arguments), **options.config}
-        self._progress = task_progress
+        self.progress = task_progress
         self._last_logs: Any = None
         # Of the last backup: the same on all ranks, though it may still be being written.
         self._last_point: SavePoint | None = None
@@ -118,12 +119,11 @@ class BackupSession:
             for callback in state.csv_loggers(self._callbacks):
                 callback.append = True
 
-    def on_train_begin(self, planned: range, steps: int | None) -> range:
+    def on_train_begin(self, planned: range) -> range:
         """Restores the state, once all variables are built. Returns the epochs that are left.
 
         Args:
             planned: The epochs of the training, from 0.
-            steps: The number of steps of an epoch, if known.
         """
         epochs = planned.stop
         progress.mark_backed_up()
@@ -138,8 +138,6 @@ class BackupSession:
         self._warnings.on_train_begin(self.passes, users_callbacks(self._callbacks))
         snapshot = self._resume_from
         if snapshot is None:
-            self.passes.position.epoch = planned.start
-            self._report_progress(0, epochs, steps)
             self._snapshots.take_folder(BEFORE_ALL)
             return planned
         saved_about = compatibility.filled(
@@ -162,7 +160,6 @@ class BackupSession:
         first_epoch = epochs if stops and not position.epoch_step else position.epoch
         self.passes.resume(position, snapshot.own)
         self.resumed_logs = self._last_logs if position.epoch_step else None
-        self._report_progress(position.step, epochs, steps)
         if ignored := self._state.ignored_attributes():
             logger.warning(
                 f"{self._storage.path(snapshot.point)} names {', '.join(ignored)}, which no backup of these callbacks holds: not restored"
@@ -196,12 +193,6 @@ class BackupSession:
         with contextlib.suppress(tf.errors.OpError, OSError):
             return not progress.restarts() and not tf.io.gfile.isdir(self._next_folder)
         return False
-
-    def _report_progress(self, saved: int, epochs: int, steps: int | None) -> None:
-        position = self.passes.position
-        total = position.step - position.epoch_step + (epochs - position.epoch) * steps if steps else 0
-        epoch = min(position.epoch + 1, epochs)
-        self._progress.write(done=position.step, saved=saved, epoch=epoch, epochs=epochs, total=total)
 
     def _restore(self, snapshot: Snapshot) -> Any:
         """Restores the state, and from what callbacks and steps draw; returns the last step's logs."""
@@ -238,7 +229,6 @@ class BackupSession:
         self.writer.check()
         steps_done = self.passes.position.step
         steps_before = steps_done - new_steps
-        self._progress.write(done=steps_done, epoch=self.passes.position.epoch + 1, metrics=logs)
         self._last_logs = logs
         self._warnings.on_execution_end(self._model.train_function, self._known_variables)
         freq = self._options.save_freq
@@ -252,14 +242,12 @@ class BackupSession:
         gauges = getattr(self._strategy, "gauges", ())  # what steps only measure
         return [*self._state.local_variables(), getattr(self._strategy, "notes", None), *gauges]
 
-    def on_epoch_end(self, logs: Any, last: bool) -> None:
+    def on_epoch_end(self, last: bool) -> None:
         """Saves at the end of an epoch, if asked to, and at the end of the last one.
 
         Args:
-            logs: Those of the epoch, and of its validation.
             last: Whether it was the last one.
         """
-        self._progress.write(metrics=logs)
         self.writer.check()
         self._warnings.on_epoch_end()
         if self._ranks.size == 1 and self._agreement.is_preempted:
@@ -316,7 +304,7 @@ class BackupSession:
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
         if self._ranks.is_chief:
             step = self.passes.position.step
-            self._progress.write(saved=step)
+            self.progress.write(saved=step)
             logger.info(f"told to end (SIGTERM): saved at step {step}{progress.how_to_continue_mine()}")
         sys.exit(exit_status.PREEMPTED)
 

@@ -298,12 +298,21 @@ def replacing_dataset_sources(slices: Callable[..., Any], tensors: Callable[...,
 TF_DEVICE_DATASET = "_create_device_dataset"
 
 
+def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset whose parallelism and buffers TensorFlow does not tune while it is read.
+
+    When TensorFlow deletes an iterator, it waits for the thread that tunes, and may fail to wake it: `CancellationManager` calls
+    its callbacks before it marks the cancellation for which the thread, once awake, looks. The thread then sleeps on, for up to 60 s.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
 def stop_autotuning_on_devices() -> None:
     """Turns off autotuning of the datasets, one per device, through which iterators feed several devices. The first call is enough.
 
-    They have nothing to tune, and each has a thread that tunes. TensorFlow waits for the thread when it deletes an iterator, but
-    may fail to wake it: `CancellationManager` calls its callbacks before it marks the cancellation for which the thread, once
-    awake, looks. The thread then sleeps on, for up to 60 s. With 16 devices on two cores most epochs ended so.
+    They have nothing to tune. With 16 devices on two cores most epochs ended with a wait for one of their threads.
     """
     create = getattr(multi_device_iterator_ops, TF_DEVICE_DATASET)
     if hasattr(create, "tensorflow_own"):
@@ -311,9 +320,7 @@ def stop_autotuning_on_devices() -> None:
 
     @functools.wraps(create)
     def untuned(*args: Any) -> tf.data.Dataset:
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        return create(*args).with_options(options)
+        return without_autotuning(create(*args))
 
     untuned.tensorflow_own = create  # type: ignore[attr-defined]
     setattr(multi_device_iterator_ops, TF_DEVICE_DATASET, untuned)

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import keras_loops, unsupported
+from tfdist.compat import keras_loops, tf_internals, unsupported
 from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE, GeneratorDataAdapter
 from tfdist.data import arrays
 from tfdist.data.source import DataSource, limited_steps
@@ -68,7 +68,10 @@ def open_source(
         **beside,
     )
     unsupported.check_data(engine.strategy, adapter)
-    source = engine.source(adapter.get_tf_dataset(), adapter.num_batches)
+    dataset = adapter.get_tf_dataset()
+    if isinstance(adapter, keras_loops.ArrayDataAdapter):  # which slices arrays: tuning gains nothing
+        dataset = tf_internals.without_autotuning(dataset)
+    source = engine.source(dataset, adapter.num_batches)
     source.adapter = adapter
     return source
 

@@ -15,6 +15,7 @@ from tfdist.compat import call_stack, keras_loops, tf_internals
 from tfdist.data.source import Passes
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, stop_iteration_error
+from tfdist.runtime.progress import Progress
 from tfdist.step import model_building
 from tfdist.training import input_data
 
@@ -25,6 +26,7 @@ class Hooks(keras.callbacks.CallbackList):
     Args:
         callbacks: The callbacks.
         session: Backs the training up, or None.
+        progress: Tells a supervisor how far the training is, or None.
         **options: As of `CallbackList`.
 
     Attributes:
@@ -32,8 +34,11 @@ class Hooks(keras.callbacks.CallbackList):
         validation: The validation data of a `fit`, once a validation has begun.
     """
 
-    def __init__(self, callbacks: Any, session: BackupSession | None = None, **options: Any):
+    def __init__(
+        self, callbacks: Any, session: BackupSession | None = None, progress: Progress | None = None, **options: Any
+    ):
         self.session = session
+        self.progress = progress
         self.validation: Passes | None = None
         super().__init__(callbacks, **options)
 
@@ -58,6 +63,7 @@ def fit(
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
     session: BackupSession | None = None,
+    progress: Progress | None = None,
 ) -> keras.callbacks.History:
     """Trains a model, as Keras' `fit`.
 
@@ -66,6 +72,7 @@ def fit(
         model: The model.
         x: As of Keras' `fit`, likewise the others; or a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
         session: Backs the training up, and resumes it; or None.
+        progress: Tells a supervisor how far the training is, or None.
     """
     keras_loops.check_compiled(model, "fit")
     if (most := keras.config.max_epochs()) and most < epochs:
@@ -77,7 +84,7 @@ def fit(
         )
     data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "class_weight": class_weight}
     passes = _training_passes(engine, model, session, steps_per_epoch, shuffle=shuffle, **data)
-    hooks = _training_hooks(model, callbacks, session, passes, epochs, verbose)
+    hooks = _training_hooks(model, callbacks, session, progress, passes, epochs, verbose)
 
     def validate(epoch: int) -> dict[str, Any]:
         if validation_data is None or not _is_due(epoch, validation_freq):
@@ -139,14 +146,18 @@ def train(
         How many steps the epoch has left, or None if unknown, for each execution. Send the logs of its last step; None ends the pass.
     """
     session, logs, training_logs = hooks.session, None, None
+    report: Callable[..., None] = hooks.progress.write if hooks.progress else lambda **_: None
     model.stop_training = False
     model.make_train_function()
     _call(hooks.on_train_begin)
     planned = range(initial_epoch, epochs)
+    passes.position.epoch = initial_epoch
     if session:
-        planned = session.on_train_begin(planned, passes.steps)
+        planned = session.on_train_begin(planned)
         logs = session.resumed_logs
+    report(saved=passes.position.step, **passes.progress(epochs))
     for epoch in planned:
+        report(**passes.progress(epochs))
         model.reset_metrics()
         _call(hooks.on_epoch_begin, epoch)
         for begin, end, left in session.resumed(passes.epoch()) if session else passes.epoch():
@@ -158,6 +169,7 @@ def train(
             logs = step_logs
             _call(hooks.on_train_batch_end, end, logs)
             done = passes.on_steps_done(end)
+            report(done=passes.position.step, metrics=logs)
             if session:
                 _call(session.on_execution_end, logs, done)
             if model.stop_training:
@@ -168,9 +180,10 @@ def train(
         training_logs = epoch_logs(logs)
         training_logs.update(validate(epoch))
         _call(hooks.on_epoch_end, epoch, training_logs)
+        report(metrics=training_logs)
         passes.next_epoch(epoch)
         if session:
-            _call(session.on_epoch_end, training_logs, epoch + 1 == epochs)
+            _call(session.on_epoch_end, epoch + 1 == epochs)
         if model.stop_training:
             break
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
@@ -297,6 +310,7 @@ def steps(
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     session: BackupSession | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Any]:
     """Yields each batch of a training whose steps the caller runs, by `trainer.step`.
 
@@ -305,10 +319,11 @@ def steps(
         model: The step's `StepModel`.
         x: As of `fit`, likewise the others.
         session: As of `fit`.
+        progress: As of `fit`.
     """
     data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "class_weight": None}
     passes = _training_passes(engine, model, session, steps_per_epoch, shuffle=shuffle, **data)
-    hooks = _training_hooks(model, callbacks, session, passes, epochs, verbose)
+    hooks = _training_hooks(model, callbacks, session, progress, passes, epochs, verbose)
     training = train(model, hooks, passes, initial_epoch, epochs, lambda logs: dict(model.logs))
     with _closing(training, passes):
         logs = None
@@ -344,6 +359,7 @@ def _training_hooks(
     model: keras.Model,
     callbacks: Any,
     session: BackupSession | None,
+    progress: Progress | None,
     passes: Passes,
     epochs: int,
     verbose: str | int,
@@ -355,7 +371,7 @@ def _training_hooks(
     if session:
         session.watch(listed)
     shown: dict[str, Any] = {"verbose": verbose, "epochs": epochs, "steps": passes.steps}
-    return Hooks(listed, session, add_history=True, add_progbar=verbose != 0, model=model, **shown)
+    return Hooks(listed, session, progress, add_history=True, add_progbar=verbose != 0, model=model, **shown)
 
 
 def _hooks(model: keras.Model, callbacks: Any, passes: Passes, verbose: str | int) -> Hooks:

@@ -13,7 +13,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.backup.callback import BackupAndRestore
-from tfdist.backup.session import BackupSession
 from tfdist.compat import unsupported
 from tfdist.data import worker_rows
 from tfdist.engine import Engine
@@ -93,7 +92,8 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         if validation is not None:
             arguments["validation_data"] = validation
         arguments["verbose"] = _verbosity(context, arguments)
-        yield {**arguments, "x": data, "callbacks": _in_order(context, callbacks, session), "session": session}
+        arguments |= {"x": data, "callbacks": _in_order(context, callbacks), "session": session}
+        yield {**arguments, "progress": session.progress if session else Progress(context.task.name)}
     if backup and ends_with_fit:
         context.delete_backup(backup)
     if context.is_chief:
@@ -220,9 +220,7 @@ def _choose_backup(
     return backup, others, keras_own.delete_checkpoint
 
 
-def _in_order(
-    context: LoopContext, callbacks: list[keras.callbacks.Callback], session: BackupSession | None
-) -> list[keras.callbacks.Callback]:
+def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
     """Returns all callbacks of a training, in the order in which they must be called. A collective."""
     checks.check_callbacks(callbacks)
     synchronize, own, agree = callback_sync.wrap_callbacks(
@@ -236,7 +234,6 @@ def _in_order(
         *own,
         agree,  # after the last one that may stop the training, or change the learning rate
         *callback_kinds.guard_log_files(own),  # once the loggers have opened their files
-        *([] if session else [_ProgressReporter(context.task.name)]),  # the session reports what is saved, too
     ]
 
 
@@ -264,36 +261,6 @@ class _NonFiniteStop(keras.callbacks.Callback):
 
     def _count(self) -> int:
         return sum(int(number.numpy()) for number in skipped_updates(self.model))
-
-
-class _ProgressReporter(keras.callbacks.Callback):
-    """Reports step, epoch and metrics of a `fit` without backups to the supervisor; with backups, `BackupSession` reports them.
-
-    Args:
-        task: This task's name, as `worker-1`.
-    """
-
-    def __init__(self, task: str):
-        super().__init__()
-        self._progress = Progress(task)
-        self._done = self._epoch = self._epoch_step = 0
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._progress.write(done=0, saved=0, epoch=0, epochs=0, total=0)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        epochs, steps = self.params["epochs"], self.params["steps"]
-        self._epoch, self._epoch_step = epoch + 1, 0
-        total = self._done + (epochs - epoch) * steps if steps else 0
-        self._progress.write(epoch=self._epoch, epochs=epochs, total=total)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        done = min(batch + 1, self.params["steps"] or batch + 1)  # Keras counts beyond them
-        self._done, self._epoch_step = self._done + done - self._epoch_step, done
-        self._progress.write(done=self._done, metrics=logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._progress.write(metrics=logs)  # those of the validation, too
 
 
 def _own_as_function(context: LoopContext, data: Any, arguments: dict[str, Any], takes_targets: bool) -> Any:
