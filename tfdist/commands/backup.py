@@ -83,7 +83,7 @@ def find_backups(given: str) -> tuple[str, pathlib.Path | None]:
     if "://" in given:
         return given, None
     folder = pathlib.Path(given)
-    if not folder.is_dir():
+    if not given or not folder.is_dir():
         raise ConfigError(
             f"{format_value(given)} is no folder; give a run's work directory, or the folder of its backups."
         )

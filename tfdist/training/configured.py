@@ -51,6 +51,16 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
         ) from e
 
 
+def make_export_folder(path: str) -> None:
+    """Makes the folder of exported models before the training. Raises ConfigError where it cannot be made."""
+    try:
+        tf.io.gfile.makedirs(path)
+    except (OSError, tf.errors.OpError) as e:
+        raise ConfigError(
+            f"export.dir must be a folder that can be written to. Received: {format_value(path)} ({write_error_reason(e)})."
+        ) from e
+
+
 class MonitoredMetrics(keras.callbacks.Callback):
     """Ends the training where a callback of Keras follows a metric that the model does not have; Keras would only warn.
 
@@ -158,5 +168,5 @@ def build_model(
         model = task_checks.checked_model(config.task, task.build_model())
         given = task_checks.checked_compile_arguments(config.task, model, task.compile_arguments())
         arguments = {"jit_compile": config.jit_compile, "steps_per_execution": config.steps_per_execution}
-        model.compile(optimizer=optimizer(), **{**arguments, **given})
+        task_checks.compile_model(config.task, model, {"optimizer": optimizer(), **arguments, **given})
     return model

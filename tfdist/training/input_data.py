@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections.abc
 import inspect
+import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -17,10 +18,15 @@ from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE, GeneratorDataAdapter, 
 from tfdist.data import arrays
 from tfdist.data.worker_rows import OwnRows
 from tfdist.engine import Engine
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, format_value
 from tfdist.replicas.own_batches import split_own_batches
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+_LEAST = {
+    **dict.fromkeys(("epochs", "initial_epoch"), 0),
+    **dict.fromkeys(("batch_size", "steps", "steps_per_epoch", "validation_batch_size", "validation_steps"), 1),
+}
+_NEEDED = ("epochs", "initial_epoch")  # Keras does not take None for them
 
 
 def distribute(
@@ -168,6 +174,9 @@ def bind_arguments(
         model: The model.
         args: By place.
         kwargs: By name.
+
+    Raises:
+        ConfigError: Numbers, class weights, callbacks or data are of another type or out of range. Keras would raise later, or not at all.
     """
     signature = inspect.signature(method)
     _, *others = signature.bind(model, *args, **kwargs).arguments.items()
@@ -179,7 +188,41 @@ def bind_arguments(
             arguments |= zip(remaining, value, strict=False)
         else:
             arguments |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    if method is keras_own and (faults := list(_argument_faults(arguments))):
+        raise ConfigError(faults)
     return arguments
+
+
+def _argument_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the arguments of Keras' own methods, besides arrays that do not fit each other."""
+    data = arguments.get("x")
+    if data is None or (isinstance(data, (list, tuple, dict)) and not data):
+        yield f"x must be data: arrays, a tf.data.Dataset, or a function that returns one. Received: {format_value(data)}."
+    for name, least in _LEAST.items():
+        value = arguments.get(name)
+        if name in arguments and (value is not None or name in _NEEDED) and not _is_whole(value, least):
+            yield f"{name} must be a whole number, {least} or more. Received: {format_value(value)}."
+    freq = arguments.get("validation_freq", 1)
+    if not isinstance(freq, collections.abc.Container) and not _is_whole(freq, 1):
+        yield f"validation_freq must be a whole number, 1 or more, or a list of epochs. Received: {format_value(freq)}."
+    split = arguments.get("validation_split")
+    if split is not None and not (isinstance(split, (int, float, np.number)) and 0 <= split < 1):
+        yield f"validation_split must be a number, 0 to less than 1. Received: {format_value(split)}."
+    validation = arguments.get("validation_data")
+    if isinstance(validation, (str, bytes, int, float)):
+        yield f"validation_data must be arrays (x, y), a tf.data.Dataset, or a function. Received: {format_value(validation)}."
+    weights = arguments.get("class_weight")
+    if weights is not None and not (
+        isinstance(weights, Mapping) and all(isinstance(each, (int, float, np.number)) for each in weights)
+    ):
+        yield f"class_weight must be a dict of classes' numbers to weights, such as {{0: 1.0, 1: 2.5}}. Received: {format_value(weights)}."
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    try:
+        return operator.index(value) >= least
+    except TypeError:
+        return False
 
 
 def data_argument(method: Callable[..., Any], arguments: dict[str, Any]) -> str:
@@ -197,4 +240,12 @@ def takes(method: Callable[..., Any], name: str) -> bool:
 def as_list(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Returns callbacks as a list, however they were given."""
     listed = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
-    return [listed] if isinstance(listed, keras.callbacks.Callback) else list(listed or [])
+    if isinstance(listed, keras.callbacks.Callback):
+        return [listed]
+    found = list(listed) if isinstance(listed, collections.abc.Iterable) else [listed] if listed else []
+    # Keras itself asks for no more than its methods.
+    if strange := [each for each in found if isinstance(each, type) or not hasattr(each, "on_train_batch_begin")]:
+        raise ConfigError(
+            f"callbacks must be objects of keras.callbacks.Callback. Received: {format_value(strange[0])}."
+        )
+    return found
