@@ -278,6 +278,16 @@ def test_a_bad_input_is_a_sentence(results, number):
     assert all(character.isprintable() or character == "\n" for character in output)
 
 
+def test_a_current_folder_that_was_removed_is_a_sentence(tmp_path):
+    program = "import os, sys; os.rmdir(os.getcwd()); from tfdist.__main__ import main; sys.argv = ['tfdist', 'presets']; sys.exit(main())"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("tfdist: the current folder cannot be used (No such file or directory)")
+
+
 @pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)
 def test_optimizers_train_to_finite_weights_at_the_ends_of_each_range(name):
     """Of the three coefficients of Muon, which are right together only, each is but a finite number."""
