@@ -52,7 +52,6 @@ SPEC = ClusterSpec({"worker": ["a:1"]})
         ({"start_timeout": float("nan")}, r"start_timeout must be a number of seconds.* Received: nan\."),
         ({"check_weights": "no"}, r"check_weights must be True or False\. Received: 'no'\."),
     ],
-    ids=str,
 )
 def test_a_wrong_argument_of_the_trainer_is_an_error_that_names_it(arguments, message):
     with pytest.raises(ConfigError, match=message):
@@ -66,7 +65,6 @@ def test_a_wrong_argument_of_the_trainer_is_an_error_that_names_it(arguments, me
         ({"grace_seconds": "x"}, "grace_seconds must be a number of seconds"),
         ({"delete_checkpoint": "no"}, r"delete_checkpoint must be True or False\. Received: 'no'\."),
     ],
-    ids=str,
 )
 def test_a_wrong_argument_of_a_backup_is_an_error_that_names_it(arguments, message):
     with pytest.raises(ConfigError, match=message):
@@ -92,7 +90,6 @@ def test_a_wrong_argument_of_a_backup_is_an_error_that_names_it(arguments, messa
         ({"callbacks": 3}, r"callbacks must be objects of keras\.callbacks\.Callback\. Received: 3\."),
         ({"callbacks": [keras.callbacks.EarlyStopping]}, "callbacks must be objects of keras"),
     ],
-    ids=str,
 )
 def test_a_wrong_argument_of_fit_is_an_error_that_names_it(trainer, arguments, message):
     with trainer.scope():
