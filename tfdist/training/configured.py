@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -133,16 +135,29 @@ def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.ca
             raise ConfigError(
                 f"callback {name!r} must return a keras.callbacks.Callback. Received: {format_value(callback)}."
             )
-        if is_chief and name == "CSVLogger" and (why := _why_not_writable(arguments["filename"])):
+        written = {"CSVLogger": "filename", "ModelCheckpoint": "filepath"}.get(name, "")
+        if is_chief and written and (why := _why_not_writable(arguments[written], name == "ModelCheckpoint")):
             raise ConfigError(
-                f"callbacks: filename of CSVLogger must be a file that can be written. Received: {format_value(arguments['filename'])} ({why})."
+                f"callbacks: {written} of {name} must be a file that can be written. Received: {format_value(arguments[written])} ({why})."
             )
         made.append(callback)
     return made
 
 
-def _why_not_writable(path: str) -> str:
-    """Returns why a file cannot be written, or an empty text; makes it where it does not exist."""
+def _why_not_writable(path: str, is_pattern: bool) -> str:
+    """Returns why a file cannot be written, or an empty text; makes it where it does not exist.
+
+    Args:
+        path: The file's path.
+        is_pattern: Whether the path has placeholders in braces: then its folder is made.
+    """
+    if is_pattern:
+        folder = os.path.dirname(path.partition("{")[0]) or "."
+        try:
+            tf.io.gfile.makedirs(folder)
+        except (OSError, tf.errors.OpError) as e:
+            return write_error_reason(e)
+        return "" if "://" in folder or os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
     if "://" in path:
         return ""
     try:

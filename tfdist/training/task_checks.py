@@ -22,6 +22,7 @@ from tfdist.errors import ConfigError, describe_error, format_value, truncate, u
 _UNFIT = (ValueError, TypeError, AttributeError, IndexError, KeyError, tf.errors.InvalidArgumentError)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _FILE = re.compile(r'File "([^"]+)", line')
+_HOOK = re.compile(r"\.on_(train|test|epoch)_?[a-z_]*\(\) ")  # a signature of a callback's method
 _AROUND = ("Exception encountered when calling", "Graph execution error", "Arguments received by", "Stack trace")
 _LIBRARIES = tuple(
     os.path.join(os.path.realpath(path), "")
@@ -146,6 +147,10 @@ def explaining_first_step(task: str, model: keras.Model, first: FirstStep, eleme
     except _UNFIT as e:
         if not first.data or _is_of_users_line(e):
             raise
+        if _HOOK.search(str(e)):
+            raise ConfigError(
+                f"a callback does not take what Keras calls it with: {_reason(e)} Give it the arguments of keras.callbacks.Callback, as named there."
+            ) from e
         raise ConfigError(
             f"the model of task {task!r} cannot be trained on its data: "
             f"{type(e).__name__}: {_reason(e)}{_shapes(model, first.data, elements.get(first.data))}"
