@@ -48,6 +48,8 @@ def distribute(
 
     def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
         batches = data(context)
+        if not isinstance(batches, tf.data.Dataset):
+            raise ConfigError(f"A function as data must return a tf.data.Dataset. Received: {format_value(batches)}.")
         return batches.map(make_class_weight_map_fn(class_weight)) if class_weight else batches
 
     return engine.distribute(dataset)
@@ -211,6 +213,9 @@ def _argument_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
     validation = arguments.get("validation_data")
     if isinstance(validation, (str, bytes, int, float)):
         yield f"validation_data must be arrays (x, y), a tf.data.Dataset, or a function. Received: {format_value(validation)}."
+    endless = isinstance(validation, tf.data.Dataset) and int(validation.cardinality()) == tf.data.INFINITE_CARDINALITY
+    if endless and arguments.get("validation_steps") is None:
+        yield "validation_data must be a dataset that ends, or validation_steps must say how many of its batches to take."
     weights = arguments.get("class_weight")
     if weights is not None and not (
         isinstance(weights, Mapping) and all(isinstance(each, (int, float, np.number)) for each in weights)
