@@ -21,8 +21,9 @@ from tfdist.backup.session import BackupOptions, BackupSession
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import tf_internals
+from tfdist.config.backup import folder_faults
 from tfdist.engine import Engine
-from tfdist.errors import BackupError, ConfigError
+from tfdist.errors import BackupError, ConfigError, format_value
 from tfdist.runtime import late_removal, progress
 
 
@@ -68,6 +69,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         defaults: Mapping[str, Any] | None = None,
     ):
         super().__init__()
+        seconds = {"save_every_seconds": save_every_seconds, "grace_seconds": grace_seconds}
+        switches = {"delete_checkpoint": delete_checkpoint, "save_before_preemption": save_before_preemption}
+        if faults := list(_type_faults(backup_dir, seconds, switches)):
+            raise ConfigError(faults)
         self.options = BackupOptions(
             backup_dir=os.fspath(backup_dir),
             save_freq=save_freq,
@@ -213,3 +218,17 @@ class BackupAndRestore(keras.callbacks.Callback):
         raise ConfigError(
             "tfdist.BackupAndRestore needs the Trainer: call tfdist.Trainer(...).fit instead of model.fit."
         )
+
+
+def _type_faults(backup_dir: Any, seconds: Mapping[str, Any], switches: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the types of arguments, and with the folder's name."""
+    if not isinstance(backup_dir, (str, os.PathLike)) or not isinstance(os.fspath(backup_dir), str):
+        yield f"backup_dir must be a text or a path. Received: {format_value(backup_dir)}."
+    elif "://" not in os.fspath(backup_dir):
+        yield from folder_faults("backup_dir", os.fspath(backup_dir))
+    for name, value in seconds.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            yield f"{name} must be a number of seconds. Received: {format_value(value)}."
+    for name, value in switches.items():
+        if value not in (True, False):
+            yield f"{name} must be True or False. Received: {format_value(value)}."

@@ -17,7 +17,7 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.compat import unsupported
 from tfdist.config import StrategyConfig, validation
 from tfdist.data import graph, worker_rows
-from tfdist.errors import ConfigError, format_value, unknown_name_message
+from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.training import array_digest, program_likeness
 from tfdist.training.callback_kinds import place_attribute
 
@@ -132,19 +132,15 @@ def check_model(model: Any, strategy: tf.distribute.Strategy, method: str) -> No
 
 
 def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Checks that callbacks are callbacks, and that writers have the place they name.
+    """Checks that writers have the place they name.
 
     Args:
         callbacks: The user's callbacks.
 
     Raises:
-        ConfigError: One has no `set_model`, or `writes` names an attribute that its callback does not have.
+        ConfigError: `writes` names an attribute that its callback does not have.
     """
     for callback in callbacks:
-        if not hasattr(callback, "set_model"):
-            raise ConfigError(
-                f"callbacks must be keras.callbacks.Callback objects. Received: {format_value(callback)}."
-            )
         if (name := place_attribute(callback)) and not hasattr(callback, name):
             raise ConfigError(
                 f"{type(callback).__name__}.writes must name the attribute that says where the callback writes. Received: "

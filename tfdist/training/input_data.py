@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections.abc
 import inspect
+import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -19,11 +20,16 @@ from tfdist.data import arrays
 from tfdist.data.source import DataSource, limited_steps
 from tfdist.data.worker_rows import OwnRows
 from tfdist.engine import Engine
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import batch_splitting
 from tfdist.replicas.own_batches import split_own_batches
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+_LEAST = {
+    **dict.fromkeys(("epochs", "initial_epoch"), 0),
+    **dict.fromkeys(("batch_size", "steps", "steps_per_epoch", "validation_batch_size", "validation_steps"), 1),
+}
+_NEEDED = ("epochs", "initial_epoch")  # Keras does not take None for them
 
 
 def open_source(
@@ -57,6 +63,10 @@ def open_source(
 
         def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
             batches = function(context)
+            if not isinstance(batches, tf.data.Dataset):
+                raise ConfigError(
+                    f"A function as data must return a tf.data.Dataset. Received: {format_value(batches)}."
+                )
             return batches.map(keras_loops.make_class_weight_map_fn(weight)) if weight else batches
 
         return engine.source_from_function(make)
@@ -189,6 +199,9 @@ def bind_arguments(method: Callable[..., Any], model: Any, args: Any, kwargs: An
         model: The model.
         args: By place.
         kwargs: By name.
+
+    Raises:
+        ConfigError: Numbers, class weights, callbacks or data are of another type or out of range. Keras would raise later, or not at all.
     """
     try:
         _, *others = inspect.signature(method).bind(model, *args, **kwargs).arguments.items()
@@ -198,7 +211,44 @@ def bind_arguments(method: Callable[..., Any], model: Any, args: Any, kwargs: An
     arguments: dict[str, Any] = {}
     for name, value in others:
         arguments |= value if name == "kwargs" else {name: value}
+    if "x" in inspect.signature(method).parameters and (faults := list(_argument_faults(arguments))):
+        raise ConfigError(faults)
     return arguments
+
+
+def _argument_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the arguments of Keras' own methods, besides arrays that do not fit each other."""
+    data = arguments.get("x")
+    if data is None or (isinstance(data, (list, tuple, dict)) and not data):
+        yield f"x must be data: arrays, a tf.data.Dataset, or a function that returns one. Received: {format_value(data)}."
+    for name, least in _LEAST.items():
+        value = arguments.get(name)
+        if name in arguments and (value is not None or name in _NEEDED) and not _is_whole(value, least):
+            yield f"{name} must be a whole number, {least} or more. Received: {format_value(value)}."
+    freq = arguments.get("validation_freq", 1)
+    if not isinstance(freq, collections.abc.Container) and not _is_whole(freq, 1):
+        yield f"validation_freq must be a whole number, 1 or more, or a list of epochs. Received: {format_value(freq)}."
+    split = arguments.get("validation_split")
+    if split is not None and not (isinstance(split, (int, float, np.number)) and 0 <= split < 1):
+        yield f"validation_split must be a number, 0 to less than 1. Received: {format_value(split)}."
+    validation = arguments.get("validation_data")
+    if isinstance(validation, (str, bytes, int, float)):
+        yield f"validation_data must be arrays (x, y), a tf.data.Dataset, or a function. Received: {format_value(validation)}."
+    endless = isinstance(validation, tf.data.Dataset) and int(validation.cardinality()) == tf.data.INFINITE_CARDINALITY
+    if endless and arguments.get("validation_steps") is None:
+        yield "validation_data must be a dataset that ends, or validation_steps must say how many of its batches to take."
+    weights = arguments.get("class_weight")
+    if weights is not None and not (
+        isinstance(weights, Mapping) and all(isinstance(each, (int, float, np.number)) for each in weights)
+    ):
+        yield f"class_weight must be a dict of classes' numbers to weights, such as {{0: 1.0, 1: 2.5}}. Received: {format_value(weights)}."
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    try:
+        return operator.index(value) >= least
+    except TypeError:
+        return False
 
 
 def next_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
@@ -213,4 +263,12 @@ def next_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
 def as_list(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Returns callbacks as a list, however they were given."""
     listed = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
-    return [listed] if isinstance(listed, keras.callbacks.Callback) else list(listed or [])
+    if isinstance(listed, keras.callbacks.Callback):
+        return [listed]
+    found = list(listed) if isinstance(listed, collections.abc.Iterable) else [listed] if listed else []
+    # Keras itself asks for no more than its methods.
+    if strange := [each for each in found if isinstance(each, type) or not hasattr(each, "on_train_batch_begin")]:
+        raise ConfigError(
+            f"callbacks must be objects of keras.callbacks.Callback. Received: {format_value(strange[0])}."
+        )
+    return found
