@@ -68,7 +68,7 @@ def open_source(
         **beside,
     )
     unsupported.check_data(engine.strategy, adapter)
-    source = engine.source(adapter.get_tf_dataset(), adapter.num_batches)
+    source = engine.source(keras_loops.adapted_dataset(adapter), adapter.num_batches)
     source.adapter = adapter
     return source
 
