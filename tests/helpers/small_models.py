@@ -140,10 +140,11 @@ class Batches(keras.utils.PyDataset):
 
     Args:
         number: The number of batches, None for endless.
+        **how: As of `PyDataset`.
     """
 
-    def __init__(self, number=5):
-        super().__init__(workers=1)
+    def __init__(self, number=5, **how):
+        super().__init__(**how)
         self._number, self._epochs = number, 0
 
     @property

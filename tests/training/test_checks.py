@@ -253,17 +253,7 @@ def test_what_was_made_outside_of_the_scope_is_said(trainer):
         trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
 
 
-def test_data_that_are_no_batches_or_come_out_of_order_are_said(trainer):
+def test_data_that_are_no_batches_are_said(trainer):
     model = build(trainer)
     with pytest.raises(ConfigError, match=r"must hold batches: call its batch\(\)"):
         trainer.fit(model, tf.data.Dataset.from_tensor_slices((np.ones((4, 3)), np.ones(4))))
-
-    class Queue(keras.utils.PyDataset):
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, index):
-            return np.ones((4, 3)), np.ones((4, 2))
-
-    with pytest.raises(ConfigError, match="workers=2, use_multiprocessing=False comes out of order"):
-        trainer.fit(model, Queue(workers=2))

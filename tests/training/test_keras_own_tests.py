@@ -20,10 +20,6 @@ from tests.helpers import tiers
 BY_DESIGN = {
     "test_steps_per_execution_steps_per_epoch_match_multi_epoch": "steps that end within an execution are honored"
 }
-TO_DO = {
-    "test_fit_with_data_adapter_py_dataset_multithreading": "a PyDataset with several workers is an error, on one device, too",
-    "test_retracing": "a step is traced more than twice",
-}
 KINDS = ["one_device", "mirrored"]
 LIMIT = 900  # seconds for the tests of one kind
 
@@ -119,9 +115,9 @@ def plain(tmp_path_factory):
 def test_keras_own_tests_pass(kind, plain, tmp_path):
     outcomes = keras_tests(tmp_path, kind)
     failed = {name: outcomes[name] for name in plain if outcomes[name] != "passed"}
-    known = tuple([*BY_DESIGN, *TO_DO])
+    known = tuple(BY_DESIGN)
     unknown = {name: text for name, text in failed.items() if not name.startswith(known)}
     assert not unknown
     passing = sorted(name for name in plain if name.startswith(known) and name not in failed)
-    assert not passing, "these pass now: remove them from the tables"
+    assert not passing, "these pass now: remove them from the table"
     assert len(plain) > 100

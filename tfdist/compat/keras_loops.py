@@ -6,7 +6,11 @@ the constants that begin with `KERAS_`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+import functools
+import queue
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +27,7 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 from keras.src.utils.python_utils import pythonify_logs
 
@@ -48,6 +52,7 @@ Method = Callable[..., Any]
 
 KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoaderAdapter", "GrainDatasetAdapter")
 KERAS_ADAPTER_EPOCH = "_epoch"  # since Keras 3.16
+KERAS_ADAPTER_ITERATOR = "_get_iterator"
 
 
 def reads_python(adapter: Any) -> bool:
@@ -59,6 +64,40 @@ def skip_epochs(adapter: Any, number: int) -> None:
     """Makes a data adapter begin with a later epoch; since Keras 3.16 it shuffles a PyDataset by the epoch's number."""
     if hasattr(adapter, KERAS_ADAPTER_EPOCH):
         setattr(adapter, KERAS_ADAPTER_EPOCH, getattr(adapter, KERAS_ADAPTER_EPOCH) + number)
+
+
+def adapted_dataset(adapter: Any) -> tf.data.Dataset:
+    """Returns the dataset of a data adapter.
+
+    The workers of a PyDataset are new ones for each pass. Keras' own are one team for all passes, which the end of an epoch stops: it
+    would take batches from a thread that reads ahead, as that of a strategy does.
+    """
+    if getattr(adapter, "enqueuer", None) is None:
+        return adapter.get_tf_dataset()
+    setattr(adapter, KERAS_ADAPTER_ITERATOR, functools.partial(_read_by_workers, adapter))
+    dataset = adapter.get_tf_dataset()
+    adapter.enqueuer = None
+    return dataset
+
+
+def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Any]:
+    data, one = adapter.py_dataset, copy.copy(adapter)
+    delattr(one, KERAS_ADAPTER_ITERATOR)
+    one.enqueuer = OrderedEnqueuer(
+        data,
+        workers=data.workers,
+        use_multiprocessing=data.use_multiprocessing,
+        max_queue_size=data.max_queue_size,
+        shuffle=adapter.shuffle,
+    )
+    try:
+        yield from getattr(one, KERAS_ADAPTER_ITERATOR)()
+    finally:
+        thread = one.enqueuer.run_thread
+        one.enqueuer.stop(drain_queue_and_join=False)
+        while thread is not None and thread.is_alive():  # it may wait for room in the queue
+            with contextlib.suppress(queue.Empty):
+                one.enqueuer.future_queue.get(timeout=0.01)
 
 
 # Models

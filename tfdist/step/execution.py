@@ -27,7 +27,7 @@ from tfdist.replicas.batch_splitting import SplitBatch
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import empty_replicas, synchronized_norm
 from tfdist.step.empty_replicas import metric_variables
-from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
+from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
 
 _NOTES = "float32"  # the type of the workers' notes, which are reduced with the logs of that type
@@ -191,6 +191,9 @@ class Execution:
         return *self._reduced(self._run_next(data)), (waited, 1)
 
     def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None, Any]:
+        """As `_run_single`, of several steps. Every one runs in the loop, so that the step is traced once."""
+        shapes: dict[str, tf.TensorShape] = {}  # of the packed logs, once the step is traced
+
         def body(done: tf.Tensor, _: Any, logs: Any, waited: tf.Tensor) -> Any:
             self._replica.number = done
             data, seconds = measure_input_wait(iterator.get_next_as_optional)
@@ -199,19 +202,32 @@ class Execution:
 
         def run(data: Any, logs: Any) -> Any:
             if not isinstance(data, batch_splitting.SplitBatch):
-                return True, self._run_one(data)
+                return True, run_one(data, None, logs)
             totals = batch_splitting.count_examples(data, self._strategy)
-            return totals[0] > 0, tf.cond(totals[0] > 0, lambda: self._run_one(data, totals), lambda: logs)
+            return totals[0] > 0, tf.cond(totals[0] > 0, lambda: run_one(data, totals, logs), lambda: logs)
 
-        data, waited = measure_input_wait(iterator.get_next)
+        def run_one(data: Any, totals: tf.Tensor | None, logs: Any) -> Any:
+            packed = self._run_one(data, totals)
+            shapes.update({dtype: values.shape for dtype, values in packed.items()})
+            return {**logs, **packed}
+
+        none = {dtype.name: tf.zeros([0], dtype) for dtype in PACKED}
         done, _, logs, waited = tf.while_loop(
             lambda done, more, *_: tf.logical_and(more, done < steps),
             body,
-            (1, True, self._run_next(data), waited),
+            (0, True, none, tf.constant(0.0, tf.float64)),
+            shape_invariants=(
+                tf.TensorShape([]),
+                tf.TensorShape([]),
+                dict.fromkeys(none, tf.TensorShape([None])),
+                tf.TensorShape([]),
+            ),
             parallel_iterations=1,
         )
         self._replica.number = 0
-        return *self._reduced(logs), (waited, done)
+        with tf.control_dependencies([tf.cond(done > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
+            packed = {dtype: tf.ensure_shape(logs[dtype], shape) for dtype, shape in shapes.items()}
+            return *self._reduced(packed), (waited, done)
 
     def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         """Returns the logs and the workers' notes, both averaged over the workers."""

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
+from tfdist.compat import keras_internals, keras_loops, keras_losses, optimizer_search, tf_internals, unsupported
 
 _left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
     weakref.WeakKeyDictionary()
@@ -38,7 +38,7 @@ def build(model: keras.Model, step: str, batch: Any, parts: int | None = None) -
     with model.distribute_strategy.scope():
         if getattr(type(model), step) is getattr(keras.Model, step):
             _by_call(model, batch)
-        elif _unbuilt(model) - left.get(step, set()):
+        elif (unbuilt := _unbuilt(model) - left.get(step, set())) and not _by_keras_step(model, step, unbuilt):
             try:
                 trace(getattr(model, step), model, batch)
             except Exception as e:
@@ -52,6 +52,34 @@ def build(model: keras.Model, step: str, batch: Any, parts: int | None = None) -
 
 def _by_call(model: keras.Model, batch: Any) -> None:
     keras_loops.build_by_call(model, tf.nest.map_structure(_present, batch))
+
+
+def _by_keras_step(model: keras.Model, step: str, unbuilt: set[int]) -> bool:
+    """Builds the compiled optimizer for a step that extends Keras' own, if no more is missing. Returns whether that is so.
+
+    To trace the step of a large model takes long, and Keras' own applies that optimizer to all trainable weights.
+    """
+    loss = keras_losses.compiled_loss(model)
+    known = {id(model.optimizer)}
+    if loss is not None and not tf.nest.is_nested(model.loss):
+        known.add(id(loss))  # which has no variables, and is built by the step's first run
+    if unbuilt - known or not _calls_keras_step(type(model), step):
+        return False
+    if id(model.optimizer) in unbuilt and step == "train_step":
+        model.optimizer.build(model.trainable_weights)
+    return True
+
+
+def _calls_keras_step(kind: type[keras.Model], step: str) -> bool:
+    """Whether each of a class's own methods of that name calls the one that it overrides, and none names the optimizer."""
+    for each in kind.__mro__[: kind.__mro__.index(keras.Model)]:
+        if (method := vars(each).get(step)) is None:
+            continue
+        code = getattr(method, "__code__", None)  # none of a tf.function
+        names = code.co_names if code else ()
+        if not {"super", step} <= set(names) or "optimizer" in names:
+            return False
+    return True
 
 
 def _of_replica(form: Any, parts: int) -> Any:

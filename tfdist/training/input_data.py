@@ -78,7 +78,7 @@ def open_source(
         **beside,
     )
     unsupported.check_data(engine.strategy, adapter)
-    dataset = adapter.get_tf_dataset()
+    dataset = keras_loops.adapted_dataset(adapter)
     if isinstance(adapter, keras_loops.ArrayDataAdapter):  # which slices arrays: tuning gains nothing
         dataset = tf_internals.without_autotuning(dataset)
     source = engine.source(dataset, adapter.num_batches)
