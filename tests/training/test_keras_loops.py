@@ -469,6 +469,7 @@ DIFFERENT = {
     "evaluate and predict that end within an execution": EXACT,
     "targets that are missing": ("by design: the model is built before the first hook", "None values not supported"),
     "callbacks that are none": ("by design: an error of our own", "ConfigError"),
+    "wrong arguments": ("by design: errors of our own, before anything is trained", "ConfigError|'weights'"),
     "a CallbackList": ("by design: another list calls its callbacks", "tfdist: \\('set_model'"),
 }
 

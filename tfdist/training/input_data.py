@@ -210,7 +210,9 @@ def bind_arguments(method: Callable[..., Any], model: Any, args: Any, kwargs: An
         raise
     arguments: dict[str, Any] = {}
     for name, value in others:
-        arguments |= value if name == "kwargs" else {name: value}
+        if name == "kwargs":
+            raise ValueError(f"Arguments not recognized: {value}")
+        arguments[name] = value
     if "x" in inspect.signature(method).parameters and (faults := list(_argument_faults(arguments))):
         raise ConfigError(faults)
     return arguments
