@@ -1,12 +1,15 @@
 """Callbacks and methods that write files, and subclasses of callbacks that do more. Arguments: strategy, folder for the results."""
 
+import os
 import pathlib
 import sys
 import tempfile
 
 import tfdist
 from tests.multiprocess import harness
+from tfdist.runtime import progress
 
+os.environ.pop(progress.FOLDER, None)  # a supervisor removes backups once all tasks have ended
 trainer = tfdist.Trainer(sys.argv[1])
 
 import keras  # noqa: E402 (the strategy comes first)
@@ -15,7 +18,6 @@ import tensorflow as tf  # noqa: E402
 
 from tfdist import config  # noqa: E402
 from tfdist.commands import train  # noqa: E402
-from tfdist.runtime import progress  # noqa: E402
 from tfdist.training import callback_sync  # noqa: E402
 
 RANK = trainer.task.index

@@ -90,7 +90,7 @@ def test_a_wrong_argument_of_a_backup_is_an_error_that_names_it(arguments, messa
             {"validation_data": tf.data.Dataset.from_tensors(([[0.0]], [[0.0]])).repeat()},
             "must be a dataset that ends, or",
         ),
-        ({"x": lambda context: 3, "y": None}, r"A function as data must return a tf\.data\.Dataset\. Received: 3\."),
+        ({"x": lambda context: 3, "y": None}, r"A dataset function must return a tf\.data\.Dataset\. Received: int\."),
         ({"class_weight": {"a": 1}}, r"class_weight must be a dict .* Received: {'a': 1}\."),
         ({"callbacks": 3}, r"callbacks must be objects of keras\.callbacks\.Callback\. Received: 3\."),
         ({"callbacks": [keras.callbacks.EarlyStopping]}, "callbacks must be objects of keras"),

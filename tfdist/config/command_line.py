@@ -51,11 +51,8 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool =
 
 def _in_other_words(text: str) -> str:
     """Returns absl's message for a value that a flag cannot have, in the words of the other messages."""
-    text = re.sub(
-        r"invalid literal for int\(\) with base 10:|could not convert string to float:",
-        "expected a number. Received:",
-        text,
-    )
+    text = text.replace("invalid literal for int() with base 10:", "expected a whole number. Received:")
+    text = text.replace("could not convert string to float:", "expected a number. Received:")
     return re.sub(r"\('Non-boolean argument to boolean flag', (.*)\)$", r"expected true or false. Received: \1", text)
 
 

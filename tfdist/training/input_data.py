@@ -65,7 +65,7 @@ def open_source(
             batches = function(context)
             if not isinstance(batches, tf.data.Dataset):
                 raise ConfigError(
-                    f"A function as data must return a tf.data.Dataset. Received: {format_value(batches)}."
+                    f"A dataset function must return a tf.data.Dataset. Received: {type(batches).__name__}."
                 )
             return batches.map(keras_loops.make_class_weight_map_fn(weight)) if weight else batches
 
