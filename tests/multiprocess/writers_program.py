@@ -9,7 +9,6 @@ import tfdist
 from tests.multiprocess import harness
 from tfdist.runtime import progress
 
-os.environ.pop(progress.FOLDER, None)  # a supervisor removes backups once all tasks have ended
 trainer = tfdist.Trainer(sys.argv[1])
 
 import keras  # noqa: E402 (the strategy comes first)
@@ -235,8 +234,17 @@ def command():
     return ""
 
 
+def unsupervised(function):
+    """Calls a function without the supervisor, which would remove backups once all tasks have ended."""
+    folder = os.environ.pop(progress.FOLDER)
+    try:
+        return function()
+    finally:
+        os.environ[progress.FOLDER] = folder
+
+
 results = {
-    "keras_backup": keras_backup(),
+    "keras_backup": unsupervised(keras_backup),
     "kept": kept(made()),
     "on instance": kept(
         [keras.callbacks.CSVLogger(OUT / "a.csv"), vars(c := Renamed(OUT / "a")).update(on_epoch_end=print) or c]
@@ -247,6 +255,6 @@ results = {
     "spoiled, and not checked": spoiled(checks=False),
     "command": command(),
     "saved by all": saved_by_all(),
-    "backups left": backups_left(),
+    "backups left": unsupervised(backups_left),
 }
 harness.store(sys.argv[2], RANK, results)
