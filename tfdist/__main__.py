@@ -36,9 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None:
         return interrupt.run_command(_main, argv)
     interrupt.before_imports()
+    try:
+        folder = os.getcwd()
+    except OSError as e:  # it has been removed, and paths mean nothing
+        print(f"tfdist: the current folder cannot be used ({e.strerror}): change to another one.", file=sys.stderr)
+        return 2
     # As `python -m` has it: tasks of one's own are looked for in the current folder.
-    if not sys.flags.safe_path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if not sys.flags.safe_path and folder not in sys.path:
+        sys.path.insert(0, folder)
     code = interrupt.run_command(functools.partial(_main, imported=interrupt.after_imports), sys.argv)
     train = sys.modules.get("tfdist.commands.train")
     if train and "tensorflow" in sys.modules:

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 
 class Engine(abc.ABC):
-    """Trains, evaluates and predicts models under one strategy, by Keras' own loops.
+    """Trains, evaluates and predicts models under one strategy: what a loop asks for.
 
     Attributes:
+        strategy: The strategy.
         num_replicas: The number of replicas over all workers; of workers, if they are not in step.
         compressor: What sums the gradients of models that are attached with fewer bytes, or None.
         nan_policy: What becomes of steps that are not finite, as of `Trainer`.
     """
 
+    strategy: Any
     num_replicas: int
     compressor: Any = None
     nan_policy: str = "ignore"
@@ -35,40 +37,87 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def distribute(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
-        """Returns what Keras' loops take for the data that a function makes.
+    def source(self, dataset: Any, steps: int | None) -> Any:
+        """Returns the `DataSource` of a loop over a dataset of batches of the global size.
+
+        Args:
+            dataset: The dataset, or one that the strategy has distributed.
+            steps: The number of its batches, or None if unknown.
+        """
+
+    @abc.abstractmethod
+    def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+        """Returns the `DataSource` of a loop over the datasets that a function makes.
 
         Args:
             make: Returns the dataset of one input pipeline.
         """
 
     def running(self, model: keras.Model) -> contextlib.AbstractContextManager[Any]:
-        """Surrounds Keras' `fit` or `evaluate`, or a single step, of a model that is attached.
+        """Surrounds a loop, or a single step, of a model that is attached.
 
         Args:
             model: The model.
         """
         return contextlib.nullcontext()
 
-    def predicting(self, model: keras.Model, steps: int | None) -> contextlib.AbstractContextManager[Any]:
-        """Surrounds Keras' `predict` of a model that is attached.
+    @abc.abstractmethod
+    def run(self, function: Any, iterator: Any, left: int | None) -> Any:
+        """Runs an execution of up to `steps_per_execution` steps.
+
+        Args:
+            function: The model's `train_function` or `test_function`, which may be one of the user's own.
+            iterator: A pass over the data.
+            left: The number of steps left to run, or None if unknown.
+
+        Returns:
+            The logs of the last step, or None if the data have ended.
+        """
+
+    @abc.abstractmethod
+    def run_batch(self, function: Any, batch: Any) -> Any:
+        """Runs a step on one batch, which all replicas of this process are given. Returns its logs.
+
+        Args:
+            function: As of `run`.
+            batch: The batch.
+        """
+
+    @abc.abstractmethod
+    def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
+        """Returns the logs of an epoch or an evaluation.
 
         Args:
             model: The model.
-            steps: How many batches, or None for all.
+            function: As of `run`.
+            logs: Those of the last step.
         """
-        return contextlib.nullcontext()
 
-    def data_to_predict(self, model: keras.Model, data: Any, steps: int | None) -> Any:
+    @abc.abstractmethod
+    def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Any]:
+        """Returns a function that predicts up to so many batches, and returns their outputs as of one; None if the data have ended.
+
+        Args:
+            model: The model.
+            passes: Of the loop; its iterator is there once the function is called.
+            steps: The number of batches of the whole loop, or None for all.
+        """
+
+    @abc.abstractmethod
+    def predict_batch(self, model: keras.Model, batch: Any) -> Any:
+        """Returns the outputs of one batch, which all replicas of this process are given.
+
+        Args:
+            model: The model.
+            batch: The batch, as of `predict_on_batch`.
+        """
+
+    def data_to_predict(self, model: keras.Model, data: Any) -> Any:
         """Returns data as `predict` is to be given them.
 
         Args:
             model: The model.
             data: What the user gave.
-            steps: How many batches, or None for all.
-
-        Raises:
-            ConfigError: The data cannot end after so many steps.
         """
         return data
 

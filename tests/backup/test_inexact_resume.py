@@ -70,6 +70,10 @@ INEXACT = {
         "deterministic=False",
     ),
     "py_dataset": ({"data": NoisyFromNowhere}, r"the PyDataset NoisyFromNowhere draws.*give it state_dict\(\)"),
+    "py_dataset_workers": (
+        {"data": lambda: Noisy(workers=2)},
+        "the workers of the PyDataset Noisy draw from a generator.*workers=1",
+    ),
     "py_dataset_read_on": ({"data": Shuffled, "steps_per_epoch": 2}, "the PyDataset Shuffled ahead.*steps_per_epoch"),
     "numpy_function_in_threads": ({"data": lambda: numpy_noise(parallel=2)}, "several threads"),
     "numpy_in_layer": ({"layer": lambda: numpy_in_layer(own())}, "the step calls Python code that draws"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -120,3 +121,22 @@ def test_faulty_words_are_one_sentence_each(capsys, backups, tmp_path):
     (tmp_path / "empty").mkdir()
     said = f"tfdist: '{tmp_path}/empty' holds no backup: none was made yet, or the run has ended and removed them.\n"
     assert run(capsys, "show", tmp_path / "empty") == (1, "", said)
+
+
+@pytest.mark.parametrize("locked", ["run", "run/backup"])
+def test_a_folder_that_may_not_be_read_is_a_sentence(tmp_path, monkeypatch, capsys, locked):
+    (tmp_path / "run" / "backup").mkdir(parents=True)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / locked).chmod(0)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)  # root may read everything
+        code, _, err = run(capsys, "show", "run")
+    finally:
+        if user == 0:
+            os.seteuid(0)
+        (tmp_path / locked).chmod(0o700)
+    assert code == 2
+    assert "cannot be read: Permission denied; read it as the user who ran it." in err

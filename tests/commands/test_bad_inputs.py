@@ -134,6 +134,18 @@ ROWS += [
     environment(
         "OMPI_COMM_WORLD_RANK must be 0 to 1", **OMPI, OMPI_COMM_WORLD_RANK="5", OMPI_COMM_WORLD_LOCAL_SIZE="1"
     ),
+    Row(
+        SHOW,
+        ("OMPI_COMM_WORLD_SIZE must be the number of tasks, 1 or more. Received: 0.",),
+        environ=tuple(
+            {
+                **OMPI,
+                "OMPI_COMM_WORLD_SIZE": "0",
+                "OMPI_COMM_WORLD_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            }.items()
+        ),
+    ),
     environment("LOCAL_SIZE must be more than", **OMPI, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_LOCAL_SIZE="5"),
     Row(("train", "--config=/proc/kmsg"), ("expected a regular file", "--config=/proc/kmsg"))
     if os.geteuid() == 0
@@ -153,6 +165,39 @@ ROWS += [
         "compression.name=int8", f"compression.block={2**60}", words=("compression.block must be a power of two, 4 to",)
     ),
     train("task=synthetic", f"task_options.width={10**30}", words=("task_options.width must be 1 to 1000000000",)),
+    callback("EarlyStopping(patience=3, patience=4)", "and each name once. Received: 'EarlyStopping(patience=3, pa"),
+    callback("ModelCheckpoint(filepath='{epoch:99999999999}.keras')", "are filled in. Received", "MemoryError"),
+    callback("ModelCheckpoint(filepath='{epoch:300}.keras')", "a file's name has at most 255 bytes"),
+    callback(r"ModelCheckpoint(filepath='\ud800.keras')", "a path has no lone surrogates"),
+    callback("nope_nope:x", "callback 'nope_nope:x' cannot be found: No module named 'nope_nope'"),
+    callback("os:", "callback must be your own as 'package.module:Name'. Received: 'os:'"),
+    train("optimizer.name=:", words=("optimizer must be your own as 'package.module:Name'. Received: ':'",)),
+    train("optimizer.name=nope_nope:x", words=("optimizer 'nope_nope:x' cannot be found",)),
+    train("schedule.name=step", "schedule.boundaries=,", words=("needs schedule.boundaries, such as 3000,6000",)),
+    train("strategy.devices=,", words=("strategy.devices names no device; leave it empty",)),
+    train("backup.dir=/dev/null/x", words=("backup.dir must be a folder, and one of those above it is a file",)),
+    train("global_batch_size=-64", words=("global_batch_size must be 0 to", "Received: -64.")),
+    Row((*TRAIN, "--flagfile="), ("--flagfile has no value; write --flagfile=FILE",)),
+    Row(("doctor", "--no-devices=3"), ("--nodevices=3 does not take an argument.",)),
+    Row(("doctor", "--json=perhaps"), ("flag --json=perhaps: expected true or false. Received: 'perhaps'",)),
+    Row(("backup", "export", "d", "x.keras", "--step=x"), ("flag --step=x: expected a whole number. Received: 'x'",)),
+    Row(("backup", "show", ""), ("'' is no folder",)),
+    Row(("launch", "--", "./file"), ("'./file' cannot be run; it is not executable: chmod +x ./file",)),
+    Row(("launch", "--", "."), ("'.' cannot be run; it is a folder",)),
+    Row(("launch", "--log_dir=/dev/null", "--", "true"), ("--log_dir must be a folder that can be written to",)),
+    Row(("launch", "--log_dir=dangling", "--", "true"), ("--log_dir must be a folder that can be written to",)),
+    *(
+        Row(("train", f"--config={name}.py"), (words,))
+        for name, words in {
+            "no_cluster": "config.cluster must be ClusterConfig. Received: {}.",
+            "no_backup": "config.backup must be BackupConfig. Received: None.",
+            "hosts": "config.cluster.hosts must be str. Received: 3.",
+            "surrogate": "backup.dir must be a folder, and a path has no lone surrogates. Received: '\\ud800'.",
+        }.items()
+    ),
+    train("backup.dir=dangling", words=("backup.dir must be a folder, and 'dangling' is a link to none.",)),
+    Row((*TRAIN[:2], "--workdir=gs://b/run"), ("workdir must be a folder of this machine. Received: 'gs://b/run'",)),
+    Row((*TRAIN[:2], "--workdir=folders"), ("'folders/model.keras' must be a file of the run, and is a folder",)),
     Row(("train", "--config=cycle.py"), ("config.task_options must not hold itself",)),
     Row(("train", "--config=options.py"), ("config.optimizer.options must be dict. Received: [1].",)),
     Row(("train", "--config=names.py"), ("optimizer.options must have texts as names. Received: {1: 2}.",)),
@@ -175,6 +220,10 @@ PROGRAMS = {
     "cycle.py": "made.task_options = made",
     "options.py": "made.optimizer.options = [1]",
     "names.py": "made.optimizer.options = {1: 2}",
+    "no_cluster.py": "made.cluster = {}",
+    "no_backup.py": "made.backup = None",
+    "hosts.py": "made.cluster.hosts = 3",
+    "surrogate.py": "made.backup.dir = chr(0xD800)",
     "null.py": "made.backup.dir = made.export.dir = 'a\\0b'",
 }
 RUN = """
@@ -203,6 +252,8 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")
     (folder / "bad_config.py").write_text(CONFIG)
     os.mkfifo(folder / "pipe")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "folders" / "model.keras").mkdir(parents=True)
     with (folder / "big.py").open("wb") as file:
         file.truncate(2**26 + 1)
     for name in ("file", "logs"):
@@ -225,6 +276,16 @@ def test_a_bad_input_is_a_sentence(results, number):
     assert not [word for word in row.absent if word in output], output
     assert not has_tensorflow
     assert all(character.isprintable() or character == "\n" for character in output)
+
+
+def test_a_current_folder_that_was_removed_is_a_sentence(tmp_path):
+    program = "import os, sys; os.rmdir(os.getcwd()); from tfdist.__main__ import main; sys.argv = ['tfdist', 'presets']; sys.exit(main())"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("tfdist: the current folder cannot be used (No such file or directory)")
 
 
 @pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)

@@ -163,6 +163,12 @@ def in_terminal(columns, *arguments, **environ):
     return found.decode(), process.returncode
 
 
+def test_a_work_directory_steers_no_terminal(capsys):
+    summary_table.print_summary(ONE_DEVICE, pathlib.Path("a\x1b[31m\n'b"))
+    end = "workdir: a\\x1b[31m\\n'b\ntensorboard --logdir $'a\\x1b[31m\\n\\'b/tensorboard'\n"
+    assert capsys.readouterr().out.endswith(end)
+
+
 def test_a_terminal_gets_a_table(tmp_path):
     workdir = tmp_path / "[b]" / ("long" * 10)
     options = ["--config=configs/default.py", "--config.epochs=1", "--config.steps_per_epoch=3"]

@@ -68,6 +68,10 @@ def test_a_fault_is_one_sentence_before_tensorflow_is_loaded(text, said):
             "CSVLogger(filename='/proc/log.csv')",
             "filename of CSVLogger must be a file that can be written. Received: '/",
         ),
+        (
+            "ModelCheckpoint(filepath='/dev/null/{epoch}.keras')",
+            "filepath of ModelCheckpoint must be a file that can be written. Received: '/dev/null",
+        ),
     ],
 )
 def test_what_only_shows_later_is_one_sentence(text, said):

@@ -64,7 +64,7 @@ def test_weights_that_do_not_decay_need_a_decay():
 
 
 def test_the_users_own_optimizer_may_take_any_argument():
-    validation.check(make(optimizer=OptimizerConfig("own.module:Optimizer", momentum=0.5, beta_1=0.5)))
+    validation.check(make(optimizer=OptimizerConfig(f"{__name__}:Optimizer", momentum=0.5, beta_1=0.5)))
 
 
 @pytest.mark.parametrize(("steps", "sound"), [(-1, False), (0, True), (1, False), (2, True)])

@@ -124,3 +124,13 @@ def test_a_warm_up_that_is_longer_than_the_run_is_a_warning(caplog):
     assert said.startswith(
         "the warm-up of 11 updates is longer than the run of 10: the learning rate does not reach 0.1;"
     )
+
+
+def test_a_boundary_behind_the_run_is_a_warning(caplog):
+    build_schedule(ScheduleConfig("step", boundaries="3,10"), 0.1, steps_per_epoch=10, epochs=1)
+    assert not caplog.messages
+    build_schedule(ScheduleConfig("step", boundaries="3,11"), 0.1, steps_per_epoch=10, epochs=1)
+    (said,) = caplog.messages
+    assert said.startswith(
+        "schedule.boundaries has 11, which is after the run's 10 updates: the learning rate does not"
+    )

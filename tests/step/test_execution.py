@@ -1,4 +1,4 @@
-"""An execution that finds no data leaves no trace, and one whose batch has a label out of range raises an error."""
+"""An execution traces a step once and leaves no trace where it finds no data; a batch with a label out of range raises an error."""
 
 from __future__ import annotations
 
@@ -93,3 +93,22 @@ def test_a_label_out_of_range_is_said(mirrored, wrong, method):
         ConfigError, match=f"A batch has the label {wrong}, and the model 3 classes: labels go from 0 to 2"
     ):
         getattr(trainer, method)(model, np.ones((8, 2), np.float32), labels, batch_size=4, verbose=0)
+
+
+class Traced(keras.Model):
+    """Counts the traces of a step that extends Keras' own."""
+
+    def train_step(self, data):
+        self.traces = getattr(self, "traces", 0) + 1
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_step_that_extends_keras_own_is_traced_once_for_each_replica(mirrored, steps):
+    with mirrored.scope():
+        inputs = keras.Input((2,))
+        model = Traced(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("adam", "mse", steps_per_execution=steps)
+    x = np.ones((20, 2), np.float32)
+    model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0)
+    assert model.traces == 2

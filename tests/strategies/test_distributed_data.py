@@ -1,4 +1,7 @@
-"""Training leaves the arrays alone that the Python code of the data holds."""
+"""Data that Python code makes: training leaves its arrays alone, and workers of a PyDataset keep its order."""
+
+import threading
+import time
 
 import keras
 import numpy as np
@@ -45,3 +48,90 @@ def test_training_does_not_write_into_the_arrays_of_a_python_dataset(mirrored, m
     model.fit(make(images, ones), steps_per_epoch=12, shuffle=False, verbose=0)
     np.testing.assert_array_equal(images, given[0])
     np.testing.assert_array_equal(ones, given[1])
+
+
+class InTurn(keras.utils.PyDataset):
+    """Batches of the numbers of their positions, the first ones of which take the longest.
+
+    Args:
+        number: The number of batches, None for endless.
+        shifts: Whether each epoch adds 100.
+        fails: The position of a batch that is an error.
+    """
+
+    def __init__(self, number, shifts=False, fails=None):
+        super().__init__(workers=2, max_queue_size=3)
+        self._number, self._shifts, self._fails, self._epochs = number, shifts, fails, 0
+
+    @property
+    def num_batches(self):
+        return self._number
+
+    def __getitem__(self, index):
+        if index == self._fails:
+            raise KeyError("of a worker")
+        time.sleep(0.01 * (3 - index % 4))
+        return np.zeros((2, 1), np.float32), np.full((2, 1), index + 100 * self._epochs, np.float32)
+
+    def on_epoch_begin(self):
+        self._epochs += self._shifts
+
+
+class Targets(keras.callbacks.Callback):
+    """Notes the targets that a bias was trained on by SGD with the rate 0.5: it is the mean of the last ones."""
+
+    def __init__(self, stops_at=None):
+        super().__init__()
+        self.seen, self._stops_at = [], stops_at
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(round(float(self.model.get_weights()[1][0]), 3))
+        self.model.stop_training = len(self.seen) == self._stops_at
+
+
+@pytest.mark.parametrize(
+    ("number", "epochs", "steps", "stops_at", "targets"),
+    [
+        (5, 3, None, None, [100 * epoch + each for epoch in (1, 2, 3) for each in range(5)]),
+        (None, 3, 4, None, [*range(12)]),
+        (20, 3, 4, None, [*range(12)]),
+        (20, 1, None, 3, [100, 101, 102]),
+    ],
+    ids=["finite", "endless", "over several epochs", "stopped"],
+)
+def test_workers_of_a_py_dataset_keep_its_order_and_end(mirrored, number, epochs, steps, stops_at, targets):
+    model, seen = bias(mirrored), Targets(stops_at)
+    model.fit(
+        InTurn(number, shifts=steps is None),
+        epochs=epochs,
+        steps_per_epoch=steps,
+        shuffle=False,
+        verbose=0,
+        callbacks=[seen],
+    )
+    assert seen.seen == targets
+    wait_for_end_of_workers()
+
+
+def test_an_error_of_a_py_datasets_worker_ends_the_training(mirrored):
+    model, seen = bias(mirrored), Targets()
+    with pytest.raises(tf.errors.OpError, match="of a worker"):
+        model.fit(InTurn(9, fails=6), shuffle=False, verbose=0, callbacks=[seen])
+    wait_for_end_of_workers()
+    model.fit(InTurn(3), shuffle=False, verbose=0, callbacks=[seen])
+    assert seen.seen[-3:] == [0, 1, 2]
+
+
+def bias(trainer):
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+    return model
+
+
+def wait_for_end_of_workers():
+    """Waits until no thread of Keras' reads a PyDataset."""
+    limit = time.monotonic() + 20
+    while any(each.name.startswith("Worker_") for each in threading.enumerate()):
+        assert time.monotonic() < limit, "a thread reads on"
+        time.sleep(0.05)

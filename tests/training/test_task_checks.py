@@ -47,6 +47,17 @@ ROWS = [
     ("train_data", lambda: dataset(*[IMAGES] * 4).batch(8), "Data is expected to be in format"),
     ("train_data", lambda: dataset(["a"] * 16, LABELS).batch(8), "cannot be trained on its data: "),
     ("train_data", lambda: dataset(IMAGES, LABELS, np.ones((16, 3), "float32")).batch(8), "InvalidArgumentError: "),
+    (
+        "compile_arguments",
+        {"loss": "mse", "metrics": 3},
+        "compile_arguments of task .* cannot be compiled: ValueError: ",
+    ),
+    (
+        "eval_data",
+        lambda: dataset(IMAGES, LABELS).batch(8).repeat(),
+        "eval_data of task .* must return a dataset that ends",
+    ),
+    ("eval_data", lambda: dataset(IMAGES).batch(8), "cannot be trained on its data: .* eval_data gives TensorSpec"),
     ("eval_data", "text", "eval_data of task .* must return a tf.data.Dataset or None. Received: 'str'."),
     (
         "steps_per_epoch",
@@ -65,6 +76,11 @@ def test_what_cannot_be_trained_is_a_sentence(monkeypatch, tmp_path, method, val
         run(monkeypatch, tmp_path, returning(method, value), 0 if method == "steps_per_epoch" else 2)
     (fault,) = raised.value.faults
     assert fault.isprintable() and len(fault) < 900
+
+
+def test_a_task_that_takes_no_options_is_a_sentence(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match=r"task .* must take its options, as Task does: TypeError: "):
+        run(monkeypatch, tmp_path, type("Own", (Digits,), {"__init__": lambda self: None}), 2)
 
 
 def test_an_error_of_the_users_own_line_keeps_its_traceback(monkeypatch, tmp_path):

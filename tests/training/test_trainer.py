@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfdist
 from tests.helpers import tiers
 from tests.helpers.dense_model import build
-from tfdist import ConfigError, StrategyConfig
+from tfdist import StrategyConfig
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_second_trainer_trains_in_the_same_process(trainer):
 
 def test_a_callback_that_raises_stop_iteration_is_not_taken_for_the_end_of_the_data(trainer):
     stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: next(iter([])))
-    with pytest.raises(StopIteration):
+    with pytest.raises(RuntimeError, match="on_epoch_end raised StopIteration"):
         trainer.fit(build(trainer), np.ones((4, 3)), np.ones((4, 2)), callbacks=[stop], verbose=0)
 
 
@@ -70,8 +70,8 @@ def test_a_prediction_of_some_steps_cut_by_an_execution(trainer):
     x = np.arange(60, dtype=np.float32).reshape(20, 3)
     batches = tf.data.Dataset.from_tensor_slices(x).batch(2)
     assert trainer.predict(model, batches.repeat(), steps=6, verbose=0).shape == (12, 2)
-    with pytest.raises(ConfigError, match="steps=6 of predict must be a multiple of steps_per_execution=4"):
-        trainer.predict(model, x, batch_size=2, steps=6, verbose=0)
+    whole = trainer.predict(model, x, batch_size=2, verbose=0)
+    np.testing.assert_array_equal(trainer.predict(model, x, batch_size=2, steps=6, verbose=0), whole[:12])
 
 
 def test_saving_after_a_loop_of_the_users_own_takes_the_mean(trainer, tmp_path):

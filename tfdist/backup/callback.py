@@ -21,8 +21,9 @@ from tfdist.backup.session import BackupOptions, BackupSession
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import tf_internals
+from tfdist.config.backup import folder_faults
 from tfdist.engine import Engine
-from tfdist.errors import BackupError, ConfigError
+from tfdist.errors import BackupError, ConfigError, format_value
 from tfdist.runtime import late_removal, progress
 
 
@@ -68,6 +69,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         defaults: Mapping[str, Any] | None = None,
     ):
         super().__init__()
+        seconds = {"save_every_seconds": save_every_seconds, "grace_seconds": grace_seconds}
+        switches = {"delete_checkpoint": delete_checkpoint, "save_before_preemption": save_before_preemption}
+        if faults := list(_type_faults(backup_dir, seconds, switches)):
+            raise ConfigError(faults)
         self.options = BackupOptions(
             backup_dir=os.fspath(backup_dir),
             save_freq=save_freq,
@@ -83,7 +88,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         # Of the fits that have come to their end, each with its model.
         self._finished: list[tuple[Storage, weakref.ref[keras.Model]]] = []
         self._progress: progress.Progress | None = None
-        self._session: BackupSession | None = None
         self.training_id = ""
 
     backup_dir = property(operator.attrgetter("options.backup_dir"))
@@ -101,8 +105,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         arguments: Mapping[str, Any],
         engine: Engine,
         task: str,
-    ) -> Iterator[None]:
+    ) -> Iterator[BackupSession]:
         """Backs up the `fit` that is called inside; what was interrupted goes on. For the Trainer; a collective.
+
+        The value is called by the loop.
 
         Args:
             model: The model.
@@ -121,9 +127,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if ranks.is_chief:
             self._remove_left(folder)  # of another training of these tasks, whose model is saved
         storage = Storage(folder, ranks.rank, ranks.size)
-        self._session = session = BackupSession(
-            self.options, storage, model, ranks, arguments, engine, self._progress, next_folder
-        )
+        session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress, next_folder)
         try:
             session.check_free()
             session.find_backup()
@@ -136,8 +140,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.preemption.listen()
             self.preemption.training = True
         try:
-            with session.loop_tracker.track():
-                yield
+            yield session
             self._finished.append((storage, weakref.ref(model)))
             self._fits += 1
         finally:
@@ -146,11 +149,6 @@ class BackupAndRestore(keras.callbacks.Callback):
                 self.preemption.give_back()
             session.writer.wait(5.0)
             session.release()
-            self._session = None
-
-    def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """Takes the callbacks of the training, whose state is backed up, too. For the Trainer."""
-        self._active.watch(callbacks)
 
     def delete(self, at_once: bool = False) -> None:
         """Removes the backups of trainings that have come to their end, unless `delete_checkpoint=False`.
@@ -215,34 +213,22 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _saved_seed(self) -> int | None:
         return None if late_removal.is_put_off(self.backup_dir) else read_seed(self.backup_dir)
 
-    @property
-    def _active(self) -> BackupSession:
-        if self._session is None:
-            raise ConfigError(
-                "tfdist.BackupAndRestore needs the Trainer: call tfdist.Trainer(...).fit instead of model.fit."
-            )
-        return self._session
-
     def on_train_begin(self, logs: Any = None) -> None:
-        params = self.params or {}
-        self._active.on_train_begin(params.get("epochs", 1), params.get("steps"))
+        """Raises ConfigError: the loop of a Trainer takes the callback out of those that it calls."""
+        raise ConfigError(
+            "tfdist.BackupAndRestore needs the Trainer: call tfdist.Trainer(...).fit instead of model.fit."
+        )
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._active.on_execution_end(batch, (self.params or {}).get("steps"), logs)
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._active.on_validation_begin()
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._active.on_validation_batch_end(batch)
-
-    def on_test_end(self, logs: Any = None) -> None:
-        self._active.before_validation = None
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._progress:
-            self._progress.write(metrics=logs)  # those of the validation, too
-        self._active.on_epoch_end(epoch, last=epoch + 1 == (self.params or {}).get("epochs"))
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._active.on_train_end()
+def _type_faults(backup_dir: Any, seconds: Mapping[str, Any], switches: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the types of arguments, and with the folder's name."""
+    if not isinstance(backup_dir, (str, os.PathLike)) or not isinstance(os.fspath(backup_dir), str):
+        yield f"backup_dir must be a text or a path. Received: {format_value(backup_dir)}."
+    elif "://" not in os.fspath(backup_dir):
+        yield from folder_faults("backup_dir", os.fspath(backup_dir))
+    for name, value in seconds.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            yield f"{name} must be a number of seconds. Received: {format_value(value)}."
+    for name, value in switches.items():
+        if value not in (True, False):
+            yield f"{name} must be True or False. Received: {format_value(value)}."

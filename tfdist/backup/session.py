@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.backup import compatibility, state, unsaved_randomness
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
-from tfdist.backup.data_position import LoopPosition, LoopTracker
+from tfdist.backup.data_position import LoopPosition, TrainingPasses
 from tfdist.backup.search import FORMAT, Snapshot, find_backup
 from tfdist.backup.snapshot_writer import SnapshotWriter, WriterThread
 from tfdist.backup.state import TrainingState, users_callbacks
@@ -39,11 +39,17 @@ _GENERATORS = "generators of the process"
 
 
 class BackupSession:
-    """One `fit` that is backed up.
+    """One `fit` that is backed up. The loop calls its methods, after all callbacks.
 
     Attributes:
+        passes: The passes over the data; the loop sets them.
+        progress: Tells a supervisor how far the training is.
+        resumed_logs: The logs of the last step before the place from which the training was resumed, in case there are no further
+            ones in its epoch; else None.
         training: What the chief calls this training: the same after a restart, and another one for each new training.
     """
+
+    passes: TrainingPasses
 
     def __init__(
         self,
@@ -58,7 +64,7 @@ class BackupSession:
     ):
         self._next_folder = next_folder  # of the next fit of this program
         self._callbacks: Sequence[keras.callbacks.Callback] = ()
-        self.loop_tracker = LoopTracker(model)
+        self.resumed_logs: Any = None
         self.writer = WriterThread()
         self.before_validation: Snapshot | None = None
         self._options = options
@@ -76,7 +82,7 @@ class BackupSession:
         self._warnings = ResumeWarnings(warns)
         self._resume_from: Snapshot | None = None
         self._about: dict[str, Any] = {"fit": dict(arguments), **options.config}
-        self._progress = task_progress
+        self.progress = task_progress
         self._last_logs: Any = None
         # Of the last backup: the same on all ranks, though it may still be being written.
         self._last_point: SavePoint | None = None
@@ -113,13 +119,13 @@ class BackupSession:
             for callback in state.csv_loggers(self._callbacks):
                 callback.append = True
 
-    def on_train_begin(self, epochs: int, steps: int | None) -> None:
-        """Restores the state, once Keras has built all variables.
+    def on_train_begin(self, planned: range) -> range:
+        """Restores the state, once all variables are built. Returns the epochs that are left.
 
         Args:
-            epochs: The last epoch.
-            steps: The number of steps of an epoch, if known.
+            planned: The epochs of the training, from 0.
         """
+        epochs = planned.stop
         progress.mark_backed_up()
         self._state = TrainingState(self._model, self._callbacks)
         self._state.check()
@@ -129,13 +135,11 @@ class BackupSession:
         self._trained = any(
             keras.ops.convert_to_numpy(each.iterations) for each in optimizer_search.optimizers(self._model)
         )
-        self._warnings.on_train_begin(self.loop_tracker, users_callbacks(self._callbacks))
+        self._warnings.on_train_begin(self.passes, users_callbacks(self._callbacks))
         snapshot = self._resume_from
         if snapshot is None:
-            self.loop_tracker.position.epoch = self._about["fit"].get("initial_epoch", 0)
-            self._report_progress(0, epochs, steps)
             self._snapshots.take_folder(BEFORE_ALL)
-            return
+            return planned
         saved_about = compatibility.filled(
             snapshot.manifest["about"], compatibility.to_jsonable(self._options.defaults)
         )
@@ -154,8 +158,8 @@ class BackupSession:
         for callback in state.csv_loggers(self._callbacks):
             state.cut_log(callback, position.epoch)
         first_epoch = epochs if stops and not position.epoch_step else position.epoch
-        self.loop_tracker.resume(position, first_epoch, self._last_logs, snapshot.own, self._restore_again)
-        self._report_progress(position.step, epochs, steps)
+        self.passes.resume(position, snapshot.own)
+        self.resumed_logs = self._last_logs if position.epoch_step else None
         if ignored := self._state.ignored_attributes():
             logger.warning(
                 f"{self._storage.path(snapshot.point)} names {', '.join(ignored)}, which no backup of these callbacks holds: not restored"
@@ -182,6 +186,7 @@ class BackupSession:
                 f"going on from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
                 f"of {self._storage.path(snapshot.point)}"
             )
+        return range(first_epoch, epochs)
 
     def _is_last(self) -> bool:
         """Returns whether this fit is the last one that has begun, in a run that no supervisor restarted."""
@@ -189,34 +194,41 @@ class BackupSession:
             return not progress.restarts() and not tf.io.gfile.isdir(self._next_folder)
         return False
 
-    def _report_progress(self, saved: int, epochs: int, steps: int | None) -> None:
-        position = self.loop_tracker.position
-        total = position.step - position.epoch_step + (epochs - position.epoch) * steps if steps else 0
-        epoch = min(position.epoch + 1, epochs)
-        self._progress.write(done=position.step, saved=saved, epoch=epoch, epochs=epochs, total=total)
-
     def _restore(self, snapshot: Snapshot) -> Any:
         """Restores the state, and from what callbacks and steps draw; returns the last step's logs."""
         logs = self._state.restore(snapshot.shared, snapshot.own)
         # If Python code makes the data, a thread that reads ahead draws from there: its state is the data's, at the pass's begin.
-        if _GENERATORS in snapshot.own and not self.loop_tracker.state.calls_python:
+        if _GENERATORS in snapshot.own and not self.passes.state.calls_python:
             set_process_generator_states(json.loads(np.asarray(snapshot.own[_GENERATORS]).item()))
         return logs
 
-    def _restore_again(self) -> None:
-        """Restores the state once more, after what Keras and callbacks do when an epoch begins."""
+    def resumed(self, executions: Iterator[Any]) -> Iterator[Any]:
+        """Yields the executions of an epoch that are left; restores the state once more, after what callbacks do as an epoch begins.
+
+        Args:
+            executions: Of the epoch; the first one opens the pass over the data.
+        """
+        first = next(executions, None)
         snapshot, self._resume_from = self._resume_from, None
         if snapshot and snapshot.manifest["position"]["epoch_step"]:
             self._restore(snapshot)
             self._model.stop_training = snapshot.manifest["stop_training"]
+            if self._model.stop_training:
+                return
+        if first is not None:
+            yield first
+            yield from executions
 
-    def on_execution_end(self, batch: int, steps: int | None, logs: Any) -> None:
-        """Saves after an execution of steps, if it is time to."""
+    def on_execution_end(self, logs: Any, new_steps: int) -> None:
+        """Saves after an execution of steps, if it is time to.
+
+        Args:
+            logs: Those of the last step.
+            new_steps: The number of steps.
+        """
         self.writer.check()
-        steps_before = self.loop_tracker.position.step
-        self.loop_tracker.on_execution_end(batch, steps)
-        steps_done = self.loop_tracker.position.step
-        self._progress.write(done=steps_done, epoch=self.loop_tracker.position.epoch + 1, metrics=logs)
+        steps_done = self.passes.position.step
+        steps_before = steps_done - new_steps
         self._last_logs = logs
         self._warnings.on_execution_end(self._model.train_function, self._known_variables)
         freq = self._options.save_freq
@@ -230,10 +242,13 @@ class BackupSession:
         gauges = getattr(self._strategy, "gauges", ())  # what steps only measure
         return [*self._state.local_variables(), getattr(self._strategy, "notes", None), *gauges]
 
-    def on_epoch_end(self, epoch: int, last: bool) -> None:
-        """Saves at the end of an epoch, if asked to, and at the end of the last one."""
+    def on_epoch_end(self, last: bool) -> None:
+        """Saves at the end of an epoch, if asked to, and at the end of the last one.
+
+        Args:
+            last: Whether it was the last one.
+        """
         self.writer.check()
-        self.loop_tracker.next_epoch(epoch)
         self._warnings.on_epoch_end()
         if self._ranks.size == 1 and self._agreement.is_preempted:
             self._save_and_exit(self._capture())
@@ -242,12 +257,16 @@ class BackupSession:
 
     def on_validation_begin(self) -> None:
         """Captures the state before a validation, if the process may have to save it during that."""
-        position = self.loop_tracker.position
+        position = self.passes.position
         is_saved = self._last_point == SavePoint(position.step, position.epoch_step == 0)
         if self._options.preemption and not is_saved and self._agreement.can_agree(self._model.test_function):
             self.before_validation = self._capture(to_host=False)
 
-    def on_validation_batch_end(self, batch: int) -> None:
+    def on_validation_end(self) -> None:
+        """Forgets the state that was captured."""
+        self.before_validation = None
+
+    def on_validation_batch_end(self) -> None:
         """Saves and exits during a validation, if preempted."""
         should_stop, _ = self._agreement.agree(self._model.test_function)
         if should_stop:
@@ -284,16 +303,16 @@ class BackupSession:
         with contextlib.suppress(tf.errors.OpError):  # of a rank that could not save
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
         if self._ranks.is_chief:
-            step = self.loop_tracker.position.step
-            self._progress.write(saved=step)
+            step = self.passes.position.step
+            self.progress.write(saved=step)
             logger.info(f"told to end (SIGTERM): saved at step {step}{progress.how_to_continue_mine()}")
         sys.exit(exit_status.PREEMPTED)
 
     def _capture(self, to_host: bool = True) -> Snapshot:
         self._engine.drain(self._model)
-        position = self.loop_tracker.position
+        position = self.passes.position
         shared, own = self._state.capture(self._logs(), to_host)
-        own |= self.loop_tracker.state.capture()
+        own |= self.passes.state.capture()
         own[_GENERATORS] = tf.constant(json.dumps(process_generator_states()))
         manifest = {
             "format": FORMAT,
@@ -451,16 +470,16 @@ class ResumeWarnings:
         self._generators: Sequence[Any] = ()  # of Python code, which backups hold for steps
         self._watch: unsaved_randomness.StepWatch | None = None
 
-    def on_train_begin(self, tracker: LoopTracker, callbacks: Sequence[Any]) -> None:
+    def on_train_begin(self, passes: TrainingPasses, callbacks: Sequence[Any]) -> None:
         """Warns of data whose random state cannot be saved.
 
         Args:
-            tracker: Of the loop over the data.
+            passes: Over the data.
             callbacks: The user's, which may draw while a thread reads the data.
         """
         if self._enabled:
-            self._generators = () if tracker.state.calls_python else PROCESS_GENERATORS
-            unsaved_randomness.warn_if_inexact(list(tracker.doubts(callbacks)))
+            self._generators = () if passes.state.calls_python else PROCESS_GENERATORS
+            unsaved_randomness.warn_if_inexact(list(passes.doubts(callbacks)))
 
     def on_execution_end(self, function: Any, known_variables: Callable[[], Sequence[Any]]) -> None:
         """Watches the second execution of steps, and then warns of what it has changed.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfdist.cluster.validation import JOBS, cluster_faults, is_index, parameter_server_faults, task_faults
-from tfdist.errors import ConfigError, truncate
+from tfdist.errors import ConfigError, format_value, truncate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +147,27 @@ def from_tf_config(text: str) -> ClusterTask:
     if faults or member is None:
         raise ConfigError(f"TF_CONFIG: {fault}" for fault in faults)
     return ClusterTask(ClusterSpec({job: addresses for job, addresses in jobs.items() if job != "evaluator"}), member)
+
+
+def check_member(cluster: Any) -> ClusterTask:
+    """Returns a cluster and a task in it, as a caller of tfdist gives them.
+
+    Args:
+        cluster: A pair of a `ClusterSpec` and a `TaskSpec`.
+
+    Raises:
+        ConfigError: It is another object, or the cluster has no such task.
+    """
+    kinds = [type(each) for each in cluster] if isinstance(cluster, (tuple, list)) else []
+    if kinds != [ClusterSpec, TaskSpec]:
+        raise ConfigError(
+            "cluster must be a pair (ClusterSpec, TaskSpec), False for no cluster, or None for that of the environment. "
+            f"Received: {format_value(cluster)}."
+        )
+    spec, task = cluster
+    if faults := list(task_faults(task.type, task.index, spec.jobs)):
+        raise ConfigError(faults)
+    return ClusterTask(spec, task)
 
 
 def split_address(address: str) -> tuple[str, int]:

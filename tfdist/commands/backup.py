@@ -59,7 +59,14 @@ def main(argv: Sequence[str]) -> int:
                 "Usage: tfdist backup show DIR [--json], or tfdist backup export DIR OUT.keras [--step=N]. "
                 f"Received: {' '.join(argv[1:]) or 'nothing'}"
             )
-        folder, config = find_backups(words[1])
+        try:
+            folder, config = find_backups(words[1])
+            if os.path.isdir(folder):
+                os.listdir(folder)
+        except PermissionError as e:
+            raise ConfigError(
+                f"{format_value(words[1])} cannot be read: {e.strerror}; read it as the user who ran it."
+            ) from e
         if words[0] == "export":
             return _export(folder, config, words[2], values.step)
         return _show(folder, values.json)
@@ -83,7 +90,7 @@ def find_backups(given: str) -> tuple[str, pathlib.Path | None]:
     if "://" in given:
         return given, None
     folder = pathlib.Path(given)
-    if not folder.is_dir():
+    if not given or not folder.is_dir():
         raise ConfigError(
             f"{format_value(given)} is no folder; give a run's work directory, or the folder of its backups."
         )

@@ -15,6 +15,7 @@ the hosts but the network. Each launcher restarts its own tasks, so give all of 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -55,12 +56,6 @@ def main(argv: Sequence[str]) -> int:
             return 0
         launcher = _launcher(values, command)
         return launcher.run()
-    except flags.IllegalFlagValueError as e:
-        print(
-            printable_lines(e).replace("invalid literal for int() with base 10:", "expected a whole number. Received:"),
-            file=sys.stderr,
-        )
-        return 2
     except (ConfigError, flags.Error) as e:
         print(printable_lines(e), file=sys.stderr)
         return 2
@@ -118,9 +113,11 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
             given = {name: values[name].value for name in _OF_HOSTS}
             found = hosts.local_tasks(**given)
             if not faults:
+                _make_log_dir(values.log_dir)
                 return Launcher(command, found.cluster, values.log_dir, here=found.tasks, **limits)
     elif not faults:
         cluster, prefixes = network_namespaces.assign_namespaces(values.workers, values.ps, values.netns)
+        _make_log_dir(values.log_dir)
         return Launcher(command, cluster, values.log_dir, prefixes=prefixes, fresh_ports=True, **limits)
     raise ConfigError(faults)
 
@@ -133,10 +130,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
             "[--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--] COMMAND. The command is missing."
         )
     elif not shutil.which(command[0]):
-        script = (
-            f"a script needs its interpreter: python {command[0]}" if command[0].endswith(".py") else "is it installed?"
-        )
-        yield f"the command {format_value(command[0])} cannot be run; {script}"
+        yield f"the command {format_value(command[0])} cannot be run; {_why_not_run(command[0])}"
     if not values.grace_seconds < float("inf"):
         yield f"--grace_seconds must be 0 or more, and finite. Received: {values.grace_seconds}."
     several = [name for name in ("hosts", "hostfile") if values[name].present]
@@ -145,6 +139,26 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
             yield f"--{several[0]} and --{name} exclude each other: leave out --{name}; {remedy}."
     if unsuited := [f"--{name}" for name in _OF_HOSTS if values[name].present and not several]:
         yield f"{', '.join(unsuited)}: only with --hosts=A,B or --hostfile=FILE, which name all hosts of the training."
+
+
+def _make_log_dir(path: str) -> None:
+    try:
+        os.makedirs(path or ".", exist_ok=True)
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ConfigError(
+            f"--log_dir must be a folder that can be written to. Received: {format_value(path)} ({why})."
+        ) from None
+
+
+def _why_not_run(program: str) -> str:
+    if program.endswith(".py"):
+        return f"a script needs its interpreter: python {program}"
+    if os.path.isdir(program):
+        return "it is a folder."
+    if os.path.dirname(program) and os.path.exists(program):
+        return f"it is not executable: chmod +x {shlex.quote(program)}"
+    return "is it installed?"
 
 
 if __name__ == "__main__":

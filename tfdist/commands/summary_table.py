@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from rich import console, table
 
 from tfdist.errors import printable
 from tfdist.runtime.log import is_terminal
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, str]]:
@@ -65,7 +68,7 @@ def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
     else:
         print(*map(": ".join, text), sep="\n")
     # Outside of the table, which would fold a long path: the line is there to be copied.
-    print(_encodable(f"tensorboard --logdir {shlex.quote(str(workdir / 'tensorboard'))}"), flush=True)
+    print(_encodable(f"tensorboard --logdir {_shell_word(str(workdir / 'tensorboard'))}"), flush=True)
 
 
 def _encodable(text: str) -> str:
@@ -104,3 +107,11 @@ def _network(sent: Mapping[str, Any], transport: str | None) -> str | None:
 def _wall_time(goodput: Mapping[str, Any]) -> str:
     parts = [f"{part.replace('_', ' ')} {seconds} s" for part, seconds in goodput["seconds"].items() if seconds]
     return f"{goodput['wall_seconds']} s: {', '.join(parts)}"
+
+
+def _shell_word(text: str) -> str:
+    """Returns a text quoted for a shell; control characters, which would steer the terminal, as escapes that bash and zsh read."""
+    if not _CONTROL.search(text):
+        return shlex.quote(text)
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{_CONTROL.sub(lambda found: repr(found[0])[1:-1], escaped)}'"

@@ -34,7 +34,7 @@ from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterTask
 from tfdist.commands import summary_table
 from tfdist.compat import keras_backend
-from tfdist.config import TrainConfig, registry, validation
+from tfdist.config import TrainConfig, validation
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 _SOURCE = (
     "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts; their results it prints itself
 )
+
+
+_FILES = ("config.json", "model.keras", "summary.json")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,6 +82,8 @@ def _main(argv: Sequence[str]) -> int:
             command = flags_lib.read(argv, __doc__)
             if command is None:  # --help
                 return 0
+            if validation.has_wrong_types(command.config, "cluster", "backup", "start_timeout", "epochs"):
+                validation.check(command.config, 0, command.faults)  # without the cluster, which these fields find
             found: ResolvedCluster | None = None
             workers: int | None = 0  # unless the cluster is sound
             with collect_errors(faults):
@@ -251,6 +256,11 @@ def own_workdir(workdir: pathlib.Path, task: str = "") -> Iterator[None]:
                     f"{format_value(str(path))} is a symbolic link of user {user}, by which the run would write elsewhere: remove it, or "
                     "choose another --workdir, in which no other user can write."
                 )
+        for path in map(workdir.joinpath, _FILES):
+            if path.is_dir():
+                raise ConfigError(
+                    f"{format_value(str(path))} must be a file of the run, and is a folder: remove it, or choose another --workdir."
+                )
         owner.check_free()
     except ConfigError:
         raise
@@ -332,7 +342,7 @@ def train(
     in_sync = 1 if asynchronous else replicas
     batch_size = config.global_batch_size or config.per_replica_batch_size * in_sync
     validation.per_replica_batch_size(batch_size, in_sync)
-    task = registry.resolve("task", config.task, registry.TASKS)(config.task_options)
+    task = task_checks.make_task(config.task, config.task_options)
     steps = config.steps_per_epoch or task_checks.checked_steps(config.task, task.steps_per_epoch(batch_size))
     if steps == 0:
         raise ConfigError(f"global_batch_size {batch_size} is larger than the training data of task {config.task!r}.")
@@ -354,19 +364,22 @@ def train(
     options = {**config.monitoring.arguments(), "hparams": config_lib.to_dict(config)}
     callbacks.append(tensorboard.TensorBoard(workdir / "tensorboard", global_batch_size=batch_size, **options))
     exports = config.export.dir or os.path.join(workdir, "export")
+    if trainer.is_chief and (config.export.best or config.export.final):
+        configured.make_export_folder(exports)
     if config.export.best:
         best = os.path.join(exports, "best")
         callbacks.append(export_best.ExportBest(best, config.export.best, config.export.mode))
     callbacks += configured.build_callbacks(config, trainer.is_chief)
     callbacks.append(first := task_checks.FirstStep())
-    elements: list[Any] = []
+    elements: dict[str, Any] = {}
 
     def train_data(context: Any) -> Any:
         data = task_checks.checked_data(config.task, "train_data", task.train_data(context, batch_size, config.seed))
-        elements.append(data.element_spec)
+        elements["train_data"] = data.element_spec
         return data
 
     eval_data = task_checks.checked_data(config.task, "eval_data", task.eval_data(batch_size), optional=True)
+    elements["eval_data"] = getattr(eval_data, "element_spec", None)
     with task_checks.explaining_first_step(config.task, model, first, elements):
         history = trainer.fit(
             model,

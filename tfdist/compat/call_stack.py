@@ -1,7 +1,4 @@
-"""Looks at the functions that call tfdist, and swaps classes of objects, where Keras gives no other way.
-
-Keras calls a strategy for several purposes by the same method, and does not say for which. So the strategy looks at its caller.
-All of this can go once the Trainer runs Keras' loops itself.
+"""Looks at the functions that call tfdist, where Keras gives no other way to tell for what purpose.
 
 Each function here adds a frame. "The caller" is the function that called the function that asks.
 """
@@ -60,14 +57,15 @@ def applying_optimizer() -> Any:
     return caller.f_locals["self"] if caller.f_code.co_name == KERAS_APPLY else None
 
 
-def caller_self() -> Any:
-    """Returns the object whose method is the caller, or None."""
-    return sys._getframe(2).f_locals.get("self")
-
-
-def swap_class(value: Any, new: type) -> None:
-    """Makes an object one of another class, a subclass of its own."""
-    value.__class__ = new
+def raising_callback(error: BaseException) -> tuple[Any, str] | None:
+    """Returns the callback whose method has raised an error, and the method's name; None if there is none."""
+    trace = error.__traceback__
+    while trace:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, keras.callbacks.Callback) and not isinstance(owner, keras.callbacks.CallbackList):
+            return owner, trace.tb_frame.f_code.co_name
+        trace = trace.tb_next
+    return None
 
 
 def frame_call(frame: Any) -> tuple[str, str, Any]:

@@ -249,10 +249,5 @@ CALLBACK_STATE: Mapping[type, Sequence[str]] = {
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"),
     keras.callbacks.History: ("epoch", "history"),
 }
-# The hooks that Keras calls where it takes StopIteration for the end of the data.
-BATCH_HOOKS = (
-    *(f"on_{loop}_batch_{when}" for loop in ("train", "test", "predict") for when in ("begin", "end")),
-    *("on_batch_begin", "on_batch_end"),
-)
 # Attributes of a callback that remembers nothing.
-STATELESS_ATTRIBUTES = vars(keras.callbacks.Callback()).keys() | {"_supports_tf_logs", *BATCH_HOOKS}
+STATELESS_ATTRIBUTES = vars(keras.callbacks.Callback()).keys() | {"_supports_tf_logs"}

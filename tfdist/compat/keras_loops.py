@@ -6,24 +6,41 @@ the constants that begin with `KERAS_`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import copy
+import functools
+import queue
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TFEpochIterator, concat, reduce_per_replica
+from keras.src.backend.tensorflow.trainer import (
+    concat,
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
+    reduce_per_replica,
+)
+from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 from keras.src.utils.python_utils import pythonify_logs
 
 __all__ = [
     "ArrayDataAdapter",
+    "DataAdapter",
     "GeneratorDataAdapter",
     "PyDatasetAdapter",
+    "class_weight_to_sample_weights",
+    "get_data_adapter",
     "make_class_weight_map_fn",
     "pythonify_logs",
+    "train_validation_split",
 ]
 
 DEFAULT_BATCH_SIZE = 32  # Keras' own, of arrays for which none is given
@@ -31,29 +48,16 @@ DEFAULT_BATCH_SIZE = 32  # Keras' own, of arrays for which none is given
 Method = Callable[..., Any]
 
 
-# The loop's data
+# Data adapters
 
-KERAS_ADAPTER = "data_adapter"
 KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoaderAdapter", "GrainDatasetAdapter")
-KERAS_DATA = "_distributed_dataset"
-KERAS_ADAPTER_DATA = "_dataset"
-KERAS_NUM_BATCHES = "_num_batches"
 KERAS_ADAPTER_EPOCH = "_epoch"  # since Keras 3.16
+KERAS_ADAPTER_ITERATOR = "_get_iterator"
 
 
-def is_loop(value: Any) -> bool:
-    """Whether an object is a Keras loop over data (an EpochIterator)."""
-    return hasattr(value, KERAS_ADAPTER)
-
-
-def adapter_name(value: Any) -> str:
-    """Returns the class name of a loop's data adapter; of any other object, its own class name."""
-    return type(getattr(value, KERAS_ADAPTER, value)).__name__
-
-
-def reads_python(value: Any) -> bool:
-    """Whether a loop, or a data adapter, takes its data from Python code, which cannot begin again."""
-    return adapter_name(value) in KERAS_SELF_FEEDING
+def reads_python(adapter: Any) -> bool:
+    """Whether a data adapter takes its data from Python code, which cannot begin again."""
+    return type(adapter).__name__ in KERAS_SELF_FEEDING
 
 
 def skip_epochs(adapter: Any, number: int) -> None:
@@ -62,53 +66,46 @@ def skip_epochs(adapter: Any, number: int) -> None:
         setattr(adapter, KERAS_ADAPTER_EPOCH, getattr(adapter, KERAS_ADAPTER_EPOCH) + number)
 
 
-def distributed_dataset(loop: Any) -> Any:
-    """Returns the dataset that a strategy has made for a loop, or None."""
-    return getattr(loop, KERAS_DATA, None)
+def adapted_dataset(adapter: Any) -> tf.data.Dataset:
+    """Returns the dataset of a data adapter.
 
-
-def count_steps_of(loop: Any, distributed: Any) -> None:
-    """Makes a loop over a dataset take the number of its steps from what a strategy has made of the dataset."""
-    adapter = getattr(loop, KERAS_ADAPTER)
-    setattr(adapter, KERAS_ADAPTER_DATA, distributed)
-    setattr(loop, KERAS_NUM_BATCHES, adapter.num_batches)
-
-
-# How a model is built before its first step
-
-KERAS_BUILD = "_maybe_symbolic_build"
-KERAS_BUILD_BY_CALL = "_symbolic_build"
-
-
-def make_loop(strategy: tf.distribute.Strategy, **arguments: Any) -> Any:
-    """Returns a loop over data, as `fit` makes it.
-
-    Args:
-        strategy: That of the model.
-        **arguments: Those of `fit` about the data.
+    The workers of a PyDataset are new ones for each pass. Keras' own are one team for all passes, which the end of an epoch stops: it
+    would take batches from a thread that reads ahead, as that of a strategy does.
     """
-    return TFEpochIterator(distribute_strategy=strategy, **arguments)
+    if getattr(adapter, "enqueuer", None) is None:
+        return adapter.get_tf_dataset()
+    setattr(adapter, KERAS_ADAPTER_ITERATOR, functools.partial(_read_by_workers, adapter))
+    dataset = adapter.get_tf_dataset()
+    adapter.enqueuer = None
+    return dataset
 
 
-def initial_epoch(model: keras.Model) -> int | None:
-    """Returns the epoch that `set_initial_epoch` has set."""
-    return getattr(model, KERAS_INITIAL_EPOCH, None)
+def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Any]:
+    data, one = adapter.py_dataset, copy.copy(adapter)
+    delattr(one, KERAS_ADAPTER_ITERATOR)
+    one.enqueuer = OrderedEnqueuer(
+        data,
+        workers=data.workers,
+        use_multiprocessing=data.use_multiprocessing,
+        max_queue_size=data.max_queue_size,
+        shuffle=adapter.shuffle,
+    )
+    try:
+        yield from getattr(one, KERAS_ADAPTER_ITERATOR)()
+    finally:
+        thread = one.enqueuer.run_thread
+        one.enqueuer.stop(drain_queue_and_join=False)
+        while thread is not None and thread.is_alive():  # it may wait for room in the queue
+            with contextlib.suppress(queue.Empty):
+                one.enqueuer.future_queue.get(timeout=0.01)
 
 
-def build_method(model: keras.Model) -> Method:
-    """Returns the method that builds a model before its first step, for a loop (`iterator`) or a batch (`data_batch`)."""
-    method: Method = getattr(model, KERAS_BUILD)
-    return method
+# Models
 
-
-def has_replaced_build(model: keras.Model) -> bool:
-    """Whether `replace_build` was called for a model."""
-    return KERAS_BUILD in vars(model)
-
-
-def replace_build(model: keras.Model, new: Method) -> None:
-    """Replaces the method that builds a model before its first step."""
-    setattr(model, KERAS_BUILD, new)
+KERAS_BUILD_BY_CALL = "_symbolic_build"
+KERAS_LOGS = "_get_metrics_result_or_logs"
+KERAS_FLATTEN = "_flatten_metrics_in_order"
+KERAS_CHECK_COMPILED = "_assert_compile_called"
 
 
 def build_by_call(model: keras.Model, batch: Any) -> None:
@@ -116,79 +113,19 @@ def build_by_call(model: keras.Model, batch: Any) -> None:
     getattr(model, KERAS_BUILD_BY_CALL)(data_batch=batch)
 
 
-# Logs, epochs and steps
-
-KERAS_LOGS = "_get_metrics_result_or_logs"
-KERAS_INITIAL_EPOCH = "_initial_epoch"
-KERAS_ENUMERATE = "_enumerate_iterator"
-KERAS_GET_ITERATOR = "_get_iterator"
-KERAS_ITERATORS = ("_current_iterator", "_epoch_iterator")
-KERAS_STEPS_SEEN = "_steps_seen"
-
-
-def logs_method(model: keras.Model) -> Method:
-    """Returns the method that makes an epoch's logs from those of its last step."""
-    method: Method = getattr(model, KERAS_LOGS)
-    return method
-
-
-def has_replaced_logs(model: keras.Model) -> bool:
-    """Whether `replace_logs` was called for a model."""
-    return KERAS_LOGS in vars(model)
-
-
-def replace_logs(model: keras.Model, new: Method) -> None:
-    """Replaces the method of `logs_method`."""
-    setattr(model, KERAS_LOGS, new)
-
-
 def metrics_or_logs(model: keras.Model, logs: Any) -> Any:
-    """Returns an epoch's logs as the model's class makes them, whatever `replace_logs` has set."""
-    return getattr(type(model), KERAS_LOGS)(model, logs)
+    """Returns an epoch's logs: those of its last step, or the results of the model's metrics."""
+    return getattr(model, KERAS_LOGS)(logs)
 
 
-def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Sets the epoch with which `fit` begins, from 0; None leaves it to `fit`'s argument."""
-    setattr(model, KERAS_INITIAL_EPOCH, epoch)
+def check_compiled(model: keras.Model, method: str) -> None:
+    """Raises ValueError if a model is not compiled, as Keras does."""
+    getattr(model, KERAS_CHECK_COMPILED)(method)
 
 
-def replace_enumeration(loop: Any, enumerate_steps: Method, get_iterator: Method) -> None:
-    """Replaces the methods with which a loop enumerates the steps of an epoch, and gets its data for a pass."""
-    setattr(loop, KERAS_ENUMERATE, enumerate_steps)
-    setattr(loop, KERAS_GET_ITERATOR, get_iterator)
-
-
-def enumerate_steps(loop: Any) -> Iterator[Any]:
-    """Yields (first step, last step, iterator) for each execution of an epoch, as the loop's class does."""
-    steps: Iterator[Any] = getattr(type(loop), KERAS_ENUMERATE)(loop)
-    return steps
-
-
-def pass_data(loop: Any) -> Any:
-    """Returns the data of a pass, as the loop's class does."""
-    return getattr(type(loop), KERAS_GET_ITERATOR)(loop)
-
-
-def drop_iterator(loop: Any) -> None:
-    """Makes a loop forget the iterator of its last pass, which might otherwise read ahead."""
-    setattr(loop, KERAS_ITERATORS[0], None)
-
-
-def drop_iterators(loop: Any) -> None:
-    """Makes a loop that has ended, perhaps by an error, forget what it reads from: it might read ahead and draw for ever."""
-    for name in KERAS_ITERATORS:
-        setattr(loop, name, None)
-
-
-def is_pass_over(loop: Any, steps: int) -> bool:
-    """Whether a pass over a loop's data has no further steps after so many; False if their number is not known."""
-    batches = getattr(loop, KERAS_ADAPTER).num_batches
-    return batches is not None and steps >= batches
-
-
-def add_steps_seen(loop: Any, steps: int) -> None:
-    """Adds to the number of steps that a loop has done in its pass."""
-    setattr(loop, KERAS_STEPS_SEEN, getattr(loop, KERAS_STEPS_SEEN) + steps)
+def flat_logs(model: keras.Model, logs: Any) -> Any:
+    """Returns logs as `evaluate` does without `return_dict`: a number, or a list."""
+    return getattr(model, KERAS_FLATTEN)(logs)
 
 
 # What `predict` makes of its outputs
@@ -197,6 +134,18 @@ def add_steps_seen(loop: Any, steps: int) -> None:
 def concatenate(*parts: Any) -> Any:
     """Returns the outputs of several batches as of one: dense, ragged or sparse tensors."""
     return concat(list(parts))
+
+
+def joined_outputs(parts: Sequence[Any]) -> Any:
+    """Returns the outputs of a prediction's executions as of one, as NumPy arrays where they are not ragged."""
+    tree = keras.tree
+    lists = tree.map_structure_up_to(parts[0], lambda *each: list(each), *parts)
+    return as_arrays(tree.map_structure_up_to(parts[0], potentially_ragged_concat, lists))
+
+
+def as_arrays(outputs: Any) -> Any:
+    """Returns outputs as NumPy arrays where they are not ragged."""
+    return keras.tree.map_structure(convert_to_np_if_not_ragged, outputs)
 
 
 def concatenate_replicas(outputs: Any, strategy: tf.distribute.Strategy) -> Any:

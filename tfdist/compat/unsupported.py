@@ -209,26 +209,20 @@ def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:
 
     Args:
         strategy: The strategy.
-        data: What `fit`, `evaluate` or `predict` takes as `x`, or the Keras object that is about to distribute it.
+        data: What `fit`, `evaluate` or `predict` takes as `x`, or Keras' data adapter for it.
 
     Raises:
-        ConfigError: `data` is a dataset of single examples, a `PyDataset` that reads ahead, or comes from Python where
-            there are several workers.
+        ConfigError: `data` is a dataset of single examples, or comes from Python where there are several workers.
     """
     if isinstance(data, tf.data.Dataset) and any(
         spec.shape.rank == 0 for spec in tf.nest.flatten(data.element_spec) if isinstance(spec, tf.TensorSpec)
     ):
         raise ConfigError(f"The dataset must hold batches: call its batch(). Received elements {data.element_spec}.")
-    if isinstance(data, keras.utils.PyDataset) and (data.workers > 1 or data.use_multiprocessing):
-        raise ConfigError(
-            f"A PyDataset with workers={data.workers}, use_multiprocessing={data.use_multiprocessing} comes out of order "
-            "after Keras has looked at its first batch; use workers=1, or a tf.data.Dataset."
-        )
-    kind = keras_loops.adapter_name(data)
+    kind = type(data).__name__
     draws = (
         keras_loops.reads_python(data)
         or kind == "DataLoader"
-        or (not keras_loops.is_loop(data) and isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator)))
+        or isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator))
     )
     if draws and strategy.traits.several_processes and strategy.num_workers > 1:
         raise ConfigError(

@@ -60,6 +60,12 @@ def folder_faults(field: str, path: str) -> Iterator[str]:
     try:
         if not stat.S_ISDIR(os.stat(path or ".").st_mode):
             yield f"{field} must be a folder, and {format_value(path)} is a file."
+    except UnicodeEncodeError:
+        yield f"{field} must be a folder, and a path has no lone surrogates. Received: {format_value(path)}."
     except OSError as e:
         if e.errno == errno.ENAMETOOLONG:
             yield f"{field} must be a folder, and the name is too long for one. Received: {format_value(path)}."
+        elif os.path.islink(path):
+            yield f"{field} must be a folder, and {format_value(path)} is a link to none."
+        elif e.errno == errno.ENOTDIR and "://" not in path:
+            yield f"{field} must be a folder, and one of those above it is a file. Received: {format_value(path)}."

@@ -71,6 +71,7 @@ CALLBACKS: dict[str, dict[str, _Check]] = {
     "SwapEMAWeights": {"swap_on_epoch": _BOOL},
     "TerminateOnNaN": {"raise_error": _BOOL},
 }
+_LONGEST_NAME = 255
 _REQUIRED = {"CSVLogger": "filename", "ModelCheckpoint": "filepath"}
 
 
@@ -109,14 +110,15 @@ def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError
         given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
-        if "None" in given:  # **
+        if "None" in given or len(given) < len(call.keywords):  # **, or a name twice
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ConfigError(
             "callbacks must be such as 'EarlyStopping(monitor=val_loss, patience=3); package.module:function', with numbers and "
-            f"texts as values. Received: {format_value(text)}."
+            f"texts as values, and each name once. Received: {format_value(text)}."
         ) from None
     if ":" in name:
+        registry.check_findable("callback", name)
         return name, given
     if name not in CALLBACKS:
         raise ConfigError(unknown_name_message("callback", name, [*CALLBACKS, "package.module:function"]))
@@ -157,7 +159,7 @@ def _checkpoint_faults(given: dict[str, Any]) -> Iterator[str]:
         names = placeholders(path)
         # As Keras does, which counts epochs and batches from 1; metrics are floats.
         written = path.format(**{name: 1 if name in ("epoch", "batch") else 0.5 for name in names})
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as e:
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError, MemoryError) as e:  # {epoch:99999999999}
         yield (
             "callbacks: filepath of ModelCheckpoint must be a text in which {epoch:02d}, {batch} or a metric such as {val_loss:.2f} are "
             f"filled in. {received} ({describe_error(e)})."
@@ -181,6 +183,12 @@ def why_no_file(path: str) -> str:
     """Returns why a path cannot be a file's, on any host; empty where it can."""
     if "\0" in path:
         return "a path has no null character"
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return "a path has no lone surrogates"
+    if len(os.fsencode(os.path.basename(path))) > _LONGEST_NAME:
+        return f"a file's name has at most {_LONGEST_NAME} bytes"
     return "it is a folder" if os.path.isdir(path) else ""
 
 

@@ -41,7 +41,19 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool =
         left: list[str] = values([argv[0], *expand(values, argv[1:])], known_only=known_only)
     except flags.UnrecognizedFlagError as e:
         raise unknown_flag(f"--{e.flagname}", values) from e
+    except flags.IllegalFlagValueError as e:
+        sentence = _in_other_words(str(e))
+        raise ConfigError(sentence) from e
+    except ValueError as e:  # --nojson=3
+        raise ConfigError(f"{e}.") from e
     return left
+
+
+def _in_other_words(text: str) -> str:
+    """Returns absl's message for a value that a flag cannot have, in the words of the other messages."""
+    text = text.replace("invalid literal for int() with base 10:", "expected a whole number. Received:")
+    text = text.replace("could not convert string to float:", "expected a number. Received:")
+    return re.sub(r"\('Non-boolean argument to boolean flag', (.*)\)$", r"expected true or false. Received: \1", text)
 
 
 def unknown_flag(written: str, values: flags.FlagValues) -> ConfigError:
@@ -72,6 +84,8 @@ def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str
             yield from following
         elif name in ("--flagfile", "-flagfile"):
             path = os.path.expanduser((value if equals else next(following, "")).strip())
+            if not path:
+                raise ConfigError("--flagfile has no value; write --flagfile=FILE.")
             yield from expand(values, _flags_in(path, within), (*within, path))
         elif name.startswith("-") and flag == "undefok":
             raise undefok_error()

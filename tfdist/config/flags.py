@@ -121,6 +121,11 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
             [*faults, str(e) if isinstance(e, flags.Error) else f"--config={path}: {describe_error(e)}"]
         ) from None
     make_floats(values.config)
+    if "://" in (values.workdir or ""):
+        faults.append(
+            f"workdir must be a folder of this machine. Received: {format_value(values.workdir)}; mount it, or use backup.dir and export.dir, "
+            "which take such addresses."
+        )
     workdir = pathlib.Path(values.workdir or f"runs/{pathlib.Path(path).stem}")
     return Command(values.config, workdir, faults, values.overwrite)
 

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tfdist.config import registry
 from tfdist.config.compression import option_faults
 from tfdist.config.ranges import MOST_STEPS, Range
-from tfdist.errors import did_you_mean, format_value
+from tfdist.errors import collect_errors, did_you_mean, format_value
 
 _ADAM: Mapping[str, type] = {"beta_1": float, "beta_2": float, "epsilon": float}
 
@@ -151,6 +152,10 @@ class OptimizerConfig:
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the optimizer's name and arguments."""
         if ":" in self.name:
+            faults: list[str] = []
+            with collect_errors(faults):
+                registry.check_findable("optimizer", self.name)
+            yield from faults
             numbers = {name: value for name, value in self.arguments().items() if isinstance(value, float)}
             for name, value in numbers.items():
                 yield from _FLOAT.faults(f"optimizer.{name}", value)

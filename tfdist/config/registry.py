@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any, NamedTuple
 
-from tfdist.errors import ConfigError, describe_error, did_you_mean
+from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
 from tfdist.runtime.log import logger
 
 TASKS: Mapping[str, str] = {
@@ -77,6 +77,29 @@ def load(what: str, name: str, plugin: Plugin) -> Any:
     if not _is_path(plugin.target):
         raise ConfigError(f"The entry point of {named} must be 'package.module:Name'. Received: {plugin.target!r}.")
     return _import(named, plugin.target, "Install the distribution again, or uninstall it.")
+
+
+def check_findable(what: str, name: str) -> None:
+    """Checks the form of `package.module:attribute`, and that there is such a package, without importing it.
+
+    Args:
+        what: The kind of object, for messages, such as `"callback"`.
+        name: The name.
+
+    Raises:
+        ConfigError: It is of another form, or the package cannot be found.
+    """
+    if not _is_path(name):
+        raise ConfigError(f"{what} must be your own as 'package.module:Name'. Received: {format_value(name)}.")
+    package = name.partition(":")[0].partition(".")[0]
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # a module without a specification, such as __main__
+        return
+    if found is None:
+        raise ConfigError(
+            f"The module of {what} {name!r} cannot be found: No module named {package!r}. Is its folder the current one, or on PYTHONPATH?"
+        )
 
 
 def find_plugins(what: str, built_in: Collection[str]) -> dict[str, Plugin]:

@@ -56,8 +56,11 @@ class ScheduleConfig:
             )
         if not 0 <= self.end <= 1:
             yield f"schedule.end must be 0 to 1, a share of learning_rate. Received: {self.end}."
-        if self.name == "step" and not self.boundaries:
-            yield "schedule 'step' needs schedule.boundaries, such as 3000,6000 updates or 0.5,0.75 of the run. Received: ''."
+        if self.name == "step" and not self.boundaries.strip(", "):
+            yield (
+                "schedule 'step' needs schedule.boundaries, such as 3000,6000 updates or 0.5,0.75 of the run. "
+                f"Received: {format_value(self.boundaries)}."
+            )
         takes: dict[str, tuple[str, ...]] = {"cosine": ("decay_steps", "end"), "step": ("boundaries", "factor")}
         takes |= {"polynomial": ("decay_steps", "end", "power")}
         for field in dataclasses.fields(self):

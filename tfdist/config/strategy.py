@@ -104,6 +104,8 @@ class StrategyConfig:
             yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {truncate(self.devices)}."
         elif self.devices and not self.virtual_cpus and devices != "own":
             names = [name.upper() for name in self.device_names]
+            if not names:
+                yield f"strategy.devices names no device; leave it empty for all GPUs, or the CPU. Received: {format_value(self.devices)}."
             if strange := [name for name in names if not _DEVICE.fullmatch(name)]:
                 yield f"strategy.devices must be names such as GPU:0, or a number of virtual CPUs. Received: {format_value(strange[0])}."
             elif len(set(names)) < len(names):

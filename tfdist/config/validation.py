@@ -45,13 +45,37 @@ def check(config: TrainConfig, workers: int | None = None, known: Collection[str
         raise ConfigError(faults)
 
 
+def has_wrong_types(config: TrainConfig, *fields: str) -> bool:
+    """Returns whether one of these fields, or of the fields in them, is not of its declared type.
+
+    Args:
+        config: The configuration.
+        *fields: The names.
+    """
+    return _any_is_in(type_faults(config, "config"), fields)
+
+
+def type_faults(config: Any, path: str) -> dict[str, str]:
+    """Returns the error for each field that is not of its declared type, or does not exist, by its path.
+
+    Args:
+        config: A configuration, or a group of its fields.
+        path: Its own path, such as `"config"`.
+    """
+    return dict(_type_faults(config, path))
+
+
+def _any_is_in(paths: Collection[str], fields: Collection[str]) -> bool:
+    return any(f"{path}.".startswith(f"config.{field}.") for path in paths for field in fields)
+
+
 def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
-    wrong = dict(_type_faults(config, "config"))
+    wrong = type_faults(config, "config")
     yield from wrong.values()
 
     def typed(*fields: str) -> bool:
         """Returns whether these fields are of their declared types, so that their values can be checked."""
-        return not any(f"{path}.".startswith(f"config.{field}.") for path in wrong for field in fields)
+        return not _any_is_in(wrong, fields)
 
     traits = None
     if typed("strategy"):
@@ -98,7 +122,10 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
         yield from _evaluator_faults(config)
     if typed("global_batch_size", "per_replica_batch_size"):
         sizes = (config.global_batch_size, config.per_replica_batch_size)
-        if min(sizes) != 0 or max(sizes) == 0:
+        if min(sizes) < 0:
+            for field in ("global_batch_size", "per_replica_batch_size"):
+                yield from Range(0, MOST_STEPS).faults(field, getattr(config, field))
+        elif min(sizes) != 0 or max(sizes) == 0:
             yield (
                 "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
                 f"Received: {sizes[0]} and {sizes[1]}."

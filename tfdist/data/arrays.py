@@ -84,7 +84,7 @@ def epochs(
         dataset = dataset.map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         # Known to be endless, or TensorFlow asks all workers before each step whether they have data left.
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-        dataset = dataset.prefetch(tf.data.AUTOTUNE)
+        dataset = tf_internals.without_autotuning(dataset.prefetch(tf.data.AUTOTUNE))
         setattr(dataset, STARTING_AT, starting_at)
         return dataset
 

@@ -94,6 +94,16 @@ class PythonDataState:
                 f"a thread reads the PyDataset {name} ahead while its on_epoch_begin or on_epoch_end is called; leave out "
                 "steps_per_epoch"
             )
+        if self._data.workers > 1 or self._data.use_multiprocessing:
+            before = self.state()
+            _checksum(self._data, 2)
+            draws = self.state() != before
+            self.restore(before)
+            if draws:
+                yield (
+                    f"the workers of the PyDataset {name} draw from a generator in any order; give it workers=1, "
+                    "use_multiprocessing=False"
+                )
         if self._keeps:
             return
         with self._preserve_generators():

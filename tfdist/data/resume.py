@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -52,19 +51,3 @@ def _reshuffling_datasets(dataset: tf.data.Dataset, begun: int, read: int) -> It
         begun, read = begun + read * count, read * count  # it begins anew even after the last time
     for each in tf_internals.inputs(dataset):
         yield from _reshuffling_datasets(each, begun, read)
-
-
-def iterator_from_step(data: Any, number: int, steps: int, ready: Callable[[], None]) -> Any:
-    """Returns an iterator of a pass over data.
-
-    Args:
-        data: A dataset, or what a strategy has made of one.
-        number: The pass, from 1: a dataset that shuffles does so differently in each.
-        steps: Steps of it to leave out.
-        ready: Called before the iterator is made, and after the passes before are replayed.
-    """
-    if hasattr(data, "starting_at"):
-        return data.starting_at(number, steps, ready)
-    replay(data, number - 1)
-    ready()
-    return iter(data.skip(steps))

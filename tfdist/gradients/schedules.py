@@ -89,6 +89,11 @@ def build_schedule(
             f"the warm-up of {warmup} updates is longer than the run of {total}: the learning rate does not reach {learning_rate:g}; "
             "make schedule.warmup_steps or warmup_epochs smaller."
         )
+    if total and config.name == "step" and boundaries[-1] > total:
+        logger.warning(
+            f"schedule.boundaries has {boundaries[-1]:g}, which is after the run's {total} updates: the learning rate does not fall there; "
+            "make it smaller, or a share of the run."
+        )
 
     def at(update: int) -> int:
         return update * n + n - 1

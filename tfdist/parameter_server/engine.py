@@ -23,7 +23,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_internals, optimizer_search
+from tfdist.compat import keras_internals, keras_loops, optimizer_search
+from tfdist.data.source import DataSource, Passes, run_to_end
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError
 from tfdist.gradients.update import deduplicate_rows_before_update
@@ -33,11 +34,9 @@ from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_server
 from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator, WorkerDataset
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
-from tfdist.step import model_building
 
 # Methods of a model that read what steps have counted.
 _DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weights")
-_WORKER_DATA = "worker_data"  # an attribute of the placeholder dataset: what the workers read
 
 
 class ParameterServerEngine(Engine):
@@ -49,10 +48,11 @@ class ParameterServerEngine(Engine):
     """
 
     def __init__(self, strategy: ParameterServerStrategy, compressor: None = None):
-        self._strategy = strategy
+        self.strategy = strategy
         self.scheduler = Scheduler(strategy)
         self.num_replicas = self.scheduler.workers
         self._preemption = server.PreemptionListener()
+        self._depth = 0  # of nested loops
 
     def attach(self, model: keras.Model) -> None:
         """Makes Keras build `model`'s training and test functions here. In place."""
@@ -61,29 +61,73 @@ class ParameterServerEngine(Engine):
             for method in _DRAIN_FIRST_METHODS:
                 setattr(model, method, DrainFirst(model, method))
             model.train_function = model.test_function = None
-        model_building.adopt(model)
+        if not isinstance(model.predict_function, Predictor):
+            model.predict_function = Predictor(model, self.scheduler)
         for optimizer in optimizer_search.optimizers(model):
             update_on_servers(optimizer)
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
-        """Lets Keras' `fit` and `evaluate` run on the workers; explains what is lost.
+        """Surrounds a loop, or a single step; explains what is lost.
 
         Raises:
             ClusterError: A parameter server is lost, or all workers are.
         """
-
-        def distribute(dataset: tf.data.Dataset) -> Any:
-            drain_steps(model)  # before a callback's evaluation resets the metrics
-            return self._distribute(dataset)
-
-        with self._distributing(model, distribute) as outermost:
-            try:
+        self._depth += 1
+        try:
+            with self.scheduler.explain_errors():
                 yield
-            finally:
-                for function in (model.train_function, model.test_function):
-                    if outermost and isinstance(function, Execution):
-                        function.end()
+        finally:
+            self._depth -= 1
+            for function in (model.train_function, model.test_function):
+                if not self._depth and isinstance(function, Execution):
+                    function.end()
+
+    def source(self, dataset: tf.data.Dataset, steps: int | None) -> DataSource:
+        """As of `Engine`: the chief reads the dataset, and sends each batch to a worker."""
+        return DataSource(dataset, steps=steps)
+
+    def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
+        """As of `Engine`: each worker makes the data itself."""
+        data = WorkerDataset(make, self.scheduler.workers)
+        pipelines = Pipelines(data)
+        return DataSource(pipelines, steps=data.total(), open_at=pipelines.open_at)
+
+    def run(self, function: Any, iterator: Any, left: int | None) -> Any:
+        """As of `Engine`."""
+        return function.run(iterator, left) if isinstance(function, Execution) else run_to_end(function, iterator)
+
+    def run_batch(self, function: Any, batch: Any) -> Any:
+        """As of `Engine`."""
+        return function(iter([batch]))
+
+    def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
+        """As of `Engine`."""
+        return keras_loops.metrics_or_logs(model, logs)
+
+    def predictor(self, model: keras.Model, passes: Passes, steps: int | None) -> Callable[[int], Any]:
+        """As of `Engine`: the workers compute some batches ahead of the loop.
+
+        Raises:
+            ConfigError: The model has no variables yet.
+        """
+        if not model.built:
+            raise ConfigError(
+                f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
+                "call its build(), in `with trainer.scope():`."
+            )
+        outputs: Iterator[Any] | None = None
+
+        def predict(count: int) -> Any:
+            nonlocal outputs
+            outputs = outputs or model.predict_function.all_outputs(passes.iterator, steps)
+            return concatenated(list(itertools.islice(outputs, count)))
+
+        return predict
+
+    def predict_batch(self, model: keras.Model, batch: Any) -> Any:
+        """As of `Engine`."""
+        return model.predict_function([batch])
 
     def drain(self, model: keras.Model) -> None:
         """Waits until all steps of `model` that are scheduled are counted."""
@@ -99,52 +143,11 @@ class ParameterServerEngine(Engine):
 
     def on_exit(self) -> None:
         """Sends the exit code of this process to the other tasks."""
-        server.publish_exit_code(self._strategy.cluster)
+        server.publish_exit_code(self.strategy.cluster)
 
     def report(self, model: keras.Model) -> dict[str, Any]:
         """Returns `retried_steps`, and `bytes_per_server`: the size of the model's and its optimizers' variables on each."""
         return {"retried_steps": self.scheduler.retried_steps, "bytes_per_server": bytes_per_server(model)}
-
-    @contextlib.contextmanager
-    def predicting(self, model: keras.Model, steps: int | None) -> Iterator[None]:
-        """As `running`, for `predict`."""
-        if not model.built:
-            raise ConfigError(
-                f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
-                "call its build(), in `with trainer.scope():`."
-            )
-
-        def distribute(dataset: tf.data.Dataset) -> Predictions:
-            return Predictions(model.predict_function, self._distribute(dataset), steps)
-
-        with self._distributing(model, distribute):
-            yield
-
-    @contextlib.contextmanager
-    def _distributing(self, model: keras.Model, distribute: Callable[[Any], Any]) -> Iterator[bool]:
-        """Distributes the data of Keras' loops inside; yields whether this is the outermost loop, not one in a callback."""
-        before, self._strategy.distributor = self._strategy.distributor, distribute
-        if not isinstance(model.predict_function, Predictor):
-            model.predict_function = Predictor(model, self.scheduler)
-        try:
-            with self.scheduler.explain_errors():
-                yield before is None
-        finally:
-            self._strategy.distributor = before
-
-    def distribute(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
-        """Returns a dataset to give to Keras in place of those that `make` makes on the workers."""
-        data = WorkerDataset(make, self.scheduler.workers)
-        batches = data.total()
-        dataset = tf.data.Dataset.range(batches) if batches is not None else tf.data.Dataset.from_tensors(0).repeat()
-        if batches is None and not data.is_endless():
-            dataset = dataset.filter(lambda _: True)  # of unknown number
-        setattr(dataset, _WORKER_DATA, data)
-        return dataset
-
-    def _distribute(self, dataset: tf.data.Dataset) -> Any:
-        data = getattr(dataset, _WORKER_DATA, None)
-        return Pipelines(data) if data else dataset
 
 
 def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
@@ -171,9 +174,7 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 class Predictor:
-    """The function that `predict` calls for each execution; also used by a callback's own `model.predict`.
-
-    The workers compute some batches ahead of Keras' loop.
+    """A model's `predict_function`.
 
     Args:
         model: The model.
@@ -191,8 +192,13 @@ class Predictor:
 
     def __call__(self, batches: Sequence[Any]) -> Any:
         """Returns the outputs of a list of batches, as of one."""
-        each = [b.value if isinstance(b, _Outputs) else next(self.outputs([b], b)) for b in batches]
-        return each[0] if len(each) == 1 else tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *each)
+        return concatenated([next(self.outputs([batch], batch)) for batch in batches])
+
+    def all_outputs(self, iterator: Any, steps: int | None) -> Iterator[Any]:
+        """Yields the outputs of the batches of a pass, or of the first `steps`."""
+        if isinstance(iterator, PipelinesIterator):
+            return self.worker_outputs(iterator, steps)
+        return self.outputs(itertools.islice(iterator, steps), iterator.element_spec)
 
     def outputs(self, batches: Iterable[Any], spec: Any) -> Iterator[Any]:
         """Yields the outputs of batches in their order, computed some batches ahead."""
@@ -219,30 +225,8 @@ class Predictor:
         return self.step.call(traced, batch, inputs)
 
 
-class Predictions:
-    """The outputs that `predict` iterates over in place of batches.
-
-    Args:
-        predictor: Computes outputs.
-        data: A dataset, or `Pipelines`.
-        steps: How many batches, or None for all.
-    """
-
-    def __init__(self, predictor: Predictor, data: Any, steps: int | None):
-        self._predictor = predictor
-        self._data = data
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[_Outputs]:
-        if isinstance(self._data, Pipelines):
-            outputs = self._predictor.worker_outputs(iter(self._data), self._steps)
-        else:
-            outputs = self._predictor.outputs(itertools.islice(self._data, self._steps), self._data.element_spec)
-        return map(_Outputs, outputs)
-
-
-class _Outputs:
-    """A batch's outputs, where Keras' `predict` expects a batch."""
-
-    def __init__(self, value: Any):
-        self.value = value
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Returns the outputs of several batches as of one; None of none."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return tf.nest.map_structure(lambda *each: tf.concat(each, 0), *parts)

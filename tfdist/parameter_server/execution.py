@@ -1,4 +1,4 @@
-"""The function that Keras calls for each execution on the chief: it schedules the steps, and counts their results later.
+"""The function that runs on the chief for each execution: it schedules the steps, and counts their results later.
 
 Whatever reads metrics or weights first waits for the steps that are still scheduled (`DrainFirst`).
 """
@@ -39,7 +39,6 @@ class Execution:
         step: Its `train_step` or `test_step`.
 
     Attributes:
-        remaining_steps: The number of steps left in the epoch or evaluation, where that is known.
         measured: For TensorBoard, by its tags: how many steps were on their way as one was scheduled; how many others ended
             while one ran, which is how old its weights were; and how long the chief waited for a batch that it reads itself.
     """
@@ -47,7 +46,6 @@ class Execution:
     def __init__(self, model: keras.Model, engine: Engine, scheduler: Scheduler, step: Callable[[Any], Any]):
         unsupported.check_model(model)  # it may have been compiled anew
         engine.attach(model)
-        self.remaining_steps: int | None = None
         self.measured = RunningMeans()
         self._ended, self._lock = 0, threading.Lock()  # steps, in all threads together
         self._model = model
@@ -70,19 +68,32 @@ class Execution:
         self._begun: int | None = None  # steps since all was drained
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
+        """Schedules an execution, as Keras' own function runs it. Raises StopIteration where there is no batch left."""
+        found = self.run(iterator)
+        if found is None:
+            raise StopIteration
+        return found
+
+    def run(self, iterator: Any, left: int | None = None) -> dict[str, Any] | None:
         """Schedules the steps of an execution.
+
+        Args:
+            iterator: Of batches.
+            left: The number of steps left in the epoch or evaluation, or None if unknown.
+
+        Returns:
+            The logs so far; None if there is no batch left.
 
         Raises:
             ClusterError: A parameter server is lost, or all workers are.
             ConfigError: The data do not fit; see `WorkerDataset` and `PipelinesIterator`.
         """
-        left, self.remaining_steps = self.remaining_steps, None
         for number in range(self._steps if left is None else min(self._steps, left)):
             try:
                 self._schedule(iterator, left)
             except (StopIteration, tf.errors.OutOfRangeError):
                 if number == 0:
-                    raise
+                    return None
                 break
         last = left is not None and left <= self._steps
         if last or not isinstance(iterator, (tf.data.Iterator, PipelinesIterator)):
@@ -199,7 +210,7 @@ def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
 class DrainFirst:
     """A method of a model that first waits until all scheduled steps are counted.
 
-    Keras calls `get_metrics_result` at the end of an epoch or evaluation, and callbacks save within an epoch.
+    The loop reads metrics at the end of an epoch or evaluation, and callbacks save within an epoch.
 
     Args:
         model: The model.

@@ -46,7 +46,6 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         cluster: The cluster.
         start_timeout: As given.
         bytes_per_server: Bytes of the variables on each server.
-        distributor: What turns Keras' dataset into what its loops iterate over; None outside of the Trainer.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         )
         self.cluster = cluster
         self.start_timeout = start_timeout
-        self.distributor: Callable[[Any], Any] | None = None
         self._by_bytes = placement == "by_bytes"
         super().__init__(resolver)
         if self.num_replicas_in_sync > 1:
@@ -86,10 +84,8 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         return variable
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
-        """Returns what Keras' loops iterate over; the chief reads `dataset` itself."""
-        if self.distributor is None:
-            raise ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
-        return self.distributor(dataset)
+        """Raises an error: the Trainer takes the dataset itself."""
+        raise ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
         """Raises an error: the Trainer takes the function itself."""

@@ -130,7 +130,7 @@ class WorkerDataset:
 
 
 class Pipelines:
-    """The workers' pipelines of a dataset function, as Keras' loops see them."""
+    """The workers' pipelines of a dataset function, as a loop sees them."""
 
     def __init__(self, data: WorkerDataset):
         self._data = data
@@ -140,7 +140,7 @@ class Pipelines:
     def __iter__(self) -> PipelinesIterator:
         return PipelinesIterator(self._data)
 
-    def starting_at(self, number: int, steps: int, ready: Callable[[], None]) -> PipelinesIterator:
+    def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> PipelinesIterator:
         """Returns a pass that leaves out as many batches of each pipeline as a worker has taken on average by `steps`."""
         return PipelinesIterator(self._data, -(-steps // self._data.pipelines))
 

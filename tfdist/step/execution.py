@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.data import worker_rows
+from tfdist.data.source import DataSource, run_to_end
 from tfdist.engine import Engine, RunningMeans
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.gradients import optimizer as optimizer_lib
@@ -24,16 +25,16 @@ from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting, declared_weights, equal_weights, step_context
 from tfdist.replicas.batch_splitting import SplitBatch
 from tfdist.replicas.step_context import StepContext
-from tfdist.step import empty_replicas, model_building, synchronized_norm
+from tfdist.step import empty_replicas, synchronized_norm
 from tfdist.step.empty_replicas import metric_variables
-from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, ReplicaStep
+from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
 
 _NOTES = "float32"  # the type of the workers' notes, which are reduced with the logs of that type
 
 
 class Execution:
-    """The function that Keras' `fit` and `evaluate` call: each call runs `steps_per_execution` steps.
+    """A model's `train_function` or `test_function`: runs up to `steps_per_execution` steps.
 
     Keras would make it in `Model._make_function`. With several replicas Keras' own function cannot run several steps in
     one execution, compiles the collectives along with the replica's computation, and reduces each number of the logs
@@ -46,8 +47,6 @@ class Execution:
         step: Its `train_step` or `test_step`.
 
     Attributes:
-        remaining_steps: The number of steps left to run, or None if unknown; the next call runs no more. Keras itself
-            runs on to the next multiple of `steps_per_execution`.
         agreed_flags: `strategy.notes`, averaged over the workers by the last call; None without notes.
         logs: The result of the last call.
         step_name: The name of `step`.
@@ -58,7 +57,6 @@ class Execution:
     def __init__(self, model: keras.Model, compression: Compressor | None, nan_policy: str, step: Callable[[Any], Any]):
         unsupported.check_model(model)  # it may have been compiled anew, and fitted without the Trainer
         attach(model, compression, nan_policy)
-        self.remaining_steps: int | None = None
         self.agreed_flags: tf.Tensor | None = None
         self.logs: Mapping[str, Any] | None = None
         self.step_name = getattr(step, "__name__", "step")
@@ -76,16 +74,49 @@ class Execution:
             self._some = tf.function(self._run_some, reduce_retracing=True, autograph=False)
 
     def __call__(self, iterator: Any) -> Mapping[str, Any]:
-        """Returns the logs of the last step, averaged over the replicas.
+        """Runs an execution, as Keras' own function does. Raises StopIteration where there is no batch left."""
+        if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            for _, batch in zip(range(self._steps), iterator, strict=False):
+                logs = self.run_batch(batch)
+            return logs
+        found = self.run(iterator)
+        if found is None:
+            raise StopIteration
+        return found
+
+    def run(self, iterator: Any, left: int | None = None) -> Mapping[str, Any] | None:
+        """Runs an execution.
+
+        Args:
+            iterator: Of batches.
+            left: The number of steps left to run, or None if unknown.
+
+        Returns:
+            The logs of the last step, averaged over the replicas; None if there is no batch left.
 
         Raises:
             ConfigError: XLA cannot compile the model, a replica has no example for its BatchNormalization, a label is out of range
                 (a GPU makes NaN of it), or the first step has made the replicas' weights differ.
             RuntimeError: The user's step raises StopIteration.
         """
+        try:
+            return self._checked(functools.partial(self._execute, iterator, left))
+        except tf.errors.OutOfRangeError:
+            return None
+
+    def run_batch(self, batch: Any) -> Mapping[str, Any]:
+        """Runs a step on one batch. Returns its logs, averaged over the replicas; raises as `run`."""
+
+        def execute() -> Mapping[str, Any]:
+            logs, self.agreed_flags = self._batch(tf.nest.map_structure(_as_tensor, batch))
+            return logs
+
+        return self._checked(execute)
+
+    def _checked(self, execute: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         self._strategy.executions += 1
         try:
-            first, self.logs = self.logs is None, self._execute(iterator)
+            first, self.logs = self.logs is None, execute()
             if first:
                 equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
                 equal_weights.warn_of_averages(self._strategy)
@@ -114,18 +145,11 @@ class Execution:
         """Returns what the step's logs are that it computes from metrics, with the metrics of all replicas. A collective."""
         return self._replica.computed.now() if self._replica.computed else {}
 
-    def _execute(self, iterator: Any) -> Mapping[str, Any]:
-        if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-            for _, data in zip(range(self._steps), iterator, strict=False):  # of train_on_batch
-                logs, self.agreed_flags = self._batch(tf.nest.map_structure(_as_tensor, data))
-            return logs
+    def _execute(self, iterator: Any, left: int | None) -> Mapping[str, Any]:
         if self._steps == 1:
             logs, self.agreed_flags, waited = self._single(iterator)
         else:
-            steps, self.remaining_steps = (
-                self._steps if self.remaining_steps is None else min(self._steps, self.remaining_steps),
-                None,
-            )
+            steps = self._steps if left is None else min(self._steps, left)
             logs, self.agreed_flags, waited = self._some(iterator, tf.constant(steps))
         seconds, done = (float(each) for each in waited)
         if not math.isnan(seconds):
@@ -167,6 +191,9 @@ class Execution:
         return *self._reduced(self._run_next(data)), (waited, 1)
 
     def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None, Any]:
+        """As `_run_single`, of several steps. Every one runs in the loop, so that the step is traced once."""
+        shapes: dict[str, tf.TensorShape] = {}  # of the packed logs, once the step is traced
+
         def body(done: tf.Tensor, _: Any, logs: Any, waited: tf.Tensor) -> Any:
             self._replica.number = done
             data, seconds = measure_input_wait(iterator.get_next_as_optional)
@@ -175,19 +202,32 @@ class Execution:
 
         def run(data: Any, logs: Any) -> Any:
             if not isinstance(data, batch_splitting.SplitBatch):
-                return True, self._run_one(data)
+                return True, run_one(data, None, logs)
             totals = batch_splitting.count_examples(data, self._strategy)
-            return totals[0] > 0, tf.cond(totals[0] > 0, lambda: self._run_one(data, totals), lambda: logs)
+            return totals[0] > 0, tf.cond(totals[0] > 0, lambda: run_one(data, totals, logs), lambda: logs)
 
-        data, waited = measure_input_wait(iterator.get_next)
+        def run_one(data: Any, totals: tf.Tensor | None, logs: Any) -> Any:
+            packed = self._run_one(data, totals)
+            shapes.update({dtype: values.shape for dtype, values in packed.items()})
+            return {**logs, **packed}
+
+        none = {dtype.name: tf.zeros([0], dtype) for dtype in PACKED}
         done, _, logs, waited = tf.while_loop(
             lambda done, more, *_: tf.logical_and(more, done < steps),
             body,
-            (1, True, self._run_next(data), waited),
+            (0, True, none, tf.constant(0.0, tf.float64)),
+            shape_invariants=(
+                tf.TensorShape([]),
+                tf.TensorShape([]),
+                dict.fromkeys(none, tf.TensorShape([None])),
+                tf.TensorShape([]),
+            ),
             parallel_iterations=1,
         )
         self._replica.number = 0
-        return *self._reduced(logs), (waited, done)
+        with tf.control_dependencies([tf.cond(done > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
+            packed = {dtype: tf.ensure_shape(logs[dtype], shape) for dtype, shape in shapes.items()}
+            return *self._reduced(packed), (waited, done)
 
     def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         """Returns the logs and the workers' notes, both averaged over the workers."""
@@ -260,7 +300,7 @@ def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[Non
 
 
 class Prediction:
-    """The function that Keras' `predict` calls: predicts batches, each on all replicas.
+    """A model's `predict_function`: predicts batches, each on all replicas.
 
     Args:
         model: The model.
@@ -280,14 +320,17 @@ class Prediction:
                 self._step = tf.function(self._step, reduce_retracing=True, jit_compile=True)
             self._run = tf.function(self._run_one, reduce_retracing=True, autograph=False)
 
-    def __call__(self, batches: Sequence[Any]) -> Any:
+    def __call__(self, batches: Sequence[Any], is_whole: bool = False) -> Any:
         """Returns the outputs of a list of batches, as of one.
+
+        Args:
+            batches: Of a distributed dataset.
+            is_whole: Whether every replica is given all of them, and takes its part.
 
         Raises:
             StopIteration: No example is left.
             RuntimeError: The user's step raises StopIteration.
         """
-        is_whole = self._strategy.method == "predict_on_batch" and self._strategy.num_replicas_in_sync > 1
         each = []
         for batch in batches:
             if isinstance(batch, SplitBatch) and not batch_splitting.count_examples(batch, self._strategy)[0]:
@@ -341,73 +384,14 @@ class Prediction:
         )
 
 
-class StepLimit(keras.callbacks.Callback):
-    """Sets `Execution.remaining_steps`; raises an error for data without a batch, for which Keras returns nothing.
-
-    Args:
-        train_steps: The steps of an epoch, or None if unknown.
-        test_steps: The steps of an evaluation, or None if unknown.
-
-    Raises:
-        ConfigError: From its hooks, for data that hold no batch.
-    """
-
-    def __init__(self, train_steps: int | None = None, test_steps: int | None = None):
-        super().__init__()
-        self._train_steps = train_steps
-        self._test_steps = test_steps
-        self._trained = self._tested = self._predicted = False
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        steps = self._train_steps
-        if steps is None and not isinstance(self.model.train_function, Execution):
-            steps = (self.params or {}).get("steps")  # so that the logs of an epoch's last step are complete
-        self._set_remaining(self.model.train_function, steps, batch)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._trained = True
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # A training that goes on after an epoch's last step has that epoch's logs.
-        if not self._trained and all(name.startswith("val_") for name in logs or ()):
-            raise ConfigError("The training data hold no batch.")
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._tested = False
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._set_remaining(self.model.test_function, self._test_steps, batch)
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._tested = True
-
-    def on_test_end(self, logs: Any = None) -> None:
-        if not self._tested:
-            raise ConfigError("The data to evaluate, or for validation, hold no batch.")
-
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._predicted = True
-
-    def on_predict_end(self, logs: Any = None) -> None:
-        if not self._predicted:
-            raise ConfigError("The data to predict hold no batch.")
-
-    def _set_remaining(self, function: Any, steps: int | None, begun: int) -> None:
-        if hasattr(function, "remaining_steps"):  # it is not of the user's own making
-            function.remaining_steps = steps and steps - begun
-
-
 def attach(model: keras.Model, compression: Compressor | None = None, nan_policy: str = "ignore") -> None:
     """Makes Keras use `Execution` and `Prediction` for `model`, and its optimizers reduce gradients first. In place."""
     if not keras_internals.has_replaced_make_function(model):
         model.train_function = model.test_function = None
     keras_internals.replace_make_function(model, functools.partial(Execution, model, compression, nan_policy))
-    if not keras_loops.has_replaced_logs(model):
-        keras_loops.replace_logs(model, functools.partial(_results_or_logs, model))
     if type(model).make_predict_function is keras.Model.make_predict_function:
         model.make_predict_function = functools.partial(_make_predict_function, model)
     synchronized_norm.synchronize_moments(model)
-    model_building.adopt(model)
     for optimizer in optimizer_search.optimizers(model):
         several = model.distribute_strategy.num_replicas_in_sync > 1
         if several or nan_policy != "ignore":
@@ -425,20 +409,6 @@ def _make_predict_function(model: keras.Model, force: bool = False) -> Any:
     return model.predict_function
 
 
-def _results_or_logs(model: keras.Model, logs: Any) -> Any:
-    """As Keras' own, which returns the logs of the last step where they are others than the metrics' results.
-
-    A metric may return its variable, which a validation would change before callbacks and the history get the logs of training.
-    """
-    found: Any = keras_loops.metrics_or_logs(model, logs)
-    if found is not logs:
-        found = {name: _as_number(value) for name, value in found.items()}
-    for function in (model.train_function, model.test_function):
-        if isinstance(function, Execution) and found is not None and found is function.logs:
-            return {**logs, **function.computed_logs()}
-    return found
-
-
 def _as_number(value: Any) -> Any:
     return keras.ops.convert_to_numpy(value) if isinstance(value, (keras.Variable, tf.Variable)) else value
 
@@ -452,7 +422,7 @@ class SynchronousEngine(Engine):
     """
 
     def __init__(self, strategy: Any, compressor: Compressor | None = None):
-        self._strategy = strategy
+        self.strategy = strategy
         self.compressor = compressor
         self.num_replicas = strategy.num_replicas_in_sync
 
@@ -460,25 +430,64 @@ class SynchronousEngine(Engine):
         """As of `Engine`."""
         attach(model, self.compressor, self.nan_policy)
 
-    def distribute(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+    def source(self, dataset: Any, steps: int | None) -> DataSource:
         """As of `Engine`."""
-        return self._strategy.split_batches_from_function(make)
+        source: DataSource = self.strategy.source(dataset, steps)
+        return source
 
-    def _has_peers(self) -> bool:
-        return self._strategy.traits.several_processes and self._strategy.num_workers > 1
+    def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
+        """As of `Engine`."""
+        source: DataSource = self.strategy.source_from_function(make)
+        return source
 
-    def data_to_predict(self, model: keras.Model, data: Any, steps: int | None) -> Any:
+    def run(self, function: Any, iterator: Any, left: int | None) -> Any:
+        """As of `Engine`."""
+        if isinstance(function, Execution):
+            return function.run(iterator, left)
+        return run_to_end(function, iterator)
+
+    def run_batch(self, function: Any, batch: Any) -> Any:
+        """As of `Engine`."""
+        return function.run_batch(batch) if isinstance(function, Execution) else function(iter([batch]))
+
+    def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
+        """As of `Engine`. A metric may return its variable, which a validation would change before callbacks get the logs of training."""
+        found = keras_loops.metrics_or_logs(model, logs)
+        if found is not logs:
+            found = {name: _as_number(value) for name, value in found.items()}
+        if isinstance(function, Execution) and found is not None and found is function.logs:
+            return {**logs, **function.computed_logs()}
+        return found
+
+    def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Any]:
+        """As of `Engine`."""
+
+        def predict(count: int) -> Any:
+            batches: list[Any] = []
+            with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                while len(batches) < count:
+                    batches.append(next(passes.iterator))
+            if not batches:
+                return None
+            try:
+                return model.predict_function(batches)
+            except StopIteration:
+                return None
+
+        return predict
+
+    def data_to_predict(self, model: keras.Model, data: Any) -> Any:
         """As of `Engine`; a dataset is sharded by batches, unless each worker has its own."""
-        ends_within_execution = bool(steps and steps % model.steps_per_execution)
-        shares = not (worker_rows.is_own(data) and self._has_peers())
-        if isinstance(data, tf.data.Dataset) and shares:
-            options = tf.data.Options()
-            options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-            data = data.with_options(options)
-            return data.take(steps) if ends_within_execution else data
-        if ends_within_execution:
-            raise ConfigError(
-                f"steps={steps} of predict must be a multiple of steps_per_execution={model.steps_per_execution} "
-                "unless the data are a tf.data.Dataset of which workers have shares."
-            )
-        return data
+        has_peers = self.strategy.traits.several_processes and self.strategy.num_workers > 1
+        if not isinstance(data, tf.data.Dataset) or (worker_rows.is_own(data) and has_peers):
+            return data
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+        return data.with_options(options)
+
+    def predict_batch(self, model: keras.Model, batch: Any) -> Any:
+        """As of `Engine`."""
+        function = model.predict_function
+        if isinstance(function, Prediction):
+            return function([batch], is_whole=self.strategy.num_replicas_in_sync > 1)
+        return function([batch])

@@ -9,71 +9,77 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
+from tfdist.compat import keras_internals, keras_loops, keras_losses, optimizer_search, tf_internals, unsupported
 
-# Of a model's methods, the step that each runs.
-_STEPS = {
-    "fit": "train_step",
-    "train_on_batch": "train_step",
-    "evaluate": "test_step",
-    "test_on_batch": "test_step",
-}
+_left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
+    weakref.WeakKeyDictionary()
+)  # what a step does not use
 
 
-def adopt(model: keras.Model) -> None:
-    """Makes Keras build `model` here. In place."""
-    if not keras_loops.has_replaced_build(model):
-        keras_loops.replace_build(model, _Builder(model))
+def build(model: keras.Model, step: str, batch: Any, parts: int | None = None) -> None:
+    """Builds what is not built of a model.
 
-
-class _Builder:
-    """What Keras calls before a model's first step."""
-
-    def __init__(self, model: keras.Model):
-        self._model = model
-        self._left: dict[str, set[int]] = {}  # what a step does not use
-
-    def __call__(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Builds what is not built.
-
-        Args:
-            iterator: Keras' loop over the data.
-            data_batch: A batch, where there is no loop.
-        """
-        batch = data_batch if iterator is None else _form(iterator)
-        name = _STEPS.get(self._model.distribute_strategy.method)
-        with self._model.distribute_strategy.scope():
-            if name is None or getattr(type(self._model), name) is getattr(keras.Model, name):
-                self._by_call(batch)
-            elif _unbuilt(self._model) - self._left.get(name, set()):
+    Args:
+        model: The model.
+        step: The name of the step that will run first.
+        batch: A replica's batch; or the form of a batch.
+        parts: The number of replicas among which a batch of that form is split.
+    """
+    if parts is not None:
+        batch = tf.nest.map_structure(functools.partial(_of_replica, parts=parts), batch)
+    left = _left.setdefault(model, {})
+    with model.distribute_strategy.scope():
+        if getattr(type(model), step) is getattr(keras.Model, step):
+            _by_call(model, batch)
+        elif (unbuilt := _unbuilt(model) - left.get(step, set())) and not _by_keras_step(model, step, unbuilt):
+            try:
+                trace(getattr(model, step), model, batch)
+            except Exception as e:
                 try:
-                    trace(getattr(self._model, name), self._model, batch)
-                except Exception as e:
-                    try:
-                        self._by_call(batch)
-                    except Exception:
-                        unsupported.check_traced(e)
-                        raise e from None
-                self._left[name] = _unbuilt(self._model)
-
-    def _by_call(self, batch: Any) -> None:
-        keras_loops.build_by_call(self._model, tf.nest.map_structure(_present, batch))
+                    _by_call(model, batch)
+                except Exception:
+                    unsupported.check_traced(e)
+                    raise e from None
+            left[step] = _unbuilt(model)
 
 
-def _form(loop: Any) -> Any:
-    """Returns the form of a replica's batch: of the first one, where it is not known of all."""
-    data = keras_loops.distributed_dataset(loop)
-    source, parts = getattr(data, "sources", [data])[0], getattr(data, "parts", 1)
-    form = source.element_spec
-    if not keras_loops.reads_python(loop) and not all(_is_known(each) for each in tf.nest.flatten(form)):
-        form = next(iter(source.take(1) if isinstance(source, tf.data.Dataset) else source))
-    return tf.nest.map_structure(functools.partial(_of_replica, parts=parts), form)
+def _by_call(model: keras.Model, batch: Any) -> None:
+    keras_loops.build_by_call(model, tf.nest.map_structure(_present, batch))
+
+
+def _by_keras_step(model: keras.Model, step: str, unbuilt: set[int]) -> bool:
+    """Builds the compiled optimizer for a step that extends Keras' own, if no more is missing. Returns whether that is so.
+
+    To trace the step of a large model takes long, and Keras' own applies that optimizer to all trainable weights.
+    """
+    loss = keras_losses.compiled_loss(model)
+    known = {id(model.optimizer)}
+    if loss is not None and not tf.nest.is_nested(model.loss):
+        known.add(id(loss))  # which has no variables, and is built by the step's first run
+    if unbuilt - known or not _calls_keras_step(type(model), step):
+        return False
+    if id(model.optimizer) in unbuilt and step == "train_step":
+        model.optimizer.build(model.trainable_weights)
+    return True
+
+
+def _calls_keras_step(kind: type[keras.Model], step: str) -> bool:
+    """Whether each of a class's own methods of that name calls the one that it overrides, and none names the optimizer."""
+    for each in kind.__mro__[: kind.__mro__.index(keras.Model)]:
+        if (method := vars(each).get(step)) is None:
+            continue
+        code = getattr(method, "__code__", None)  # none of a tf.function
+        names = code.co_names if code else ()
+        if not {"super", step} <= set(names) or "optimizer" in names:
+            return False
+    return True
 
 
 def _of_replica(form: Any, parts: int) -> Any:
@@ -85,11 +91,6 @@ def _of_replica(form: Any, parts: int) -> Any:
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return type(spec)(shape, spec.dtype)
-
-
-def _is_known(spec: Any) -> bool:
-    shape = getattr(spec, "shape", None)
-    return shape is None or (shape.rank is not None and None not in shape[1:])
 
 
 def _unbuilt(model: keras.Model) -> set[int]:

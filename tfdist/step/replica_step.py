@@ -21,6 +21,7 @@ BATCH_NORM_WITHOUT_EXAMPLES = (
     "A training batch does not give each replica an example, and BatchNormalization makes NaN of none; choose another batch "
     "size, or leave the rest out (drop_remainder=True)."
 )
+PACKED = (tf.float32, tf.float64)  # the types of packed logs
 
 
 class ReplicaStep:
@@ -229,7 +230,8 @@ class ReplicaStep:
 
 
 def _packed_dtype(value: tf.Tensor) -> tf.DType:
-    return tf.float32 if value.dtype in (tf.float32, tf.float16, tf.bfloat16, tf.bool) else tf.float64
+    narrow, wide = PACKED
+    return narrow if value.dtype in (narrow, tf.float16, tf.bfloat16, tf.bool) else wide
 
 
 def _nothing() -> None:

@@ -64,20 +64,6 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         """The number of replicas over all workers; 1 within `as_one_replica`."""
         return 1 if getattr(self._view, "one", False) else super().num_replicas_in_sync
 
-    @property
-    def method(self) -> str:
-        """The name of the innermost method of a model that is running in this thread, such as `"fit"`; else empty."""
-        return getattr(self._view, "method", "")
-
-    @contextlib.contextmanager
-    def running_method(self, name: str) -> Iterator[None]:
-        """Within it, `method` is this name."""
-        before, self._view.method = self.method, name
-        try:
-            yield
-        finally:
-            self._view.method = before
-
     @contextlib.contextmanager
     def as_one_replica(self) -> Iterator[None]:
         """Lets this replica's step compute its loss as if there were no other.

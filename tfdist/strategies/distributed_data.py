@@ -2,73 +2,106 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import call_stack, keras_loops, tf_internals, unsupported
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.data import arrays, resume, worker_rows
 from tfdist.data.graph import walk
 from tfdist.data.random_state import python_functions
+from tfdist.data.source import DataSource
 from tfdist.errors import ConfigError
 from tfdist.replicas import batch_splitting, own_batches
 from tfdist.replicas.moving_statistics import MovingStatistics
+
+SOURCE = "_tfdist_source"  # an attribute of what users distribute: its `DataSource`
 
 
 class DataDistribution(tf.distribute.Strategy):
     """What a strategy here does with data.
 
     - Whole batches are dealt out in their order, never whole files (which permutes `predict`'s results).
-    - For Keras they are dealt out evenly, so that no replica is without an example: as `batch_splitting.SplitBatch`.
-    - Each pass begins with equal statistics on all replicas.
+    - For a loop they are dealt out evenly, so that no replica is without an example: as `batch_splitting.SplitBatch`.
     """
 
     statistics: MovingStatistics
+
+    def begin_pass(self) -> None:
+        """Makes statistics equal on all replicas, before a loop passes over data. A collective.
+
+        Otherwise `evaluate` and `predict` would use each replica's own, and give another result than the saved model does.
+        """
+        self.statistics.synchronize()
+        self.statistics.mark_possibly_changed()
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """Splits each (global) batch of `dataset` over the replicas, in order.
 
         TensorFlow's AUTO sharding deals out whole files where it can, which permutes the results of `predict`
-        and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept. OFF means, for Keras, that each
-        worker reads all of its own dataset, and that a step has as many of its examples as the global batch for each worker.
+        and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept.
 
         Raises:
             ConfigError: The policy is FILE, and TensorFlow cannot share the dataset's files.
         """
-        loop = call_stack.caller_self()
-        unsupported.check_data(self, loop)
-        policy = tf.data.experimental.AutoShardPolicy
-        if dataset.options().experimental_distribute.auto_shard_policy == policy.AUTO:
-            sharding_options = tf.data.Options()
-            sharding_options.experimental_distribute.auto_shard_policy = policy.DATA
-            dataset = dataset.with_options(sharding_options)
-        if keras_loops.is_loop(loop) and worker_rows.is_own(dataset) and self._has_peers():
-            distributed = self._distribute_own(dataset)
-            keras_loops.count_steps_of(loop, distributed)
-            return distributed
-        distribute, elements = self._share, 1
-        if keras_loops.is_loop(loop) and self._splits_batches(dataset):  # of a model's fit, evaluate or predict
-            distribute, elements = self._split, len(self.extended.worker_devices)
+        dataset = _by_data(dataset)
+        distributed = self._share(copy_python_data(dataset), options)
+        steps = int(dataset.cardinality())
+        distribute = functools.partial(self._share, options=options)
+        setattr(distributed, SOURCE, self._source(dataset, distributed, distribute, steps if steps >= 0 else None))
+        return distributed
 
-        def starting_at(number: int, steps: int, ready: Callable[[], None]) -> Any:
+    def source(self, dataset: tf.data.Dataset, steps: int | None) -> DataSource:
+        """Returns the source of a loop over a dataset of (global) batches.
+
+        AutoShardPolicy.OFF means that each worker reads all of its own dataset, and that a step has as many of its examples as the
+        global batch for each worker.
+
+        Args:
+            dataset: The dataset, or what this strategy or TensorFlow has made of one.
+            steps: The number of its batches, or None if unknown.
+
+        Raises:
+            ConfigError: As `experimental_distribute_dataset`.
+        """
+        if hasattr(dataset, SOURCE):
+            found: DataSource = getattr(dataset, SOURCE)
+            return found
+        if not isinstance(dataset, tf.data.Dataset):  # distributed by TensorFlow
+            return DataSource(dataset, steps=steps)
+        dataset = _by_data(dataset)
+        if worker_rows.is_own(dataset) and self._has_peers():
+            return self._own_source(dataset)
+        distribute = self._split if self._splits_batches(dataset) else self._share
+        return self._source(dataset, distribute(copy_python_data(dataset)), distribute, steps)
+
+    def _source(
+        self, dataset: tf.data.Dataset, distributed: Any, distribute: Callable[..., Any], steps: int | None
+    ) -> DataSource:
+        """Returns the source of a distributed dataset.
+
+        Args:
+            dataset: The dataset.
+            distributed: What is made of it.
+            distribute: Distributes a dataset in the same way.
+            steps: The number of its batches, or None if unknown.
+        """
+
+        def open_at(number: int, done: int, ready: Callable[[], None]) -> Any:
             resume.replay(dataset, number - 1)
             ready()
-            rest = copy_python_data(dataset.skip(steps))
-            return iter(self._with_synchronized_statistics(distribute(rest, options), elements))
+            return iter(distribute(copy_python_data(dataset.skip(done))))
 
-        distributed = self._with_synchronized_statistics(distribute(copy_python_data(dataset), options), elements)
-        distributed.starting_at, distributed.sources = starting_at, [dataset]
-        distributed.parts = num_replicas(self)  # of each batch
-        return distributed
+        return DataSource(distributed, [dataset], steps, num_replicas(self), open_at)
 
     def _has_peers(self) -> bool:
         """Whether there are several workers."""
         return num_replicas(self) > len(self.extended.worker_devices)
 
-    def _share(self, dataset: tf.data.Dataset, options: Any) -> Any:
+    def _share(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """As TensorFlow's own `experimental_distribute_dataset`."""
         try:
             return super().experimental_distribute_dataset(dataset, options)
@@ -82,8 +115,8 @@ class DataDistribution(tf.distribute.Strategy):
                 "AutoShardPolicy.OFF if each worker makes a dataset of its own files."
             ) from e
 
-    def _distribute_own(self, dataset: tf.data.Dataset) -> Any:
-        """Distributes to this worker its own dataset of batches of the global size. A collective."""
+    def _own_source(self, dataset: tf.data.Dataset) -> DataSource:
+        """Returns the source of this worker's own dataset of batches of the global size. A collective."""
         replicas = len(self.extended.worker_devices)
         workers = num_replicas(self) // replicas
         size, pieces = arrays.batch_size(dataset), worker_rows.count_pieces(dataset, workers)
@@ -91,7 +124,7 @@ class DataDistribution(tf.distribute.Strategy):
         def mine(_: tf.distribute.InputContext) -> tf.data.Dataset:
             return own_batches.split_own_batches(dataset, size, workers, replicas, pieces)
 
-        return self._distribute_function(mine, None, deals=True, counts=True)
+        return self._source_from_function(mine, None, deals=True, counts=True)
 
     def _splits_batches(self, dataset: tf.data.Dataset) -> bool:
         """Whether batches are split here: not where TensorFlow does it evenly, nor where each worker reads its own."""
@@ -107,7 +140,7 @@ class DataDistribution(tf.distribute.Strategy):
         size = batch_splitting.static_batch_size(dataset.element_spec)
         return size is None or size % replicas > 0
 
-    def _split(self, dataset: tf.data.Dataset, options: Any) -> Any:
+    def _split(self, dataset: tf.data.Dataset) -> Any:
         replicas = num_replicas(self)
 
         def mine(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -115,23 +148,25 @@ class DataDistribution(tf.distribute.Strategy):
                 dataset, replicas, range(context.input_pipeline_id, replicas, context.num_input_pipelines)
             )
 
-        return super().distribute_datasets_from_function(mine, options)
+        return super().distribute_datasets_from_function(mine)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
         """Distributes `dataset_fn(InputContext)`, one dataset of per-replica batches for each worker."""
-        return self._distribute_function(dataset_fn, options, deals=False)
+        source = self._source_from_function(dataset_fn, options, deals=False)
+        setattr(source.data, SOURCE, source)
+        return source.data
 
-    def split_batches_from_function(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
-        """Distributes `dataset_fn(InputContext)` for Keras under the Trainer, where no replica is without an example.
+    def source_from_function(self, dataset_fn: Callable[..., tf.data.Dataset]) -> DataSource:
+        """Returns the source of a loop over the datasets that a function makes, in which no replica is without an example.
 
         A worker whose dataset has ended goes on with an example that does not count, until all have ended.
         """
-        return self._distribute_function(dataset_fn, None, deals=True)
+        return self._source_from_function(dataset_fn, None, deals=True)
 
-    def _distribute_function(
+    def _source_from_function(
         self, dataset_fn: Callable[..., tf.data.Dataset], options: Any, deals: bool, counts: bool = False
-    ) -> Any:
-        """Distributes what a function makes for each worker.
+    ) -> DataSource:
+        """Returns the source of the datasets that a function makes for each worker.
 
         Args:
             dataset_fn: The function.
@@ -141,15 +176,15 @@ class DataDistribution(tf.distribute.Strategy):
         """
         elements = len(self.extended.worker_devices)  # of a step
         made: dict[int, tf.data.Dataset] = {}  # once, as a second one would shuffle otherwise
-        steps: list[int] = []
+        steps: list[int | None] = []
 
         def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
             dataset = made[context.input_pipeline_id] = dataset_fn(context)
             sizes, batches = self._gather_batch_sizes(dataset)
-            steps.append(int(-(-batches.max() // elements)) if (batches >= 0).all() else tf.data.UNKNOWN_CARDINALITY)
+            steps.append(int(-(-batches.max() // elements)) if (batches >= 0).all() else None)
             return self._with_equal_steps(dataset, sizes, batches, deals, counts)
 
-        def starting_at(number: int, done: int, ready: Callable[[], None]) -> Any:
+        def open_at(number: int, done: int, ready: Callable[[], None]) -> Any:
             def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 dataset = made[context.input_pipeline_id]
                 resume.replay(dataset, number - 1)
@@ -158,15 +193,13 @@ class DataDistribution(tf.distribute.Strategy):
                     return self._with_equal_steps(dataset, sizes, batches, deals, counts).skip(done * elements)
                 return self._with_equal_steps(resume.skip(dataset, done * elements), sizes, batches, deals, counts)
 
-            distributed = self._with_synchronized_statistics(distribute(rest, options), elements)
+            distributed = distribute(rest, options)
             ready()
             return iter(distributed)
 
         distribute = super().distribute_datasets_from_function
         distributed = distribute(make, options)
-        distributed = self._with_synchronized_statistics(distributed, elements, steps[0])
-        distributed.starting_at, distributed.sources = starting_at, list(made.values())
-        return distributed
+        return DataSource(distributed, list(made.values()), steps[0], 1, open_at)
 
     def _gather_batch_sizes(self, dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:
         """Returns each worker's batch size, -1 if unknown, and its number of batches. A collective of several workers."""
@@ -197,34 +230,15 @@ class DataDistribution(tf.distribute.Strategy):
             dataset = dataset.filter(lambda *_: True)  # None is told its own number: all end when the last one does.
         return batch_splitting.relax_batch_size(dataset)
 
-    def _with_synchronized_statistics(self, dataset: Any, elements_per_step: int = 1, steps: int | None = None) -> Any:
-        """Makes each pass over `dataset` begin with equal statistics on all replicas.
 
-        Without it `evaluate` and `predict` would use each replica's own, and give another result than the saved
-        model does. A pass is the one moment that Keras lets a strategy see before its test steps.
-
-        Args:
-            dataset: A distributed dataset; changed in place.
-            elements_per_step: How many of its elements a step takes. Keras reads `cardinality` as a number of steps.
-            steps: The number of steps, if it does not follow from that.
-        """
-        kind = type(dataset)
-
-        def begin(distributed: Any) -> Any:
-            if tf.executing_eagerly():
-                self.statistics.synchronize()
-                self.statistics.mark_possibly_changed()
-            with tf_internals.without_autotuning_on_devices():
-                return kind.__iter__(distributed)
-
-        def cardinality(distributed: Any) -> Any:
-            elements = kind.cardinality.fget(distributed) if steps is None else steps * elements_per_step
-            return elements if elements < 0 else -(-elements // elements_per_step)
-
-        if getattr(kind, "cardinality", None) is not None:
-            members = {"__iter__": begin, "cardinality": property(cardinality)}
-            call_stack.swap_class(dataset, type(kind.__name__, (kind,), members))
+def _by_data(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset that is sharded by its examples where TensorFlow would choose."""
+    policy = tf.data.experimental.AutoShardPolicy
+    if dataset.options().experimental_distribute.auto_shard_policy != policy.AUTO:
         return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy.DATA
+    return dataset.with_options(options)
 
 
 def copy_python_data(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, preflight
 from tfdist.cluster.resolvers import discovery
-from tfdist.cluster.spec import ClusterTask
-from tfdist.config import StrategyConfig, registry
+from tfdist.cluster.spec import check_member
+from tfdist.config import StrategyConfig, registry, validation
 from tfdist.engine import Engine
-from tfdist.errors import ConfigError, unknown_name_message
+from tfdist.errors import ConfigError, format_value, unknown_name_message
 from tfdist.runtime import allocator, progress
 from tfdist.runtime.preemption import GRACE_SECONDS
 from tfdist.strategies import model_methods, startup
@@ -75,8 +75,15 @@ def create_strategy(
         ]:
             raise ConfigError(faults)
         strategy = StrategyConfig(strategy, **options)
-    if faults := list(strategy.faults()):
+    elif not isinstance(strategy, StrategyConfig) or options:
+        raise ConfigError(
+            "strategy must be a name or a StrategyConfig, and options go with a name. "
+            f"Received: {format_value(strategy)}, options {sorted(options)}."
+        )
+    if faults := list(validation.type_faults(strategy, "strategy").values()) or list(strategy.faults()):
         raise ConfigError(faults)
+    if cluster:
+        cluster = check_member(cluster)
     traits = strategy.traits
     progress.mark_strategy()
     startup.check_versions()
@@ -86,7 +93,7 @@ def create_strategy(
     if cluster is None and (traits.several_processes or traits.asynchronous):
         cluster = discovery.find_cluster(timeout=start_timeout)
     make = registry.resolve("strategy", traits.factory or strategy.name, {})
-    found = ClusterTask(*cluster) if cluster else None
+    found = check_member(cluster) if cluster else None
     made: tf.distribute.Strategy = make(strategy, found, start_timeout, grace_seconds)
     if not isinstance(made, KerasStrategy):
         raise ConfigError(

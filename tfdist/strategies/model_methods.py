@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_internals
+from tfdist.compat import keras_internals, tf_internals
+from tfdist.config import registry
 from tfdist.errors import ConfigError
 from tfdist.runtime.log import logger
 from tfdist.strategies import saving
@@ -39,6 +40,7 @@ class Trains(Protocol):
 
 USE_TRAINER = "{0} trains models of a Trainer alone: make the model in the scope of tfdist.Trainer({0!r})."
 _TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_LOOP = "tfdist.training.loops:run"  # of a higher row: imported when a model is first trained
 _SAVING: dict[str, Callable[[Method], Method]] = {"save": lambda own: own, "export": saving.model_export}
 _alone: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # of which it was said that they train alone
 _newest: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference to the strategy created last)
@@ -59,6 +61,7 @@ def install(strategy: KerasStrategy) -> None:
         if not hasattr(method, "keras_own"):
             setattr(keras.Model, name, _keeping(make(method), method))
     keras_internals.replace_writers(saving.keras_writer)
+    tf_internals.stop_autotuning_on_devices()
     if strategy.traits.several_processes or strategy.traits.asynchronous:
         saving.checkpoints_by_one(strategy)
 
@@ -78,14 +81,14 @@ def _trained(name: str, keras_own: Method) -> Method:
                 _say_alone(model)
             return keras_own(model, *args, **kwargs)
         trainer: Trains | None = strategy.trainer
-        with strategy.running_method(name):
-            if trainer is not None and not trainer.is_at_work:
-                return trainer.call(name, keras_own, model, args, kwargs)
-            if strategy.engine is None:
-                raise ConfigError(USE_TRAINER.format(strategy.kind))
-            if not keras_internals.has_replaced_make_function(model):
-                strategy.engine.attach(model)
-            return keras_own(model, *args, **kwargs)
+        if trainer is not None and not trainer.is_at_work:
+            return trainer.call(name, keras_own, model, args, kwargs)
+        if strategy.engine is None:
+            raise ConfigError(USE_TRAINER.format(strategy.kind))
+        if not keras_internals.has_replaced_make_function(model):
+            strategy.engine.attach(model)
+        run: Callable[..., Any] = registry.resolve("loop", _LOOP, {})
+        return run(strategy.engine, name, keras_own, model, args, kwargs)
 
     return method
 

@@ -15,12 +15,12 @@ from tfdist.backup.files import ReadError
 from tfdist.backup.state import named_variables
 from tfdist.backup.storage import SHARED, Storage
 from tfdist.compat import optimizer_search
-from tfdist.config import TrainConfig, registry
+from tfdist.config import TrainConfig
 from tfdist.config.train import fixed
 from tfdist.errors import BackupError, ConfigError, format_value
 from tfdist.gradients.configured_optimizer import build_optimizer
 from tfdist.runtime.log import logger
-from tfdist.training import configured
+from tfdist.training import configured, task_checks
 from tfdist.training.trainer import Trainer
 
 _SAME = ("task", "task_options", "precision")  # what decides what the model computes of its weights
@@ -55,7 +55,7 @@ def export(config: TrainConfig, folder: str, path: str, step: int | None = None)
             )
     trainer = Trainer("one_device", cluster=False)
     configured.prepare_process(config)
-    task = registry.resolve("task", config.task, registry.TASKS)(config.task_options)
+    task = task_checks.make_task(config.task, config.task_options)
     in_sync = 1 if config.strategy.traits.asynchronous else manifest["replicas"]
     batch_size = config.global_batch_size or config.per_replica_batch_size * in_sync
     steps = config.steps_per_epoch or task.steps_per_epoch(batch_size)

@@ -28,8 +28,8 @@ _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", 
 
 def wrap_callbacks(
     callbacks: Sequence[keras.callbacks.Callback], strategy: Any, ranks: Ranks, check_weights: bool
-) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks to give to `fit`. A collective.
+) -> tuple[keras.callbacks.Callback, list[keras.callbacks.Callback], keras.callbacks.Callback]:
+    """Returns what goes before the callbacks of this rank, these, and what goes behind them. A collective.
 
     Args:
         callbacks: What the user gave on this rank.
@@ -43,11 +43,8 @@ def wrap_callbacks(
     gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
     on_batches = bool(gathered[:, 0].any())
     alike = len(set(gathered[:, 1])) == 1
-    return [
-        _Synchronize(strategy, on_batches),
-        *mine,
-        _CheckConsistency(strategy, ranks, on_batches, alike, check_weights),
-    ]
+    agree = _CheckConsistency(strategy, ranks, on_batches, alike, check_weights)
+    return _Synchronize(strategy, on_batches), mine, agree
 
 
 def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:

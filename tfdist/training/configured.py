@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,6 +50,16 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
         raise ConfigError(
             f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {describe_error(e).rstrip('.')}. Give a file of this model's weights, "
             "which every task can read."
+        ) from e
+
+
+def make_export_folder(path: str) -> None:
+    """Makes the folder of exported models before the training. Raises ConfigError where it cannot be made."""
+    try:
+        tf.io.gfile.makedirs(path)
+    except (OSError, tf.errors.OpError) as e:
+        raise ConfigError(
+            f"export.dir must be a folder that can be written to. Received: {format_value(path)} ({write_error_reason(e)})."
         ) from e
 
 
@@ -123,16 +135,29 @@ def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.ca
             raise ConfigError(
                 f"callback {name!r} must return a keras.callbacks.Callback. Received: {format_value(callback)}."
             )
-        if is_chief and name == "CSVLogger" and (why := _why_not_writable(arguments["filename"])):
+        written = {"CSVLogger": "filename", "ModelCheckpoint": "filepath"}.get(name, "")
+        if is_chief and written and (why := _why_not_writable(arguments[written], name == "ModelCheckpoint")):
             raise ConfigError(
-                f"callbacks: filename of CSVLogger must be a file that can be written. Received: {format_value(arguments['filename'])} ({why})."
+                f"callbacks: {written} of {name} must be a file that can be written. Received: {format_value(arguments[written])} ({why})."
             )
         made.append(callback)
     return made
 
 
-def _why_not_writable(path: str) -> str:
-    """Returns why a file cannot be written, or an empty text; makes it where it does not exist."""
+def _why_not_writable(path: str, is_pattern: bool) -> str:
+    """Returns why a file cannot be written, or an empty text; makes it where it does not exist.
+
+    Args:
+        path: The file's path.
+        is_pattern: Whether the path has placeholders in braces: then its folder is made.
+    """
+    if is_pattern:
+        folder = os.path.dirname(path.partition("{")[0]) or "."
+        try:
+            tf.io.gfile.makedirs(folder)
+        except (OSError, tf.errors.OpError) as e:
+            return write_error_reason(e)
+        return "" if "://" in folder or os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
     if "://" in path:
         return ""
     try:
@@ -158,5 +183,5 @@ def build_model(
         model = task_checks.checked_model(config.task, task.build_model())
         given = task_checks.checked_compile_arguments(config.task, model, task.compile_arguments())
         arguments = {"jit_compile": config.jit_compile, "steps_per_execution": config.steps_per_execution}
-        model.compile(optimizer=optimizer(), **{**arguments, **given})
+        task_checks.compile_model(config.task, model, {"optimizer": optimizer(), **arguments, **given})
     return model

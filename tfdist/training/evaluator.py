@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.files import ReadError
 from tfdist.backup.storage import Storage
-from tfdist.config import TrainConfig, registry
+from tfdist.config import TrainConfig
 from tfdist.config.train import backup_arguments
 from tfdist.errors import ConfigError
 from tfdist.monitoring.event_files import BY_ITERATIONS, Run
@@ -25,7 +25,7 @@ from tfdist.monitoring.tensorboard import is_number
 from tfdist.runtime import progress
 from tfdist.runtime.files import open_own, read_file
 from tfdist.runtime.log import logger
-from tfdist.training import configured
+from tfdist.training import configured, task_checks
 from tfdist.training.backup_export import load_weights, read_weights
 from tfdist.training.trainer import Trainer
 
@@ -48,8 +48,9 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> N
     """
     trainer = Trainer("one_device", cluster=False)
     configured.prepare_process(config)
-    trained = registry.resolve("task", config.task, registry.TASKS)(config.task_options)
-    data = trained.eval_data(config.global_batch_size or config.per_replica_batch_size)
+    trained = task_checks.make_task(config.task, config.task_options)
+    batch_size = config.global_batch_size or config.per_replica_batch_size
+    data = task_checks.checked_data(config.task, "eval_data", trained.eval_data(batch_size), optional=True)
     if data is None:
         raise ConfigError(f"The evaluator needs validation data, but eval_data() of task {config.task!r} returns None.")
     model = configured.build_model(trainer, config, trained, keras.optimizers.SGD)  # which it never uses

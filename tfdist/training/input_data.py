@@ -1,11 +1,12 @@
-"""The arguments of `fit`, `evaluate` and `predict`: data in a form that Keras distributes, the others by name."""
+"""The arguments of `fit`, `evaluate` and `predict`: data as the source of a loop, the others by name."""
 
 from __future__ import annotations
 
 import collections.abc
 import inspect
+import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -13,38 +14,76 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE, GeneratorDataAdapter, make_class_weight_map_fn
+from tfdist.compat import keras_loops, tf_internals, unsupported
+from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE, GeneratorDataAdapter
 from tfdist.data import arrays
+from tfdist.data.source import DataSource, limited_steps
 from tfdist.data.worker_rows import OwnRows
 from tfdist.engine import Engine
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, format_value
+from tfdist.replicas import batch_splitting
 from tfdist.replicas.own_batches import split_own_batches
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+_LEAST = {
+    **dict.fromkeys(("epochs", "initial_epoch"), 0),
+    **dict.fromkeys(("batch_size", "steps", "steps_per_epoch", "validation_batch_size", "validation_steps"), 1),
+}
+_NEEDED = ("epochs", "initial_epoch")  # Keras does not take None for them
 
 
-def distribute(
-    data: Any,
+def open_source(
     engine: Engine,
-    class_weight: dict[int, float] | None = None,
-) -> Any:
-    """Returns data that Keras' loops take under an engine.
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    batch_size: int | None,
+    steps: int | None,
+    shuffle: Any = False,
+    class_weight: Any = None,
+) -> DataSource:
+    """Returns the source of a loop over the data of `fit`, `evaluate` or `predict`.
 
     Args:
-        data: What the user gave: a generator, a `DatasetFunction`, or anything else, which is returned as it is.
         engine: Trains on them.
-        class_weight: The weight of each class, applied to the data of a function; Keras applies it to other data.
+        x: As of `fit`, likewise the others; or a `DatasetFunction`.
+        y: The targets.
+        sample_weight: The weights of the examples.
+        batch_size: Examples per step.
+        steps: Steps of an epoch, or None.
+        shuffle: Whether to shuffle arrays.
+        class_weight: The weight of each class.
     """
-    if isinstance(data, types.GeneratorType):
-        return from_generator(data)
-    if not is_function(data):
-        return data
+    unsupported.check_data(engine.strategy, x)
+    beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+    if isinstance(x, types.GeneratorType) and all(value is None for value in beside.values()):  # or Keras refuses them
+        x = from_generator(x)
+    if is_function(x):
+        function, weight = x, class_weight
 
-    def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        batches = data(context)
-        return batches.map(make_class_weight_map_fn(class_weight)) if class_weight else batches
+        def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            batches = function(context)
+            if not isinstance(batches, tf.data.Dataset):
+                raise ConfigError(
+                    f"A dataset function must return a tf.data.Dataset. Received: {type(batches).__name__}."
+                )
+            return batches.map(keras_loops.make_class_weight_map_fn(weight)) if weight else batches
 
-    return engine.distribute(dataset)
+        return engine.source_from_function(make)
+    adapter = keras_loops.get_data_adapter(
+        x=x,
+        batch_size=batch_size,
+        steps_per_epoch=limited_steps(steps),
+        shuffle=shuffle,
+        **beside,
+    )
+    unsupported.check_data(engine.strategy, adapter)
+    dataset = keras_loops.adapted_dataset(adapter)
+    if isinstance(adapter, keras_loops.ArrayDataAdapter):  # which slices arrays: tuning gains nothing
+        dataset = tf_internals.without_autotuning(dataset)
+    source = engine.source(dataset, adapter.num_batches)
+    source.adapter = adapter
+    return source
 
 
 def unpack_own_rows(data: Any, arguments: dict[str, Any]) -> Any:
@@ -152,49 +191,86 @@ def batch_size(data: Any, arguments: dict[str, Any]) -> int | None:
     return arguments.get("batch_size") or DEFAULT_BATCH_SIZE
 
 
-def ends_within_execution(model: keras.Model, steps: int | None) -> bool:
-    """Whether the last of `steps` steps ends amid an execution."""
-    return bool(steps and steps % model.steps_per_execution)
-
-
-def bind_arguments(
-    keras_own: Callable[..., Any], method: Callable[..., Any], model: Any, args: Any, kwargs: Any
-) -> dict[str, Any]:
-    """Returns the arguments by name.
+def bind_arguments(method: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Returns the arguments of a method by name.
 
     Args:
-        keras_own: Keras' method.
-        method: It, or the method of the model's class, which may override it with more arguments.
+        method: Keras' method.
         model: The model.
         args: By place.
         kwargs: By name.
+
+    Raises:
+        ConfigError: Numbers, class weights, callbacks or data are of another type or out of range. Keras would raise later, or not at all.
     """
-    signature = inspect.signature(method)
-    _, *others = signature.bind(model, *args, **kwargs).arguments.items()
+    try:
+        _, *others = inspect.signature(method).bind(model, *args, **kwargs).arguments.items()
+    except TypeError:
+        method(model, *args, **kwargs)  # raises an error that names the method
+        raise
     arguments: dict[str, Any] = {}
     for name, value in others:
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:  # which it passes on to Keras
-            remaining = [each for each in list(inspect.signature(keras_own).parameters)[1:] if each not in arguments]
-            arguments |= zip(remaining, value, strict=False)
-        else:
-            arguments |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        if name == "kwargs":
+            raise ValueError(f"Arguments not recognized: {value}")
+        arguments[name] = value
+    if "x" in inspect.signature(method).parameters and (faults := list(_argument_faults(arguments))):
+        raise ConfigError(faults)
     return arguments
 
 
-def data_argument(method: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    """Returns the name by which a model's method takes its data: x, or, where it has no x, its first argument's."""
-    names = list(inspect.signature(method).parameters)[1:]
-    return "x" if "x" in (*arguments, *names) else names[0]
+def _argument_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the arguments of Keras' own methods, besides arrays that do not fit each other."""
+    data = arguments.get("x")
+    if data is None or (isinstance(data, (list, tuple, dict)) and not data):
+        yield f"x must be data: arrays, a tf.data.Dataset, or a function that returns one. Received: {format_value(data)}."
+    for name, least in _LEAST.items():
+        value = arguments.get(name)
+        if name in arguments and (value is not None or name in _NEEDED) and not _is_whole(value, least):
+            yield f"{name} must be a whole number, {least} or more. Received: {format_value(value)}."
+    freq = arguments.get("validation_freq", 1)
+    if not isinstance(freq, collections.abc.Container) and not _is_whole(freq, 1):
+        yield f"validation_freq must be a whole number, 1 or more, or a list of epochs. Received: {format_value(freq)}."
+    split = arguments.get("validation_split")
+    if split is not None and not (isinstance(split, (int, float, np.number)) and 0 <= split < 1):
+        yield f"validation_split must be a number, 0 to less than 1. Received: {format_value(split)}."
+    validation = arguments.get("validation_data")
+    if isinstance(validation, (str, bytes, int, float)):
+        yield f"validation_data must be arrays (x, y), a tf.data.Dataset, or a function. Received: {format_value(validation)}."
+    endless = isinstance(validation, tf.data.Dataset) and int(validation.cardinality()) == tf.data.INFINITE_CARDINALITY
+    if endless and arguments.get("validation_steps") is None:
+        yield "validation_data must be a dataset that ends, or validation_steps must say how many of its batches to take."
+    weights = arguments.get("class_weight")
+    if weights is not None and not (
+        isinstance(weights, Mapping) and all(isinstance(each, (int, float, np.number)) for each in weights)
+    ):
+        yield f"class_weight must be a dict of classes' numbers to weights, such as {{0: 1.0, 1: 2.5}}. Received: {format_value(weights)}."
 
 
-def takes(method: Callable[..., Any], name: str) -> bool:
-    """Whether a method takes an argument of that name."""
-    parameters = inspect.signature(method).parameters
-    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+def _is_whole(value: Any, least: int) -> bool:
+    try:
+        return operator.index(value) >= least
+    except TypeError:
+        return False
+
+
+def next_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Returns the next batch of a pass, or None at its end."""
+    try:
+        batch = next(iterator)
+    except (StopIteration, tf.errors.OutOfRangeError):
+        return None
+    return None if batch_splitting.is_over(batch, strategy) else batch
 
 
 def as_list(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Returns callbacks as a list, however they were given."""
     listed = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
-    return [listed] if isinstance(listed, keras.callbacks.Callback) else list(listed or [])
+    if isinstance(listed, keras.callbacks.Callback):
+        return [listed]
+    found = list(listed) if isinstance(listed, collections.abc.Iterable) else [listed] if listed else []
+    # Keras itself asks for no more than its methods.
+    if strange := [each for each in found if isinstance(each, type) or not hasattr(each, "on_train_batch_begin")]:
+        raise ConfigError(
+            f"callbacks must be objects of keras.callbacks.Callback. Received: {format_value(strange[0])}."
+        )
+    return found

@@ -11,7 +11,7 @@ import keras
 
 from tfdist.backup import compatibility
 from tfdist.backup.callback import BackupAndRestore
-from tfdist.backup.data_position import LoopTracker
+from tfdist.backup.session import BackupSession
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
 from tfdist.engine import Engine
@@ -97,6 +97,16 @@ class LoopContext:
         finally:
             self._depth -= 1
 
+    @contextlib.contextmanager
+    def stepping(self, model: keras.Model) -> Iterator[None]:
+        """Surrounds a single step.
+
+        Args:
+            model: The model, which is attached.
+        """
+        with self.working(), self.engine.running(model):
+            yield
+
     def watching_workers(self) -> contextlib.AbstractContextManager[None]:
         """Ends the collectives inside when another worker is lost."""
         if self.cluster and self.ranks.size > 1:
@@ -124,8 +134,8 @@ class LoopContext:
     @contextlib.contextmanager
     def backing_up(
         self, backup: BackupAndRestore | None, model: keras.Model, data: Any, fit_arguments: dict[str, Any]
-    ) -> Iterator[None]:
-        """Backs up the `fit` inside, which goes on from a backup if there is one.
+    ) -> Iterator[BackupSession | None]:
+        """Backs up the `fit` inside, which goes on from a backup if there is one; the loop calls the value.
 
         Args:
             backup: How to back up, or None for no backups.
@@ -133,14 +143,14 @@ class LoopContext:
             data: The training data.
             fit_arguments: The other arguments of `fit`, some of which must be those of the backup.
         """
-        with progress.training(self.task.name), self._backing_up(backup, model, data, fit_arguments):
-            yield
+        with progress.training(self.task.name), self._backing_up(backup, model, data, fit_arguments) as session:
+            yield session
 
     def _backing_up(
         self, backup: BackupAndRestore | None, model: keras.Model, data: Any, fit_arguments: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> contextlib.AbstractContextManager[BackupSession | None]:
         if backup is None:
-            return LoopTracker(model, is_backed_up=False).track()
+            return contextlib.nullcontext()
         names = (
             "batch_size",
             "class_weight",

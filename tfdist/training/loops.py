@@ -1,12 +1,8 @@
-"""Keras' loops under a strategy: `fit`, `evaluate`, `predict`, and single steps on a batch.
-
-Each function takes Keras' method, or the one by which the model's class overrides it, and the arguments of the call.
-"""
+"""What surrounds a loop of the Trainer: checks, the ranks' agreement, callbacks, backups. The loops themselves are in `loop.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import types
@@ -18,14 +14,12 @@ import tensorflow as tf
 
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.compat import unsupported
-from tfdist.compat.keras_internals import BATCH_HOOKS
 from tfdist.data import worker_rows
-from tfdist.errors import stop_iteration_error
+from tfdist.engine import Engine
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard
 from tfdist.runtime.progress import Progress
-from tfdist.step import execution
-from tfdist.training import callback_kinds, callback_sync, checks, console, input_data
+from tfdist.training import callback_kinds, callback_sync, checks, console, input_data, loop, single_steps
 from tfdist.training.loop_context import LoopContext
 
 Method = Callable[..., Any]
@@ -36,7 +30,7 @@ def fit(context: LoopContext, method: Method, model: keras.Model, args: Any, kwa
 
     Args:
         context: The context of the loop.
-        method: The model's `fit`.
+        method: Keras' method, for the names of the arguments.
         model: The model, checked and attached.
         args: The arguments by position.
         kwargs: The arguments by name.
@@ -45,31 +39,24 @@ def fit(context: LoopContext, method: Method, model: keras.Model, args: Any, kwa
         ClusterError: As `training`.
         ConfigError: As `training`.
     """
-    with training(context, method, model, args, kwargs) as run:
-        run()
-    return model.history
+    with training(context, model, input_data.bind_arguments(method, model, args, kwargs)) as arguments:
+        return loop.fit(context.engine, model, **arguments)
 
 
 @contextlib.contextmanager
-def training(
-    context: LoopContext, method: Method, model: keras.Model, args: Any, kwargs: Any
-) -> Iterator[Callable[[], Any]]:
-    """Does what a training needs before and after its loop; the value runs the loop.
+def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Does what a training needs before and after its loop; the value is the arguments of the loop.
 
     Args:
         context: The context of the loop.
-        method: The model's `fit`, or another loop that takes its arguments.
         model: The model, checked and attached.
-        args: The arguments by position.
-        kwargs: The arguments by name.
+        arguments: Those of `fit`.
 
     Raises:
         ClusterError: A task is lost that the others cannot do without.
         ConfigError: Workers were given different arguments, or data that the strategy cannot use.
     """
-    arguments = input_data.bind_arguments(keras.Model.fit, method, model, args, kwargs)
-    x = input_data.data_argument(method, arguments)
-    data, validation = arguments.pop(x, None), arguments.pop("validation_data", None)
+    data, validation = arguments.pop("x", None), arguments.pop("validation_data", None)
     for each in (data, validation):
         unsupported.check_data(context.strategy, each)
     input_data.check_own_rows(data, arguments)
@@ -90,44 +77,23 @@ def training(
         data = input_data.as_function(data, batch_size, arguments.pop("shuffle", True))
         arguments.pop("batch_size", None)
     validation = input_data.as_function(validation, arguments.get("validation_batch_size") or batch_size)
-    steps, validation_steps = arguments.get("steps_per_epoch"), arguments.get("validation_steps")
-    if isinstance(data, tf.data.Dataset) and input_data.ends_within_execution(model, steps):
-        # Keras would count the steps that it does not run, and end before the data does.
-        data = data.filter(lambda *_: True)
     if input_data.is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
         arguments.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
     callbacks = input_data.as_list(arguments.pop("callbacks", None))
     for each in callbacks:
         if isinstance(each, TensorBoard):
             each.fit_batch_size = global_batch_size
-    class_weight = arguments.pop("class_weight", None) if input_data.is_function(data) else None
-    limit = execution.StepLimit(steps, validation_steps)
     backup, callbacks, ends_with_fit = _choose_backup(context, callbacks)
     redirected = callback_kinds.redirect_to_temporary_files([] if context.is_chief else callbacks)
-    with context.running(context.engine.running(model)), context.backing_up(backup, model, data, described), redirected:
-        stops = [_NonFiniteStop()] if context.engine.nan_policy == "stop" else []
-        callbacks = [limit, *stops, *_synchronized(context, callbacks)]
-        callbacks += callback_kinds.guard_log_files(callbacks)
+    backing_up = context.backing_up(backup, model, data, described)
+    with context.running(context.engine.running(model)), backing_up as session, redirected:
         if backup:
-            if not any(isinstance(each, keras.callbacks.History) for each in callbacks):
-                callbacks.append(keras.callbacks.History())  # or Keras would put it behind the backup
-            backup.watch(callbacks)
-            callbacks.append(backup)
             context.backup = None if ends_with_fit else backup
-        else:
-            callbacks.append(_ProgressReporter(context.task.name))
-        if input_data.takes(method, "validation_data"):
-            arguments["validation_data"] = _distribute(context, validation)
-        run = functools.partial(
-            method,
-            model,
-            **{x: _distribute(context, data, class_weight)},
-            callbacks=callbacks,
-            verbose=_verbosity(context, arguments),
-            **arguments,
-        )
-        with _stop_iteration_as_error(callbacks):
-            yield run
+        if validation is not None:
+            arguments["validation_data"] = validation
+        arguments["verbose"] = _verbosity(context, arguments)
+        arguments |= {"x": data, "callbacks": _in_order(context, callbacks), "session": session}
+        yield {**arguments, "progress": session.progress if session else Progress(context.task.name)}
     if backup and ends_with_fit:
         context.delete_backup(backup)
     if context.is_chief:
@@ -140,7 +106,7 @@ def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any
 
     Args:
         context: The context of the loop.
-        method: The model's `evaluate`.
+        method: Keras' method, for the names of the arguments.
         model: The model, checked and attached.
         args: The arguments by position.
         kwargs: The arguments by name.
@@ -148,22 +114,12 @@ def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any
     Raises:
         ConfigError: The strategy cannot use the data.
     """
-    arguments = input_data.bind_arguments(keras.Model.evaluate, method, model, args, kwargs)
-    x = input_data.data_argument(method, arguments)
-    unsupported.check_data(context.strategy, arguments.get(x))
-    data = _own_as_function(context, arguments.pop(x, None), arguments, takes_targets=True)
-    callbacks = [
-        execution.StepLimit(None, arguments.get("steps")),
-        *input_data.as_list(arguments.pop("callbacks", None)),
-    ]
-    with context.running(context.engine.running(model)), _stop_iteration_as_error(callbacks):
-        return method(
-            model,
-            **{x: _distribute(context, data)},
-            callbacks=callbacks,
-            verbose=_verbosity(context, arguments),
-            **arguments,
-        )
+    arguments = input_data.bind_arguments(method, model, args, kwargs)
+    unsupported.check_data(context.strategy, arguments.get("x"))
+    data = _own_as_function(context, arguments.pop("x", None), arguments, takes_targets=True)
+    arguments["verbose"] = _verbosity(context, arguments)
+    with context.running(context.engine.running(model)):
+        return loop.evaluate(context.engine, model, data, **arguments)
 
 
 def predict(context: LoopContext, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
@@ -171,32 +127,28 @@ def predict(context: LoopContext, method: Method, model: keras.Model, args: Any,
 
     Args:
         context: The context of the loop.
-        method: The model's `predict`.
+        method: Keras' method, for the names of the arguments.
         model: The model, checked and attached.
         args: The arguments by position.
         kwargs: The arguments by name.
 
     Raises:
-        ConfigError: The strategy cannot use the data, or `steps` of data other than a dataset end within an execution.
+        ConfigError: The strategy cannot use the data.
     """
-    arguments = input_data.bind_arguments(keras.Model.predict, method, model, args, kwargs)
-    x = input_data.data_argument(method, arguments)
-    data, steps = arguments.pop(x), arguments.get("steps")
+    arguments = input_data.bind_arguments(method, model, args, kwargs)
+    data = arguments.pop("x")
     unsupported.check_data(context.strategy, data)
     own = worker_rows.is_own(data) and context.ranks.size > 1
-    data = _own_as_function(context, data, arguments, takes_targets=False)
-    if input_data.takes(method, "callbacks"):
-        arguments["callbacks"] = [execution.StepLimit(), *input_data.as_list(arguments.pop("callbacks", None))]
-    data = context.engine.data_to_predict(model, data, steps)
-    guarded = _stop_iteration_as_error(arguments.get("callbacks", ()))
-    with context.running(context.engine.predicting(model, steps)), guarded:
-        data = _distribute(context, data)
+    data = context.engine.data_to_predict(model, _own_as_function(context, data, arguments, takes_targets=False))
+    arguments["verbose"] = _verbosity(context, arguments)
+    with context.running(context.engine.running(model)):
+        model.make_predict_function()
         rows = (
-            getattr(model.make_predict_function(), "own_rows", None) if own else None
+            getattr(model.predict_function, "own_rows", None) if own else None
         )  # a model may have a function of its own
         if rows:
             rows.clear()
-        outputs = method(model, **{x: data}, verbose=_verbosity(context, arguments), **arguments)
+        outputs = loop.predict(context.engine, model, data, **arguments)
         return input_data.order_by_worker(outputs, rows, context.ranks) if rows else outputs
 
 
@@ -206,17 +158,33 @@ def on_batch(context: LoopContext, name: str, method: Method, model: keras.Model
     Args:
         context: The context of the loop.
         name: The method's name.
-        method: Keras' method.
+        method: Keras' method, for the names of the arguments.
         model: The model, checked and attached.
         args: The arguments by position.
         kwargs: The arguments by name.
     """
-    engine = context.engine
-    with context.working(), engine.predicting(model, None) if name == "predict_on_batch" else engine.running(model):
-        return method(model, *args, **kwargs)
+    with context.stepping(model):
+        return single_steps.METHODS[name](
+            context.engine, model, **input_data.bind_arguments(method, model, args, kwargs)
+        )
 
 
 LOOPS = {"fit": fit, "evaluate": evaluate, "predict": predict}
+_PLAIN: dict[str, Any] = {"fit": loop.fit, "evaluate": loop.evaluate, "predict": loop.predict, **single_steps.METHODS}
+
+
+def run(engine: Engine, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
+    """Runs a method of a model without what surrounds a Trainer's: without a Trainer, or within one of its loops.
+
+    Args:
+        engine: Runs the steps; it has attached the model.
+        name: The method's name.
+        method: Keras' method, for the names of the arguments.
+        model: The model.
+        args: The arguments by position.
+        kwargs: The arguments by name.
+    """
+    return _PLAIN[name](engine, model, **input_data.bind_arguments(method, model, args, kwargs))
 
 
 def _choose_backup(
@@ -252,10 +220,21 @@ def _choose_backup(
     return backup, others, keras_own.delete_checkpoint
 
 
-def _synchronized(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """Returns the user's callbacks between those that keep the ranks in step. A collective."""
+def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+    """Returns all callbacks of a training, in the order in which they must be called. A collective."""
     checks.check_callbacks(callbacks)
-    return callback_sync.wrap_callbacks(callbacks, context.strategy, context.ranks, context.check_weights)
+    synchronize, own, agree = callback_sync.wrap_callbacks(
+        callbacks, context.strategy, context.ranks, context.check_weights
+    )
+    return [
+        *(
+            [_NonFiniteStop()] if context.engine.nan_policy == "stop" else []
+        ),  # ends before a callback saves such weights
+        synchronize,  # before any callback reads the model
+        *own,
+        agree,  # after the last one that may stop the training, or change the learning rate
+        *callback_kinds.guard_log_files(own),  # once the loggers have opened their files
+    ]
 
 
 class _NonFiniteStop(keras.callbacks.Callback):
@@ -284,36 +263,6 @@ class _NonFiniteStop(keras.callbacks.Callback):
         return sum(int(number.numpy()) for number in skipped_updates(self.model))
 
 
-class _ProgressReporter(keras.callbacks.Callback):
-    """Reports step, epoch and metrics of a `fit` without backups to the supervisor; with backups, `BackupSession` reports them.
-
-    Args:
-        task: This task's name, as `worker-1`.
-    """
-
-    def __init__(self, task: str):
-        super().__init__()
-        self._progress = Progress(task)
-        self._done = self._epoch = self._epoch_step = 0
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._progress.write(done=0, saved=0, epoch=0, epochs=0, total=0)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        epochs, steps = self.params["epochs"], self.params["steps"]
-        self._epoch, self._epoch_step = epoch + 1, 0
-        total = self._done + (epochs - epoch) * steps if steps else 0
-        self._progress.write(epoch=self._epoch, epochs=epochs, total=total)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        done = min(batch + 1, self.params["steps"] or batch + 1)  # Keras counts beyond them
-        self._done, self._epoch_step = self._done + done - self._epoch_step, done
-        self._progress.write(done=self._done, metrics=logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._progress.write(metrics=logs)  # those of the validation, too
-
-
 def _own_as_function(context: LoopContext, data: Any, arguments: dict[str, Any], takes_targets: bool) -> Any:
     """Returns data that `evaluate` and `predict` take, once all workers have given the same, or declared their own. A collective."""
     input_data.check_own_rows(data, arguments)
@@ -325,47 +274,6 @@ def _own_as_function(context: LoopContext, data: Any, arguments: dict[str, Any],
     return input_data.as_function(data, batch_size)
 
 
-def _distribute(context: LoopContext, data: Any, class_weight: dict[int, float] | None = None) -> Any:
-    return input_data.distribute(data, context.engine, class_weight)
-
-
 def _verbosity(context: LoopContext, arguments: dict[str, Any]) -> str | int:
     """Takes `verbose` out of the arguments, and returns the one that Keras gets."""
     return console.verbosity(arguments.pop("verbose", "auto"), context.is_chief)
-
-
-@contextlib.contextmanager
-def _stop_iteration_as_error(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
-    """Makes callbacks' batch hooks raise a RuntimeError in place of StopIteration, in the loop that is called inside.
-
-    Keras' loops would take StopIteration for the end of the data: an epoch would be cut short without an error.
-
-    Args:
-        callbacks: The callbacks, which are changed until then: a proxy in their place would hide their class.
-    """
-    changed = []
-    try:
-        for callback in callbacks:
-            for name in BATCH_HOOKS:
-                own = vars(callback).get(name)  # LambdaCallback has its hooks there
-                if own is not None or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name):
-                    changed.append((callback, name, own))
-                    setattr(
-                        callback,
-                        name,
-                        functools.partial(_call_hook, getattr(callback, name), type(callback).__name__, name),
-                    )
-        yield
-    finally:
-        for callback, name, own in reversed(changed):
-            if own is None:
-                delattr(callback, name)
-            else:
-                setattr(callback, name, own)
-
-
-def _call_hook(hook: Callable[..., Any], kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return hook(*args, **kwargs)
-    except StopIteration as e:
-        raise stop_iteration_error(f"{kind}.{name}", e) from e

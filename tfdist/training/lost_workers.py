@@ -197,8 +197,10 @@ def _labels(frame: types.FrameType) -> Iterator[str]:
     module, name, own = call_stack.frame_call(frame)
     if module.startswith(_PACKAGE) and (call := _CALLS.get((module.removeprefix(_PACKAGE), name))):
         yield call
-    elif isinstance(own, Execution) and name == "__call__":
+    elif isinstance(own, Execution) and name in ("run", "run_batch"):
         yield f"a step ({own.step_name})"
+    elif isinstance(own, keras.callbacks.CallbackList):  # calls the callbacks
+        return
     elif isinstance(own, keras.callbacks.Callback) and name.startswith("on_"):
         yield f"{'the trainer' if type(own).__module__.startswith(_PACKAGE) else type(own).__name__}'s {name}"
 

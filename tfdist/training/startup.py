@@ -9,15 +9,19 @@ import tensorflow as tf
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.cluster.resolvers import discovery
+from tfdist.cluster.spec import check_member
 from tfdist.collectives import ranks
 from tfdist.compression.base import Compressor
 from tfdist.config import StrategyConfig
+from tfdist.config.ranges import MOST_SECONDS, Range
+from tfdist.errors import ConfigError, format_value
 from tfdist.runtime.preemption import GRACE_SECONDS
 from tfdist.strategies.factory import create_strategy, make_engine
 from tfdist.training import checks
 from tfdist.training.loop_context import LoopContext
 
 Cluster = tuple[ClusterSpec, TaskSpec]
+_TIMEOUT = Range(0, MOST_SECONDS)
 
 
 def start_strategy(
@@ -38,8 +42,16 @@ def start_strategy(
 
     Raises:
         ClusterError: Other tasks are not there in time.
-        ConfigError: As `create_strategy`.
+        ConfigError: As `create_strategy`; or an argument is of another type.
     """
+    if backup is not None and not isinstance(backup, BackupAndRestore):
+        raise ConfigError(f"backup must be a tfdist.BackupAndRestore. Received: {format_value(backup)}.")
+    if cluster is not None and cluster is not False:
+        cluster = check_member(cluster)
+    if isinstance(start_timeout, bool) or not isinstance(start_timeout, (int, float)) or start_timeout not in _TIMEOUT:
+        raise ConfigError(
+            f"start_timeout must be a number of seconds, {_TIMEOUT}. Received: {format_value(start_timeout)}."
+        )
     preemption = backup and backup.preemption
     if preemption:
         preemption.listen()  # from now on: a strategy may wait for its peers
@@ -75,6 +87,8 @@ def create_context(
     Raises:
         ConfigError: The strategy trains in one process, and this is one of several training tasks.
     """
+    if check_weights not in (True, False):
+        raise ConfigError(f"check_weights must be True or False. Received: {format_value(check_weights)}.")
     traits = strategy.traits
     engine = make_engine(strategy, compressor)
     if backup and backup.preemption:

@@ -14,13 +14,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.config import registry
 from tfdist.config.ranges import MOST_STEPS
-from tfdist.errors import ConfigError, format_value, truncate, unknown_name_message
+from tfdist.errors import ConfigError, describe_error, format_value, truncate, unknown_name_message
 
 # What Keras and TensorFlow raise where a model, its loss and its data do not fit.
 _UNFIT = (ValueError, TypeError, AttributeError, IndexError, KeyError, tf.errors.InvalidArgumentError)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _FILE = re.compile(r'File "([^"]+)", line')
+_HOOK = re.compile(r"\.on_(train|test|epoch)_?[a-z_]*\(\) ")  # a signature of a callback's method
 _AROUND = ("Exception encountered when calling", "Graph execution error", "Arguments received by", "Stack trace")
 _LIBRARIES = tuple(
     os.path.join(os.path.realpath(path), "")
@@ -33,6 +35,25 @@ _LIBRARIES = tuple(
         sysconfig.get_path("platlib"),
     }
 )
+
+
+def make_task(name: str, options: Any) -> Any:
+    """Returns a task, made of its options.
+
+    Args:
+        name: The task's name.
+        options: Its options.
+
+    Raises:
+        ConfigError: There is no such task, or its class does not take the options.
+    """
+    kind = registry.resolve("task", name, registry.TASKS)
+    try:
+        return kind(options)
+    except TypeError as e:
+        if _is_of_users_line(e):
+            raise
+        raise ConfigError(f"task {name!r} must take its options, as Task does: {describe_error(e)}.") from e
 
 
 def checked_model(task: str, model: Any) -> keras.Model:
@@ -67,6 +88,10 @@ def checked_steps(task: str, steps: Any) -> int | None:
 
 def checked_data(task: str, method: str, data: Any, optional: bool = False) -> Any:
     """Returns what a method of a task returned as data. Raises ConfigError where it is no dataset."""
+    if optional and isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ConfigError(
+            f"{method} of task {task!r} must return a dataset that ends, as a validation takes it whole. Remove its repeat(), or add take()."
+        )
     if (data is None and optional) or isinstance(data, tf.data.Dataset):
         return data
     # A validation may be on arrays, or a function of the input context.
@@ -79,31 +104,38 @@ def checked_data(task: str, method: str, data: Any, optional: bool = False) -> A
 
 
 class FirstStep(keras.callbacks.Callback):
-    """Notes that a step has been made: what fails later is no matter of the model's fit to its data.
+    """Notes whether the first step of the training or of the validation runs: what fails later is no matter of the model's fit to its data.
 
     Attributes:
-        is_made: Whether one has.
+        data: The method of the task whose data that step would take; empty once it has been made.
     """
 
     only_observes = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_made = False
+        self.data = "train_data"
+        self._is_validated = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.is_made = True
+        self.data = ""
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.data = "" if self._is_validated else "eval_data"
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._is_validated, self.data = True, ""
 
 
 @contextlib.contextmanager
-def explaining_first_step(task: str, model: keras.Model, first: FirstStep, elements: list[Any]) -> Iterator[None]:
-    """Makes an error that is raised inside before the first step one sentence, unless a line of the user's raised it.
+def explaining_first_step(task: str, model: keras.Model, first: FirstStep, elements: dict[str, Any]) -> Iterator[None]:
+    """Makes an error that is raised inside in the first step of the training or of the validation one sentence, unless a line of the user's raised it.
 
     Args:
         task: The task's name.
         model: Its model.
         first: Among the callbacks of the training inside.
-        elements: Gets the data's specification, once there is one.
+        elements: Gets the specification of the data of each method of the task, once there is one.
 
     Raises:
         ConfigError: Model, loss and data do not fit.
@@ -113,14 +145,35 @@ def explaining_first_step(task: str, model: keras.Model, first: FirstStep, eleme
     except ConfigError:
         raise
     except _UNFIT as e:
-        frames = [os.path.realpath(frame.filename) for frame in traceback.extract_tb(e.__traceback__)]
-        if any(title in str(e) for title in ("in user code:", "Traceback (most recent call last)")):
-            frames += map(os.path.realpath, _FILE.findall(str(e)))  # of a function that TensorFlow has traced or called
-        if first.is_made or not all(name.startswith(_LIBRARIES) or name.endswith(">") for name in frames):
+        if not first.data or _is_of_users_line(e):
+            raise
+        if _HOOK.search(str(e)):
+            raise ConfigError(
+                f"a callback does not take what Keras calls it with: {_reason(e)} Give it the arguments of keras.callbacks.Callback, as named there."
+            ) from e
+        raise ConfigError(
+            f"the model of task {task!r} cannot be trained on its data: "
+            f"{type(e).__name__}: {_reason(e)}{_shapes(model, first.data, elements.get(first.data))}"
+        ) from e
+
+
+def compile_model(task: str, model: keras.Model, arguments: dict[str, Any]) -> None:
+    """Compiles a task's model. Raises ConfigError where Keras does not take the arguments, unless a line of the user's raised it."""
+    try:
+        model.compile(**arguments)
+    except _UNFIT as e:
+        if isinstance(e, ConfigError) or _is_of_users_line(e):
             raise
         raise ConfigError(
-            f"the model of task {task!r} cannot be trained on its data: {type(e).__name__}: {_reason(e)} {_shapes(model, elements)}"
+            f"compile_arguments of task {task!r} cannot be compiled: {type(e).__name__}: {_reason(e)}"
         ) from e
+
+
+def _is_of_users_line(error: BaseException) -> bool:
+    frames = [os.path.realpath(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    if any(title in str(error) for title in ("in user code:", "Traceback (most recent call last)")):
+        frames += map(os.path.realpath, _FILE.findall(str(error)))  # of a function that TensorFlow has traced or called
+    return not all(name.startswith(_LIBRARIES) or name.endswith(">") for name in frames)
 
 
 def _reason(error: BaseException) -> str:
@@ -136,15 +189,15 @@ def _reason(error: BaseException) -> str:
     return truncate(said.strip()).rstrip(".") + "."
 
 
-def _shapes(model: keras.Model, elements: list[Any]) -> str:
-    if not elements:
+def _shapes(model: keras.Model, method: str, element: Any) -> str:
+    if element is None:
         return ""
     takes = getattr(model, "input_shape", None) if model.built else None
-    given = elements[0][0] if isinstance(elements[0], tuple) and elements[0] else elements[0]
-    sentence = f"train_data gives {truncate(str(elements[0]))}" + (
+    given = element[0] if isinstance(element, tuple) and element else element
+    sentence = f" {method} gives {truncate(str(element))}" + (
         f", the model takes {truncate(str(takes))}" if takes else ""
     )
     rank = getattr(getattr(given, "shape", None), "rank", None)
     if isinstance(takes, tuple) and rank == len(takes) - 1 and all(not isinstance(each, tuple) for each in takes):
         return f"{sentence}: is .batch() missing?"
-    return f"{sentence}; change build_model, compile_arguments or train_data so that they fit."
+    return f"{sentence}; change build_model, compile_arguments or {method} so that they fit."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -14,15 +14,13 @@ from tfdist import compression as compression_lib
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec, preflight
 from tfdist.collectives import communicator
-from tfdist.compat import keras_internals, keras_loops, optimizer_search, unsupported
+from tfdist.compat import keras_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
-from tfdist.errors import ConfigError, format_value
-from tfdist.training import checks, console, loops, own_loop, saving, startup
-from tfdist.training.own_loop import StepModel
-
-if TYPE_CHECKING:
-    from tfdist.training.loop_context import LoopContext
+from tfdist.errors import ConfigError
+from tfdist.strategies import model_methods
+from tfdist.training import checks, console, loops, saving, startup
+from tfdist.training.custom_step import Step
 
 
 class Trainer:
@@ -166,8 +164,7 @@ class Trainer:
             ClusterError: A task is lost that the others cannot do without.
             ConfigError: The model or the data hold something that this strategy cannot train.
         """
-        self._attach(model, "fit")
-        return loops.fit(self._context, type(model).fit, model, args, kwargs)
+        return self._run("fit", model, args, kwargs)
 
     def evaluate(self, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         """Evaluates `model`, as Keras' `evaluate`; every example counts once, whatever the number of replicas.
@@ -177,8 +174,7 @@ class Trainer:
             *args: As for Keras' `evaluate`; `x` and `verbose` as for `fit`.
             **kwargs: As for Keras' `evaluate`.
         """
-        self._attach(model, "evaluate")
-        return loops.evaluate(self._context, type(model).evaluate, model, args, kwargs)
+        return self._run("evaluate", model, args, kwargs)
 
     def predict(self, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's outputs for all of `x`, in its order, on every rank.
@@ -189,8 +185,7 @@ class Trainer:
                 ask for whole files.
             **kwargs: As for Keras' `predict`.
         """
-        self._attach(model, "predict")
-        return loops.predict(self._context, type(model).predict, model, args, kwargs)
+        return self._run("predict", model, args, kwargs)
 
     def step(self, function: Callable[[Any], dict[str, Any]], uses: Sequence[Any]) -> Step:
         """Returns a training step for a loop of your own: GradientTape, several optimizers, reinforcement learning.
@@ -205,7 +200,8 @@ class Trainer:
         Raises:
             ConfigError: As of `Step`.
         """
-        return Step(self, self._context, function, uses)
+        with self.scope():
+            return Step(self._context, function, uses)
 
     def save(self, model: keras.Model, path: str | os.PathLike[str], delete_backup: bool = True, **kwargs: Any) -> None:
         """Saves `model` as one `.keras` file that plain Keras loads on one device.
@@ -319,118 +315,13 @@ class Trainer:
         """Makes this the trainer of the models that are made in the strategy's scope."""
         self.strategy.trainer, self.strategy.engine = self, self._context.engine
 
+    def _run(self, name: str, model: keras.Model, args: Any, kwargs: Any) -> Any:
+        self._attach(model, name)
+        method = getattr(type(model), name)
+        if method is not getattr(keras.Model, name):  # it calls Keras' method, and so `call`
+            self._take_models()
+            return method(model, *args, **kwargs)
+        return loops.LOOPS[name](self._context, model_methods.keras_own(name), model, args, kwargs)
+
     def _attach(self, model: keras.Model, method: str = "fit") -> None:
         self._context.attach(model, method)
-
-
-class Step:
-    """A custom training step, made by `Trainer.step`.
-
-        step = trainer.step(train, uses=[generator, discriminator, generator_optimizer, discriminator_optimizer])
-        for batch in step.loop(dataset, epochs=3):
-            logs = step(batch)
-
-    Around it is a Keras model that holds what the step uses, so that gradients, compression, backups and callbacks work as
-    in `fit`.
-
-    Args:
-        trainer: The trainer.
-        context: The context of its loops.
-        function: The step.
-        uses: What the step uses.
-
-    Attributes:
-        model: The Keras model that holds it.
-
-    Raises:
-        ConfigError: The arguments are others, or there is no optimizer in `uses`.
-    """
-
-    def __init__(
-        self, trainer: Trainer, context: LoopContext, function: Callable[[Any], dict[str, Any]], uses: Sequence[Any]
-    ):
-        if not callable(function) or not isinstance(uses, (list, tuple)):
-            raise ConfigError(
-                "trainer.step takes a function and, as `uses`, a list of what it uses: trainer.step(train, uses=[model, optimizer]). "
-                f"Received: {format_value(function)}, {format_value(uses)}."
-            )
-        self._trainer, self._context = trainer, context
-        with trainer.scope():
-            self.model = StepModel(function, list(uses))
-            optimizers = optimizer_search.optimizers(self.model)
-            if not optimizers:
-                raise ConfigError(
-                    "uses must hold each optimizer that the step applies, beside its models, made in trainer.scope(). "
-                    f"Received: {format_value(uses)}."
-                )
-            self.model.compile(optimizers[0], auto_scale_loss=False)
-        context.attach(self.model, "step")
-
-    def __call__(self, batch: Any) -> dict[str, Any]:
-        """Runs the step on every replica.
-
-        Args:
-            batch: One of `loop`, of which each replica gets its part; or tensors or arrays, of which every replica of this
-                process gets all. Several workers may then each give their own, of the same size.
-
-        Returns:
-            The step's logs as numbers, the mean over the replicas, in which each counts as its examples do.
-
-        Raises:
-            ConfigError: The step does what no replica can.
-        """
-        with self._trainer.strategy.running_method("train_on_batch"):
-            if self._trainer.is_at_work:  # in the loop
-                logs = _run(self.model, batch)
-            else:
-                logs = loops.on_batch(self._context, "train_on_batch", _run, self.model, (batch,), {})
-        self.model.logs = logs
-        return logs
-
-    def loop(
-        self,
-        x: Any,
-        y: Any = None,
-        *,
-        epochs: int = 1,
-        steps_per_epoch: int | None = None,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
-        **kwargs: Any,
-    ) -> Iterator[Any]:
-        """Yields the batches of a training. Call the step with each.
-
-        Backups are taken as in `fit`: a loop that was interrupted begins with the batch after the last backup, with all that
-        `uses` holds as it was. Callbacks are called as in `fit`, with the logs of the last call of the step; to end early, set
-        `step.model.stop_training` on all ranks, or leave the loop.
-
-        Args:
-            x: As for `fit`: arrays, a dataset with batches of the global size, or a function `(tf.distribute.InputContext) ->
-                tf.data.Dataset`. The step gets what a `train_step` would: for arrays `x` or `(x, y)`.
-            y: The targets, of arrays.
-            epochs: The last epoch.
-            steps_per_epoch: Steps of an epoch, where the data do not end.
-            callbacks: Keras callbacks.
-            **kwargs: `batch_size`, `sample_weight`, `shuffle`, `initial_epoch` and `verbose` (0), as for `fit`.
-
-        Raises:
-            ClusterError: A task is lost that the others cannot do without.
-            ConfigError: The strategy cannot train on the data.
-        """
-        arguments = {
-            "y": y,
-            "epochs": epochs,
-            "steps_per_epoch": steps_per_epoch,
-            "callbacks": callbacks,
-            "verbose": 0,
-            **kwargs,
-        }
-        arguments = {name: value for name, value in arguments.items() if value is not None}
-        with loops.training(self._context, own_loop.batches, self.model, (x,), arguments) as run:
-            yield from run()
-
-
-def _run(model: StepModel, batch: Any) -> dict[str, Any]:
-    keras_loops.build_method(model)(data_batch=batch)
-    model.make_train_function()
-    logs: dict[str, Any] = keras_loops.pythonify_logs(model.train_function(iter([batch])))
-    return logs

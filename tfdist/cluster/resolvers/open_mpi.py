@@ -26,6 +26,8 @@ def resolve(variables: Environment) -> RankAddresses | None:
         variables.require_index("OMPI_COMM_WORLD_LOCAL_RANK"),
         variables.require_index("OMPI_COMM_WORLD_LOCAL_SIZE"),
     )
+    if size < 1:
+        raise ConfigError(f"OMPI_COMM_WORLD_SIZE must be the number of tasks, 1 or more. Received: {size}.")
     if rank >= size:
         raise ConfigError(
             f"OMPI_COMM_WORLD_RANK must be 0 to {size - 1}, as OMPI_COMM_WORLD_SIZE is {size}. Received: {rank}."

@@ -1,0 +1,190 @@
+"""`DataSource`: what a loop passes over. `Passes`: in which order it does, and which steps an epoch has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.compat import keras_loops
+from tfdist.data import resume
+
+OpenAt = Callable[[int, int, Callable[[], None]], Any]
+
+_RAN_OUT = (
+    "Your input ran out of data; interrupting training. Make sure that your dataset or generator can generate at least "
+    "`steps_per_epoch * epochs` batches. You may need to use the `.repeat()` function when building your dataset."
+)
+
+
+class DataSource:
+    """Data that a loop passes over, distributed to the replicas.
+
+    Args:
+        data: What the strategy has made of the data.
+        datasets: This process's datasets, from which the data are made; empty if unknown.
+        steps: The number of steps of a pass; None if it is not known, or they never end.
+        parts: The number of replicas among which an element of the datasets is split.
+        open_at: Returns a pass that begins at a step; called as `open_at(number, steps, ready)` (see `DataSource.open_at`).
+
+    Attributes:
+        adapter: Keras' data adapter, with hooks for the begin and the end of an epoch.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        datasets: Sequence[Any] = (),
+        steps: int | None = None,
+        parts: int = 1,
+        open_at: OpenAt | None = None,
+    ):
+        self.data = data
+        self.datasets = datasets
+        self.steps = steps
+        self.parts = parts
+        self.adapter: Any = keras_loops.DataAdapter()
+        self._open_at = open_at
+
+    def open(self) -> Any:
+        """Returns an iterator of a new pass."""
+        return iter(self.data)
+
+    def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> Any:
+        """Returns an iterator of a pass that begins at a step.
+
+        Args:
+            number: The pass, from 1: a dataset that shuffles does so differently in each.
+            steps: Steps of it to leave out.
+            ready: Called before the iterator is made, and after the passes before are replayed.
+        """
+        if self._open_at:
+            return self._open_at(number, steps, ready)
+        resume.replay(self.data, number - 1)
+        ready()
+        return iter(self.data.skip(steps))
+
+    @property
+    def form(self) -> Any:
+        """The form of an element of the first dataset: of the first element, if it is not known of all."""
+        data = self.datasets[0] if self.datasets else self.data
+        form = data.element_spec
+        if keras_loops.reads_python(self.adapter) or all(_is_known(each) for each in tf.nest.flatten(form)):
+            return form
+        return next(iter(data.take(1) if isinstance(data, tf.data.Dataset) else data))
+
+
+def _is_known(spec: Any) -> bool:
+    shape = getattr(spec, "shape", None)
+    return shape is None or (shape.rank is not None and None not in shape[1:])
+
+
+class Passes:
+    """The passes of a loop over a source, opened when Keras opens them, and the steps of each epoch.
+
+    Without `steps_per_epoch` each epoch is one pass. Keras opens a further one at its end, of which nothing is read; data that
+    shuffle count it. With `steps_per_epoch` a pass goes on in the next epoch.
+
+    Args:
+        source: The data.
+        steps_per_epoch: The number of steps of an epoch, or None for a pass.
+        steps_per_execution: The number of steps between two hooks.
+        begin_pass: Called before each pass is opened.
+
+    Attributes:
+        iterator: That of the present pass.
+        steps: The number of steps of an epoch; None as long as it is not known.
+    """
+
+    def __init__(
+        self, source: DataSource, steps_per_epoch: int | None, steps_per_execution: int, begin_pass: Callable[[], None]
+    ):
+        self.source = source
+        self.steps_per_epoch = limited_steps(steps_per_epoch)
+        self.iterator: Any = None
+        self._per_execution = steps_per_execution
+        self._begin_pass = begin_pass
+        self._num_batches = source.steps
+        self._seen = 0  # steps of the present pass
+
+    @property
+    def steps(self) -> int | None:
+        return self.steps_per_epoch or self._num_batches
+
+    def reset(self) -> None:
+        """Forgets the present pass, before a loop."""
+        self.iterator, self._seen, self._num_batches = None, 0, self.source.steps
+        self.source.adapter.on_epoch_end()
+
+    def epoch(self, first: int = 0) -> Iterator[tuple[int, int, int | None]]:
+        """Yields, for each execution, its first step, its last step by Keras' counting, and how many steps the epoch has left.
+
+        Keras counts an execution as `steps_per_execution` steps, also at the end of the epoch.
+
+        Args:
+            first: The step with which to begin.
+        """
+        self.source.adapter.on_epoch_begin()
+        total, size = self.steps or None, self._per_execution
+        if total is None or self.iterator is None or self.steps_per_epoch is None:
+            self._open()
+        begin = first
+        while total is None or begin < total:
+            if total is not None and self._num_batches and self._seen >= self._num_batches:
+                if self.steps_per_epoch:
+                    warnings.warn(_RAN_OUT, stacklevel=2)
+                break
+            left = None if total is None else total - begin
+            self._seen += min(size, left) if self.steps_per_epoch and left else size
+            yield begin, begin + size - 1, left
+            begin += size
+        if self._num_batches and self._seen >= self._num_batches:
+            self._open(is_read=self.steps_per_epoch is not None)
+        self.source.adapter.on_epoch_end()
+
+    def end_early(self) -> None:
+        """Ends the present pass, and the epoch, as the data have ended."""
+        if self._num_batches is None:
+            self._num_batches = self._seen
+        warnings.warn(_RAN_OUT, stacklevel=2)
+        self.iterator = None
+        self.source.adapter.on_epoch_end()
+
+    def close(self) -> None:
+        """Forgets the iterator: it might read ahead for ever, as long as an error's traceback holds it."""
+        self.iterator = None
+
+    def _open(self, is_read: bool = True) -> None:
+        """Opens a pass.
+
+        Args:
+            is_read: Whether a step will read it.
+        """
+        self.iterator, self._seen = None, 0  # or the pass before might read ahead, and draw random numbers
+        self._begin_pass()
+        if is_read or not self.source.datasets:
+            self.iterator = self.source.open()
+            return
+        for dataset in self.source.datasets:
+            resume.replay(dataset, 1, reads=False)
+        self.iterator = iter(())
+
+
+def limited_steps(steps: int | None) -> int | None:
+    """Returns the number of steps of an epoch, which `keras.config.set_max_steps_per_epoch` may limit."""
+    most = keras.config.max_steps_per_epoch()
+    if most and (not steps or most < steps):
+        warnings.warn(f"Limiting steps_per_epoch to {most}", stacklevel=2)
+        return int(most)
+    return steps
+
+
+def run_to_end(function: Callable[[Any], Any], iterator: Any) -> Any:
+    """Returns `function(iterator)`, or None if the iterator has no further element."""
+    try:
+        return function(iterator)
+    except (StopIteration, tf.errors.OutOfRangeError):
+        return None

@@ -1,0 +1,146 @@
+"""A custom training step: the Trainer runs the loop's surroundings, and the user calls the step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.compat import optimizer_search
+from tfdist.errors import ConfigError, format_value
+from tfdist.training import loop, loops, single_steps
+from tfdist.training.loop_context import LoopContext
+
+
+class StepModel(keras.Model):
+    """The Keras model that runs a function as its training step.
+
+    Args:
+        function: Takes a batch, and returns logs.
+        uses: Models, layers, optimizers, metrics, seed generators and variables that it uses.
+
+    Attributes:
+        logs: What the last step has returned.
+    """
+
+    def __init__(self, function: Callable[[Any], dict[str, Any]], uses: list[Any]):
+        super().__init__(name=getattr(function, "__name__", "step"))
+        self.uses = uses
+        self.function = function
+        self.logs: dict[str, Any] = {}
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Runs the function.
+
+        Raises:
+            ConfigError: It returns something other than logs.
+        """
+        logs = self.function(data)
+        if not isinstance(logs, dict):
+            raise ConfigError(
+                f"The step {self.name!r} must return logs, a dict of names to numbers. Received: {type(logs).__name__}."
+            )
+        return logs
+
+
+class Step:
+    """A custom training step, made by `Trainer.step`.
+
+        step = trainer.step(train, uses=[generator, discriminator, generator_optimizer, discriminator_optimizer])
+        for batch in step.loop(dataset, epochs=3):
+            logs = step(batch)
+
+    Around it is a Keras model that holds what the step uses, so that gradients, compression, backups and callbacks work as
+    in `fit`.
+
+    Args:
+        context: The context of the trainer's loops.
+        function: The step.
+        uses: What the step uses.
+
+    Attributes:
+        model: The Keras model that holds it.
+
+    Raises:
+        ConfigError: The arguments are others, or there is no optimizer in `uses`.
+    """
+
+    def __init__(self, context: LoopContext, function: Callable[[Any], dict[str, Any]], uses: Sequence[Any]):
+        if not callable(function) or not isinstance(uses, (list, tuple)):
+            raise ConfigError(
+                "trainer.step takes a function and, as `uses`, a list of what it uses: trainer.step(train, uses=[model, optimizer]). "
+                f"Received: {format_value(function)}, {format_value(uses)}."
+            )
+        self._context = context
+        self.model = StepModel(function, list(uses))
+        optimizers = optimizer_search.optimizers(self.model)
+        if not optimizers:
+            raise ConfigError(
+                "uses must hold each optimizer that the step applies, beside its models, made in trainer.scope(). "
+                f"Received: {format_value(uses)}."
+            )
+        self.model.compile(optimizers[0], auto_scale_loss=False)
+        context.attach(self.model, "step")
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        """Runs the step on every replica.
+
+        Args:
+            batch: One of `loop`, of which each replica gets its part; or tensors or arrays, of which every replica of this
+                process gets all. Several workers may then each give their own, of the same size.
+
+        Returns:
+            The step's logs as numbers, the mean over the replicas, in which each counts as its examples do.
+
+        Raises:
+            ConfigError: The step does what no replica can.
+        """
+        engine = self._context.engine
+        surrounding = contextlib.nullcontext() if self._context.is_at_work else self._context.stepping(self.model)
+        with surrounding:
+            logs = single_steps.run(engine, self.model, "train_step", batch, reset_metrics=False)
+        self.model.logs = logs
+        return logs
+
+    def loop(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        epochs: int = 1,
+        steps_per_epoch: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Yields the batches of a training. Call the step with each.
+
+        Backups are taken as in `fit`: a loop that was interrupted begins with the batch after the last backup, with all that
+        `uses` holds as it was. Callbacks are called as in `fit`, with the logs of the last call of the step; to end early, set
+        `step.model.stop_training` on all ranks, or leave the loop.
+
+        Args:
+            x: As for `fit`: arrays, a dataset with batches of the global size, or a function `(tf.distribute.InputContext) ->
+                tf.data.Dataset`. The step gets what a `train_step` would: for arrays `x` or `(x, y)`.
+            y: The targets, of arrays.
+            epochs: The last epoch.
+            steps_per_epoch: Steps of an epoch, where the data do not end.
+            callbacks: Keras callbacks.
+            **kwargs: `batch_size`, `sample_weight`, `shuffle`, `initial_epoch` and `verbose` (0), as for `fit`.
+
+        Raises:
+            ClusterError: A task is lost that the others cannot do without.
+            ConfigError: The strategy cannot train on the data.
+        """
+        arguments = {
+            "y": y,
+            "epochs": epochs,
+            "steps_per_epoch": steps_per_epoch,
+            "callbacks": callbacks,
+            "verbose": 0,
+            **kwargs,
+        }
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        with loops.training(self._context, self.model, {"x": x, **arguments}) as complete:
+            yield from loop.steps(self._context.engine, self.model, **complete)

@@ -1,0 +1,417 @@
+"""The loops of `fit`, `evaluate`, `predict` and `trainer.step`: what Keras' loops do, in Keras' order, on the steps of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import keras
+
+from tfdist.backup.data_position import TrainingPasses
+from tfdist.backup.session import BackupSession
+from tfdist.compat import call_stack, keras_loops, tf_internals
+from tfdist.data.source import Passes
+from tfdist.engine import Engine
+from tfdist.errors import ConfigError, stop_iteration_error
+from tfdist.runtime.progress import Progress
+from tfdist.step import model_building
+from tfdist.training import input_data
+
+
+class Hooks(keras.callbacks.CallbackList):
+    """The callbacks of a loop.
+
+    Args:
+        callbacks: The callbacks.
+        session: Backs the training up, or None.
+        progress: Tells a supervisor how far the training is, or None.
+        **options: As of `CallbackList`.
+
+    Attributes:
+        session: As given.
+        validation: The validation data of a `fit`, once a validation has begun.
+    """
+
+    def __init__(
+        self, callbacks: Any, session: BackupSession | None = None, progress: Progress | None = None, **options: Any
+    ):
+        self.session = session
+        self.progress = progress
+        self.validation: Passes | None = None
+        super().__init__(callbacks, **options)
+
+
+def fit(
+    engine: Engine,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: str | int = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+    session: BackupSession | None = None,
+    progress: Progress | None = None,
+) -> keras.callbacks.History:
+    """Trains a model, as Keras' `fit`.
+
+    Args:
+        engine: Runs the steps; it has attached the model.
+        model: The model.
+        x: As of Keras' `fit`, likewise the others; or a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
+        session: Backs the training up, and resumes it; or None.
+        progress: Tells a supervisor how far the training is, or None.
+    """
+    keras_loops.check_compiled(model, "fit")
+    if (most := keras.config.max_epochs()) and most < epochs:
+        warnings.warn(f"Limiting epochs to {most}", stacklevel=2)
+        epochs = most
+    if validation_split and validation_data is None:
+        (x, y, sample_weight), validation_data = keras_loops.train_validation_split(
+            (x, y, sample_weight), validation_split=validation_split
+        )
+    data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "class_weight": class_weight}
+    passes = _training_passes(engine, model, session, steps_per_epoch, shuffle=shuffle, **data)
+    hooks = _training_hooks(model, callbacks, session, progress, passes, epochs, verbose)
+
+    def validate(epoch: int) -> dict[str, Any]:
+        if validation_data is None or not _is_due(epoch, validation_freq):
+            return {}
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+        size = validation_batch_size or batch_size
+        if hooks.validation is None:
+            source = input_data.open_source(engine, x, y, sample_weight, size, validation_steps)
+            hooks.validation = Passes(source, validation_steps, int(model.steps_per_execution), _begin_pass(model))
+        logs = model.evaluate(  # which the model's class may override
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=size,
+            steps=validation_steps,
+            callbacks=hooks,
+            return_dict=True,
+        )
+        return {f"val_{name}": value for name, value in logs.items()}
+
+    def epoch_logs(logs: Any) -> dict[str, Any]:
+        return dict(engine.epoch_logs(model, model.train_function, logs))
+
+    training = train(model, hooks, passes, initial_epoch, epochs, epoch_logs, validate)
+    with _closing(training, passes):
+        logs = None
+        try:
+            while True:
+                left = training.send(logs)
+                logs = engine.run(model.train_function, passes.iterator, left)
+        except StopIteration:
+            pass
+    if hooks.validation:
+        hooks.validation.close()
+    return model.history
+
+
+def train(
+    model: keras.Model,
+    hooks: Hooks,
+    passes: TrainingPasses,
+    initial_epoch: int,
+    epochs: int,
+    epoch_logs: Callable[[Any], dict[str, Any]],
+    validate: Callable[[int], dict[str, Any]] = lambda epoch: {},
+) -> Generator[int | None, Any, None]:
+    """Runs a training around its steps, which the caller runs.
+
+    Args:
+        model: The model.
+        hooks: The callbacks.
+        passes: The data.
+        initial_epoch: The first epoch, from 0.
+        epochs: The last epoch.
+        epoch_logs: Returns the logs of an epoch, given those of its last step.
+        validate: Returns the logs of the validation after an epoch.
+
+    Yields:
+        How many steps the epoch has left, or None if unknown, for each execution. Send the logs of its last step; None ends the pass.
+    """
+    session, logs, training_logs = hooks.session, None, None
+    report: Callable[..., None] = hooks.progress.write if hooks.progress else lambda **_: None
+    model.stop_training = False
+    model.make_train_function()
+    _call(hooks.on_train_begin)
+    planned = range(initial_epoch, epochs)
+    passes.position.epoch = initial_epoch
+    if session:
+        planned = session.on_train_begin(planned)
+        logs = session.resumed_logs
+    report(saved=passes.position.step, **passes.progress(epochs))
+    for epoch in planned:
+        report(**passes.progress(epochs))
+        model.reset_metrics()
+        _call(hooks.on_epoch_begin, epoch)
+        for begin, end, left in session.resumed(passes.epoch()) if session else passes.epoch():
+            _call(hooks.on_train_batch_begin, begin)
+            step_logs = yield left
+            if step_logs is None:
+                passes.end_early()
+                break
+            logs = step_logs
+            _call(hooks.on_train_batch_end, end, logs)
+            done = passes.on_steps_done(end)
+            report(done=passes.position.step, metrics=logs)
+            if session:
+                _call(session.on_execution_end, logs, done)
+            if model.stop_training:
+                break
+        tf_internals.wait_for_asynchronous_steps()
+        if logs is None:
+            raise ConfigError("The training data hold no batch.")
+        training_logs = epoch_logs(logs)
+        training_logs.update(validate(epoch))
+        _call(hooks.on_epoch_end, epoch, training_logs)
+        report(metrics=training_logs)
+        passes.next_epoch(epoch)
+        if session:
+            _call(session.on_epoch_end, epoch + 1 == epochs)
+        if model.stop_training:
+            break
+    if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+        model.optimizer.finalize_variable_values(model.trainable_weights)
+    _call(hooks.on_train_end, training_logs)
+    if session:
+        session.on_train_end()
+
+
+def evaluate(
+    engine: Engine,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: str | int = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """Evaluates a model, as Keras' `evaluate`.
+
+    Args:
+        engine: Runs the steps; it has attached the model.
+        model: The model.
+        x: As of Keras' `evaluate`, likewise the others; or a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
+    """
+    keras_loops.check_compiled(model, "evaluate")
+    validation = callbacks.validation if isinstance(callbacks, Hooks) else None
+    if validation is None:
+        source = input_data.open_source(engine, x, y, sample_weight, batch_size, steps)
+        passes = Passes(source, steps, int(model.steps_per_execution), _begin_pass(model))
+    else:
+        passes = validation
+    model_building.build(model, "test_step", passes.source.form, passes.source.parts)
+    passes.reset()
+    hooks = _hooks(model, callbacks, passes, verbose)
+    session = hooks.session if validation else None
+    model.make_test_function()
+    model.stop_evaluating = False
+    _call(hooks.on_test_begin)
+    if session:
+        session.on_validation_begin()
+    logs: Any = None
+    model.reset_metrics()
+    with _closing(None if validation else passes):
+        for begin, end, left in passes.epoch():
+            _call(hooks.on_test_batch_begin, begin)
+            step_logs = engine.run(model.test_function, passes.iterator, left)
+            if step_logs is None:
+                passes.end_early()
+                break
+            logs = step_logs
+            _call(hooks.on_test_batch_end, end, logs)
+            if session:
+                session.on_validation_batch_end()
+            if model.stop_evaluating:
+                break
+        tf_internals.wait_for_asynchronous_steps()
+    if logs is None:
+        raise ConfigError("The data to evaluate, or for validation, hold no batch.")
+    logs = keras_loops.pythonify_logs(engine.epoch_logs(model, model.test_function, logs))
+    _call(hooks.on_test_end, logs)
+    if session:
+        session.on_validation_end()
+    return logs if return_dict else keras_loops.flat_logs(model, logs)
+
+
+def predict(
+    engine: Engine,
+    model: keras.Model,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: str | int = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """Returns the outputs of a model, as Keras' `predict`.
+
+    Args:
+        engine: Runs the steps; it has attached the model.
+        model: The model.
+        x: As of Keras' `predict`, likewise the others; or a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
+    """
+    source = input_data.open_source(engine, x, None, None, batch_size, steps)
+    size = int(model.steps_per_execution)
+    passes = Passes(source, steps, size, _begin_pass(model))
+    hooks = _hooks(model, callbacks, passes, verbose)
+    model.make_predict_function()
+    model.stop_predicting = False
+    run = engine.predictor(model, passes, passes.steps_per_epoch)
+    parts: list[Any] = []
+    _call(hooks.on_predict_begin)
+    with _closing(passes):
+        for begin, end, left in passes.epoch():
+            _call(hooks.on_predict_batch_begin, begin)
+            outputs = run(size if left is None else min(size, left))
+            if outputs is None:
+                passes.end_early()
+                break
+            parts.append(outputs)
+            _call(hooks.on_predict_batch_end, end, {"outputs": outputs})
+            if model.stop_predicting:
+                break
+        tf_internals.wait_for_asynchronous_steps()
+    if not parts:
+        raise ConfigError("The data to predict hold no batch.")
+    _call(hooks.on_predict_end)
+    return keras_loops.joined_outputs(parts)
+
+
+def steps(
+    engine: Engine,
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: str | int = 0,
+    callbacks: Any = (),
+    shuffle: Any = True,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    session: BackupSession | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Any]:
+    """Yields each batch of a training whose steps the caller runs, by `trainer.step`.
+
+    Args:
+        engine: It has attached the model.
+        model: The step's `StepModel`.
+        x: As of `fit`, likewise the others.
+        session: As of `fit`.
+        progress: As of `fit`.
+    """
+    data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "class_weight": None}
+    passes = _training_passes(engine, model, session, steps_per_epoch, shuffle=shuffle, **data)
+    hooks = _training_hooks(model, callbacks, session, progress, passes, epochs, verbose)
+    training = train(model, hooks, passes, initial_epoch, epochs, lambda logs: dict(model.logs))
+    with _closing(training, passes):
+        logs = None
+        while True:
+            try:
+                training.send(logs)
+            except StopIteration:
+                return
+            batch = input_data.next_batch(passes.iterator, model.distribute_strategy)
+            if batch is None:
+                logs = None
+            else:
+                yield batch
+                logs = model.logs
+
+
+def _training_passes(
+    engine: Engine, model: keras.Model, session: BackupSession | None, steps_per_epoch: int | None, **data: Any
+) -> TrainingPasses:
+    """Returns the passes of a training, with the model built for them."""
+    source = input_data.open_source(engine, steps=steps_per_epoch, **data)
+    size = int(model.steps_per_execution)
+    passes = TrainingPasses(source, steps_per_epoch, size, _begin_pass(model), session is not None)
+    if session:
+        session.passes = passes
+    with passes.state.preserve_seed_generators():
+        model_building.build(model, "train_step", source.form, source.parts)
+    passes.reset()
+    return passes
+
+
+def _training_hooks(
+    model: keras.Model,
+    callbacks: Any,
+    session: BackupSession | None,
+    progress: Progress | None,
+    passes: Passes,
+    epochs: int,
+    verbose: str | int,
+) -> Hooks:
+    """Returns the hooks of a training; the session backs their state up, except that of the progress bar."""
+    listed = input_data.as_list(callbacks)
+    if not any(isinstance(each, keras.callbacks.History) for each in listed):
+        listed.append(keras.callbacks.History())
+    if session:
+        session.watch(listed)
+    shown: dict[str, Any] = {"verbose": verbose, "epochs": epochs, "steps": passes.steps}
+    return Hooks(listed, session, progress, add_history=True, add_progbar=verbose != 0, model=model, **shown)
+
+
+def _hooks(model: keras.Model, callbacks: Any, passes: Passes, verbose: str | int) -> Hooks:
+    if isinstance(callbacks, Hooks):
+        return callbacks
+    shown: dict[str, Any] = {"verbose": verbose, "epochs": 1, "steps": passes.steps}
+    return Hooks(input_data.as_list(callbacks), add_progbar=verbose != 0, model=model, **shown)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a hook. If it raises StopIteration, by a `next()` without a default, the message names the callback and its method."""
+    try:
+        return function(*args)
+    except StopIteration as e:
+        found = call_stack.raising_callback(e)
+        where = f"{type(found[0]).__name__}.{found[1]}" if found else f"A callback's {function.__name__}"
+        raise stop_iteration_error(where, e) from e
+
+
+def _begin_pass(model: keras.Model) -> Callable[[], None]:
+    return model.distribute_strategy.begin_pass
+
+
+@contextlib.contextmanager
+def _closing(*parts: Any) -> Iterator[None]:
+    """Closes generators and passes, also after an error, whose traceback would hold them."""
+    try:
+        yield
+    finally:
+        for part in parts:
+            if part is not None:
+                part.close()
+
+
+def _is_due(epoch: int, frequency: Any) -> bool:
+    """Whether there is a validation after an epoch, from 0."""
+    if isinstance(frequency, int):
+        return (epoch + 1) % frequency == 0
+    if isinstance(frequency, list):
+        return epoch + 1 in frequency
+    raise ValueError(
+        f"Expected `validation_freq` to be a list or int. Received: validation_freq={frequency} of the type {type(frequency)}."
+    )
