@@ -15,7 +15,7 @@ from tfdist.compression.base import Compressor
 from tfdist.config import StrategyConfig
 from tfdist.config.ranges import MOST_SECONDS, Range
 from tfdist.errors import ConfigError, format_value
-from tfdist.runtime.preemption import GRACE_SECONDS
+from tfdist.runtime.process_end import GRACE_SECONDS
 from tfdist.strategies.factory import create_strategy, make_engine
 from tfdist.training import checks
 from tfdist.training.loop_context import LoopContext
