@@ -56,14 +56,14 @@ def choose(
     Raises:
         ConfigError: A worker cannot use the wanted transport, or the workers want different ones. All workers raise it.
     """
-    ranks = Ranks(strategy, rank, len(workers))
+    ranks = Ranks(strategy, rank, workers)
     numbers = ranks.gather(TRANSPORTS.index(wanted), random.SystemRandom().randrange(2**31)).astype(int)
     wishes = {TRANSPORTS[wish] for wish in numbers[:, 0]}
     if len(wishes) > 1:
         raise ConfigError(
             f"strategy.transport must be the same for all workers. Received: {', '.join(sorted(wishes))}."
         )
-    bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, workers, addresses, timeout_seconds)
+    bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, addresses, timeout_seconds)
     own = "nccl" if "GPU" in strategy.extended.worker_devices[0] else "grpc"
     if ranks.size == 1:
         found = Choice(own, own, "there is one worker", CrossProcessCommunicator(strategy))
@@ -88,9 +88,9 @@ def choose(
 def _automatic(strategy: Any, bootstrap: Bootstrap, own: str) -> Choice:
     """Chooses by the workers' devices and hosts alone: measured speeds could change the bits of a training that is started again."""
     tensorflow = CrossProcessCommunicator(strategy)
-    if unfit := bootstrap.first_reason("devices", _unfit_devices(strategy)):
+    if unfit := bootstrap.ranks.agree(_unfit_devices(strategy)):
         return Choice(own, own, unfit, tensorflow)
-    hosts = len(set(bootstrap.gather_texts("host", shared_memory_rendezvous.host_key())))
+    hosts = len(set(bootstrap.ranks.gather_texts(shared_memory_rendezvous.host_key())))
     name, where = (
         ("shared_memory", "all workers share a host") if hosts == 1 else ("mpi", f"the workers are on {hosts} hosts")
     )
