@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tfdist.errors import ConfigError, unknown_name_message
-from tfdist.runtime import interrupt
+from tfdist.runtime import process_end
 from tfdist.version import __version__
 
 # The module of each command, and what the help says of it.
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The program's name and its arguments. None means those of this process, which the command may then end.
     """
     if argv is not None:
-        return interrupt.run_command(_main, argv)
-    interrupt.before_imports()
+        return process_end.run_command(_main, argv)
+    process_end.before_imports()
     try:
         folder = os.getcwd()
     except OSError as e:  # it has been removed, and paths mean nothing
@@ -44,10 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As `python -m` has it: tasks of one's own are looked for in the current folder.
     if not sys.flags.safe_path and folder not in sys.path:
         sys.path.insert(0, folder)
-    code = interrupt.run_command(functools.partial(_main, imported=interrupt.after_imports), sys.argv)
-    train = sys.modules.get("tfdist.commands.train")
-    if train and "tensorflow" in sys.modules:
-        train.leave(code)
+    code = process_end.run_command(functools.partial(_main, imported=process_end.after_imports), sys.argv)
+    if "tfdist.commands.train" in sys.modules and "tensorflow" in sys.modules:
+        process_end.leave(code)
     return code
 
 

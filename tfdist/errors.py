@@ -15,8 +15,6 @@ from typing import Any
 
 _MOST = 200  # characters of what a message shows
 _LONG_WORD = re.compile(rf"\S{{{_MOST + 50},}}")  # longer than a value that was cut, with what stands around it
-# New names of options, for messages: the new name, and a remark on it.
-_RENAMED = {"implementation": ("transport", ", of which 'ring' is 'grpc'"), "ring": ("grpc", "")}
 
 
 class ConfigError(ValueError):
@@ -100,12 +98,8 @@ def unknown_name_message(what: str, received: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `"; did you mean 'x'?"` for the known word nearest to `word`, or what it is called now, or a full stop."""
-    known = list(known)
-    new, remark = _RENAMED.get(str(word).lstrip("-").rpartition(".")[2], ("", ""))
-    if new in {each.lstrip("-").rpartition(".")[2] for each in known}:
-        return f"; it is now called {new!r}{remark}."
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+    """Returns `"; did you mean 'x'?"` for the known word nearest to `word`, or a full stop."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 

@@ -814,19 +814,6 @@ def test_a_backup_of_another_training_is_refused_by_name(trainer, tmp_path, inte
     assert (tmp_path / "backup" / "step-3" / "manifest.json").exists()
 
 
-def test_a_field_that_an_older_version_did_not_have_counts_as_its_default(trainer, tmp_path, interrupted):
-    newer = {**CONFIG, "augment": {**CONFIG["augment"], "turn": 0.0}, "schedule": None}
-    for schedule in (None, "cosine"):
-        folder = tmp_path / str(schedule)
-        shutil.copytree(interrupted, folder / "backup")
-        given = backup(folder, config={**newer, "schedule": schedule}, defaults=newer)
-        if schedule is None:
-            life(trainer, given, epochs=1)
-        else:
-            with pytest.raises(ConfigError, match=r"schedule is 'cosine', and was None"):
-                life(trainer, given)
-
-
 def test_another_config_is_refused_by_name(trainer, tmp_path, interrupted):
     shutil.copytree(interrupted, tmp_path / "backup")
     with pytest.raises(ConfigError, match=r"augment\.flip is False, and was True"):

@@ -16,7 +16,7 @@ from tfdist.backup.storage import SHARED, CorruptBackupError, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
 
-ALONE = Ranks(None, 0, 1)
+ALONE = Ranks(None, 0, ["worker:0"])
 
 
 SEVEN, FOURTEEN = SavePoint(7, False), SavePoint(14, False)

@@ -15,7 +15,7 @@ from tests.collectives.folder_store import open_store
 from tfdist.collectives import gloo
 
 folder, rank, size, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-transport = gloo.connect(rank, ["127.0.0.1:1"] * size, range(size), *open_store(folder, rank), "test")
+transport = gloo.connect(open_store(folder, rank, size), ["127.0.0.1:1"] * size, range(size))
 check_all(transport)
 if how == "kill":
     if rank == 1:

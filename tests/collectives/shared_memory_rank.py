@@ -5,6 +5,7 @@ The store is a folder of files. A rank prints `ready` once it is connected, and 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -24,7 +25,8 @@ from tfdist.collectives.buffer_transport import NoTransportError
 FOLDER, RANK, SIZE = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 OPTIONS = json.loads(sys.argv[5])
 SLOT = 4096
-put, get = open_store(FOLDER, RANK)
+STORE = open_store(FOLDER, RANK, SIZE)
+put, get = STORE.put, STORE.get
 
 
 def arithmetic(transport):
@@ -129,18 +131,15 @@ def main():
         resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["largest_file"],) * 2)
 
     def lookup(key, timeout_seconds):
-        text = get(key, timeout_seconds)
+        text = STORE.read(key, timeout_seconds)
         if OPTIONS.get("unreachable") and key.endswith("address/0"):
             return json.dumps(json.loads(text) | {"folder": "/of-another-host"})
         return text
 
-    limits = {
-        "timeout_seconds": OPTIONS.get("timeout_seconds", 0),
-        "meeting_seconds": OPTIONS.get("meeting_seconds", 60),
-    }
+    store = dataclasses.replace(STORE, read=lookup, seconds=OPTIONS.get("meeting_seconds", 60))
     slot = OPTIONS.get("slot", SLOT)
     try:
-        transport = shared_memory.connect(RANK, SIZE, put, lookup, "job/1", slot_bytes=slot, **limits)
+        transport = shared_memory.connect(store, OPTIONS.get("timeout_seconds", 0), slot_bytes=slot)
         print("ready", flush=True)
         globals()[sys.argv[4]](transport)
     except (ConnectionError, TimeoutError, RuntimeError) as e:

@@ -116,8 +116,8 @@ def test_a_rank_that_is_killed_is_named_by_all_others(start):
 @pytest.mark.full
 def test_the_child_of_a_killed_rank_hides_nothing(start):
     ranks = start(2, "forks")
-    until((ranks.folder / "child").exists)
-    child = int((ranks.folder / "child").read_text())
+    until((ranks.folder / "job-child").exists)
+    child = int((ranks.folder / "job-child").read_text())
     try:
         ranks.processes[1].kill()
         assert ranks.processes[0].communicate(timeout=30)[0].splitlines()[1] == "ConnectionError: rank 1 has died"
@@ -240,7 +240,7 @@ def test_nothing_is_left_when_all_are_killed_at_any_moment(start, seed):
     draw = random.Random(seed)
     ranks = start(3, "endless", slot=2**16)
     if seed % 2:  # while they connect, else amid calls
-        until(lambda: list(ranks.folder.glob("job-1-*")))
+        until(lambda: list(ranks.folder.glob("job-*")))
         time.sleep(draw.random() / 30)
     else:
         assert ranks.line(draw.randrange(3)) == "ready"

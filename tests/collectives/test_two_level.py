@@ -58,7 +58,7 @@ def check_that_all_end(folder, hosts, across, lost):
             assert process.stdout.readline() == "ready\n"
         time.sleep(0.5)
         processes[lost].kill()
-        (folder / "killed").write_text(str(lost))
+        (folder / "job-killed").write_text(str(lost))
         for rank, process in enumerate(processes):
             said = process.communicate(timeout=60)[0]
             assert rank == lost or (process.returncode == 0 and said.startswith("lost: ")), said

@@ -17,7 +17,8 @@ from tfdist.collectives import gloo, mpi, shared_memory, shared_memory_rendezvou
 FOLDER, HOSTS, ACROSS, SCENARIO, *REST = sys.argv[1:]
 HOSTS, SIZE = json.loads(HOSTS), sum(map(len, json.loads(HOSTS)))
 RANK = int(REST[0] if REST else os.environ["OMPI_COMM_WORLD_RANK"])
-put, get = open_store(FOLDER, RANK)
+STORE = open_store(FOLDER, RANK, SIZE)
+put, get = STORE.put, STORE.get
 if SCENARIO == "apart" and RANK == SIZE - 1:
     shared_memory_rendezvous.host_key = lambda: "elsewhere"
 
@@ -31,9 +32,9 @@ def connect_leaders(leaders):
     if ACROSS == "mpi":
         return mpi.connect(RANK, SIZE, leaders)
     if ACROSS == "gloo":
-        return gloo.connect(RANK, ["127.0.0.1:1"] * SIZE, leaders, put, get, "across")
+        return gloo.connect(STORE.part("across"), ["127.0.0.1:1"] * SIZE, leaders)
     if RANK in leaders:
-        return shared_memory.connect(leaders.index(RANK), len(leaders), put, get, "across", slot_bytes=4096)
+        return shared_memory.connect(STORE.part("across", leaders), slot_bytes=4096)
     return None
 
 
@@ -56,7 +57,7 @@ def endless(transport):
         transport.all_reduce(np.zeros(10**6, np.float32))
 
 
-found, reason = two_level.connect(RANK, HOSTS, put, get, "local", 0, agree, connect_leaders)
+found, reason = two_level.connect(STORE.part("local"), HOSTS, 0, agree, connect_leaders)
 if found is None:
     print(f"flat: {reason}", flush=True)
     sys.exit()

@@ -493,12 +493,3 @@ def test_cuts_change_no_bit(compressor):
         for mine, other in zip(results, whole.step(values), strict=True):
             for a, b in zip(*(tf.nest.flatten([each.sums, each.states]) for each in (mine, other)), strict=True):
                 np.testing.assert_array_equal(a, b)
-
-
-def test_a_compressor_of_the_old_interface_is_refused():
-    with pytest.raises(
-        TypeError, match="Own overrides members of Compressor by old names: suits_adaptive is now supports_"
-    ):
-
-        class Own(BF16):
-            suits_adaptive = False

@@ -104,10 +104,6 @@ def test_an_optimizers_options_are_flags_of_its_types(write):
         ("--config.optimizer.options.rho=0.9", "config field 'rho'"),
         ("--config.optimizer.options.beta_1=x", "--config.optimizer.options.beta_1: expected a number. Received: 'x'."),
         ("--config.epoch=3", "--config.epoch: unknown config field 'epoch'; did you mean 'epochs'? Known: task,"),
-        (
-            "--config.strategy.implementation=ring",
-            "--config.strategy.implementation: unknown config field 'implementation'; it is now called 'transport', of which 'ring' is 'grpc'.",
-        ),
         ("--config.optimizer.momentun=3", "unknown config field 'momentun'; did you mean 'momentum'? Known: name,"),
         ("--config.optimiser.momentum=3", "unknown config field 'optimiser'; did you mean 'optimizer'?"),
         ("--config.epochs.x=3", "unknown config field 'x'. It has no fields."),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import pathlib
 
 import pytest
@@ -318,30 +316,6 @@ def test_how_often_to_save_is_a_number_that_can_be(save_freq):
 def test_devices_are_names_and_each_is_one(devices, said):
     (found,) = faults(make(global_batch_size=64, strategy=StrategyConfig("mirrored", devices=devices)))
     assert said in found
-
-
-def test_a_backup_that_holds_the_timeout_goes_on_with_another_one():
-    """Backups from before the timeout was free to differ hold its default."""
-    changed = config.TrainConfig(strategy=StrategyConfig(timeout_seconds=600.0))
-    assert train.fixed(changed) == train.fixed(config.TrainConfig())
-    assert train.fixed(changed)["strategy"]["timeout_seconds"] == 0.0
-
-
-def test_a_field_that_is_new_makes_no_backup_another_trainings():
-    """An older backup lacks it; a new one has it, with its default."""
-    from tfdist.backup import compatibility
-
-    arguments = train.backup_arguments(config.TrainConfig(), "work")
-    now, defaults = (compatibility.to_jsonable(arguments[name]) for name in ("config", "defaults"))
-    paths = [(name,) for name in now["config"]] + [
-        (name, inner) for name in ("strategy", "optimizer", "compression", "schedule") for inner in now["config"][name]
-    ]
-    assert len(paths) > 40
-    for *outer, last in paths:
-        then = json.loads(json.dumps(now))
-        del functools.reduce(dict.__getitem__, outer, then["config"])[last]
-        assert list(compatibility.differences(now, then)), "only the defaults make them equal"
-        assert not list(compatibility.differences(now, compatibility.filled(then, defaults)))
 
     @dataclasses.dataclass
     class Later(config.StrategyConfig):

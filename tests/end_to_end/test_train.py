@@ -78,13 +78,8 @@ def test_main_job_reaches_its_accuracy_and_says_so(main_job):
     assert summary["examples_per_second"] > 0 and 0 < summary["step_ms"]["median"] <= summary["step_ms"]["p95"]
     planned, goodput = summary["wire_bytes_per_step"]["predicted"], summary["goodput"]
     assert planned > 0.9 * 4 * 20000
-    assert summary["transport"] in ("shared_memory", "grpc"), "the faster one"
-    assert re.fullmatch(
-        r"the sum of 4 MB takes [\d.]+ ms, by (grpc|shared_memory) [\d.]+ ms", summary["transport_reason"]
-    )
-    # Other programs of this host may send as well: there is no upper limit.
-    least = 0.9 * planned if summary["transport"] == "grpc" else 0
-    assert summary["wire_bytes_per_step"]["measured"] > least
+    assert (summary["transport"], summary["transport_reason"]) == ("shared_memory", "all workers share a host")
+    assert summary["wire_bytes_per_step"]["measured"] > 0
     shown = output.splitlines()
     sent = f"{summary['wire_bytes_per_step']['measured']:,}"
     assert shown[shown.index("task: digits") :] == [
@@ -204,7 +199,6 @@ def test_main_job_writes_scalars_by_epoch_and_by_step(main_job):
     assert (hparams["cluster.workers"].number_value, hparams["global_batch_size"].number_value) == (2, 64)
     for run in ("train", "worker-1"):
         sent = [event.tensor_proto.float_val[0] for event in tags[run]["comm/bytes_per_step"]]
-        # Other programs of this host may send as well, and as much as they like: there is no upper limit.
         least = summary["wire_bytes_per_step"]["predicted"] / 2 if summary["transport"] == "grpc" else 0
         assert len(sent) == 22 and min(sent) > least
         gradients = {event.tensor_proto.float_val[0] for event in tags[run]["comm/gradient_bytes_per_step"]}

@@ -4,30 +4,20 @@ import os
 import sys
 
 from tests.multiprocess import harness
-from tfdist.collectives import shared_memory_rendezvous, transport_choice
+from tfdist.collectives import shared_memory_rendezvous
 from tfdist.collectives.buffer_transport import NoTransportError
-from tfdist.collectives.buffered import BufferedCommunicator
 
 out, situation = sys.argv[2:]
-measure_sum = transport_choice.measure_sum
 
 
 def no_memory(size):
     raise NoTransportError(f"no memory of {size} bytes")
 
 
-def measure_with_a_second_more(communicator, ranks):
-    """Measures, and adds a second to what is to lose: on a busy machine either transport may be the faster one."""
-    slow = "memory" if isinstance(communicator, BufferedCommunicator) else "grpc"
-    return measure_sum(communicator, ranks) + (situation == f"slow {slow}")
-
-
 if situation == "apart":  # each worker on a host of its own, for all that tfdist knows
     shared_memory_rendezvous.host_key = lambda: str(os.getpid())
 elif situation == "no memory":
     shared_memory_rendezvous._reserve = no_memory
-elif situation.startswith("slow"):
-    transport_choice.measure_sum = measure_with_a_second_more
 
 import tfdist  # noqa: E402 (what is above must be there when the Trainer chooses)
 

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from tfdist.runtime import exit_status, false_success
+from tfdist.runtime import process_end
 from tfdist.runtime.log import print_always
 
 def fork():
@@ -20,7 +20,7 @@ def fork():
     print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 print_always()
-code = false_success.run_to_the_end(lambda: {})
+code = process_end.run_to_the_end(lambda: {})
 os._exit(code)
 """
 CASES = {

@@ -12,11 +12,11 @@ import pytest
 # 1 while it is only held, when somebody begins to wait: not before that does the program say that it is ready.
 PROGRAM = """
 import ctypes, sys, threading, time
-from tfdist.runtime import interrupt, preemption
-interrupt.after_imports()
-interrupt.listen()
+from tfdist.runtime import process_end
+process_end.after_imports()
+process_end.limit_interrupts()
 if sys.argv[1] == "preemption":
-    preemption.Preemption().listen()
+    process_end.Preemption().listen()
 lock = ctypes.create_string_buffer(64)
 def tell():
     while ctypes.c_int.from_buffer(lock).value != 2:

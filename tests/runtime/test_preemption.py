@@ -12,7 +12,7 @@ import pytest
 
 PRELUDE = """
 import sys, time
-from tfdist.runtime.preemption import Preemption
+from tfdist.runtime.process_end import Preemption
 heard = Preemption(grace_seconds={grace})
 heard.listen()
 heard.training = {training}
@@ -119,14 +119,14 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 asyncio.run(work())
 sys.exit(5)
 """
-    code = "import sys\nfrom tfdist.runtime.preemption import Preemption\n" + program
+    code = "import sys\nfrom tfdist.runtime.process_end import Preemption\n" + program
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 5
 
 
 def test_a_handler_of_ones_own_is_there_again_after_a_training():
     program = """
 import os, signal, sys
-from tfdist.runtime.preemption import Preemption
+from tfdist.runtime.process_end import Preemption
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(6))
 heard = Preemption(grace_seconds=60)
 heard.listen()

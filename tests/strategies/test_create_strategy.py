@@ -45,11 +45,6 @@ def test_communication_options_pass_through(trainer):
         (["mirrord"], {}, "did you mean 'mirrored'?"),
         (["mirrored"], {"device": 2}, "did you mean 'devices'?"),
         (["multi_worker_mirrored"], {"transport": "grpcs"}, "did you mean 'grpc'?"),
-        (
-            ["multi_worker_mirrored"],
-            {"implementation": "ring"},
-            "it is now called 'transport', of which 'ring' is 'grpc'",
-        ),
         (["mirrored"], {"transport": "mpi"}, "strategy.transport=mpi is for multi_worker_mirrored"),
         (["multi_worker_mirrored"], {"transport": "ucx"}, "Known: auto, gloo, grpc, mpi, nccl, shared_memory"),
         (["multi_worker_mirrored"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),

@@ -46,7 +46,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             leaves SIGTERM alone.
         grace_seconds: How long that may take; a process that has not ended by nine tenths of it does so then.
         config: More plain values that must be the same in the run that goes on.
-        defaults: What those of `config` were that a backup of an older version of the program does not have.
 
     Raises:
         ConfigError: An argument is out of range, or `backup_dir` is a file.
@@ -66,7 +65,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         save_before_preemption: bool = True,
         grace_seconds: float = 25.0,
         config: Mapping[str, Any] | None = None,
-        defaults: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         seconds = {"save_every_seconds": save_every_seconds, "grace_seconds": grace_seconds}
@@ -82,7 +80,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             save_before_preemption=save_before_preemption,
             grace_seconds=grace_seconds,
             config=dict(config or {}),
-            defaults=dict(defaults or {}),
         )
         self._fits = 0  # that have come to their end, their backups deleted or not: a run started again counts alike
         # Of the fits that have come to their end, each with its model.

@@ -58,13 +58,6 @@ def _config(value: Any) -> dict[str, Any]:
         return {"class": type(value).__name__}
 
 
-def filled(then: Any, defaults: Any) -> Any:
-    """Returns `then`, with the defaults for what it does not have."""
-    if not isinstance(then, Mapping) or not isinstance(defaults, Mapping):
-        return then
-    return {**defaults, **{key: filled(value, defaults.get(key)) for key, value in then.items()}}
-
-
 def differences(now: Any, then: Any, path: str = "") -> Iterator[str]:
     """Yields a phrase for each value that differs: `config.learning_rate is 0.1, and was 0.01`."""
     if isinstance(now, list) and isinstance(then, list):

@@ -147,12 +147,11 @@ def _agreed(ranks: Ranks, path: str, mine: _Outcome) -> Any:
     worst = int(codes.max())
     if worst < _UNREADABLE:
         return mine.value if worst == _READ else None
-    others = _numbers(codes == worst)
-    why = mine.why if mine.code == worst else f"{path} cannot be used by task {others}, whose own message says why"
+    fault = ranks.agree(mine.why if mine.code == worst else "")
     if worst == _REFUSED:
-        raise ConfigError(why)
+        raise ConfigError(fault)
     raise BackupError(
-        f"{why}. It may be whole, so the training neither begins anew nor goes on from an older backup, and nothing is removed. "
+        f"{fault}. It may be whole, so the training neither begins anew nor goes on from an older backup, and nothing is removed. "
         f"Make it readable (its storage, its permissions), and start again; to do without it, remove {path}."
     )
 
@@ -199,7 +198,7 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
             file.write("x")
         owner = os.lstat(mine).st_uid if files.is_local(mine) else 0
     except (tf.errors.OpError, OSError) as e:
-        why = f"backup_dir {folder!r} cannot be written to: {files.first_line(e)}. Is there room, and the right to?"
+        why = files.first_line(e)
     owners, failed = ranks.gather(float(owner), float(bool(why))).T
     deadline = time.monotonic() + _SHARED_WITHIN
     while not failed.any() and not (sees := tf.io.gfile.exists(chiefs)) and time.monotonic() < deadline:
@@ -209,8 +208,7 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
         tf.io.gfile.remove(mine)
     if failed.any():
         raise ConfigError(
-            why
-            or f"backup_dir {folder!r} cannot be written to by task {_numbers(failed)}, whose log has the cause. {_NO_SHARED}"
+            f"backup_dir {folder!r} cannot be written to: {ranks.agree(why)}. Is there room, and the right to? {_NO_SHARED}"
         )
     if blind.any():
         raise ConfigError(

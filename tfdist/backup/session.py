@@ -31,9 +31,9 @@ from tfdist.data.python_generators import PROCESS_GENERATORS
 from tfdist.data.python_state import process_generator_states, set_process_generator_states
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, format_value
-from tfdist.runtime import exit_status, goodput, progress
+from tfdist.runtime import goodput, process_end, progress
 from tfdist.runtime.log import logger
-from tfdist.runtime.preemption import Preemption
+from tfdist.runtime.process_end import Preemption
 
 _GENERATORS = "generators of the process"
 
@@ -109,7 +109,7 @@ class BackupSession:
                 )
         self._seed = seed
         if self._resume_from:
-            self.training = self._resume_from.manifest.get("training", self.training)  # older backups do not hold it
+            self.training = self._resume_from.manifest["training"]
         self._agreement.prepare(self._model)
 
     def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -140,9 +140,7 @@ class BackupSession:
         if snapshot is None:
             self._snapshots.take_folder(BEFORE_ALL)
             return planned
-        saved_about = compatibility.filled(
-            snapshot.manifest["about"], compatibility.to_jsonable(self._options.defaults)
-        )
+        saved_about = snapshot.manifest["about"]
         for number, optimizer in self._about["optimizer"].items():
             # A rate that this process may have changed before is state; the backup's holds.
             if self._trained and number in saved_about["optimizer"]:
@@ -306,7 +304,7 @@ class BackupSession:
             step = self.passes.position.step
             self.progress.write(saved=step)
             logger.info(f"told to end (SIGTERM): saved at step {step}{progress.how_to_continue_mine()}")
-        sys.exit(exit_status.PREEMPTED)
+        sys.exit(process_end.PREEMPTED)
 
     def _capture(self, to_host: bool = True) -> Snapshot:
         self._engine.drain(self._model)
@@ -348,7 +346,6 @@ class BackupOptions:
     save_before_preemption: bool
     grace_seconds: float
     config: Mapping[str, Any]
-    defaults: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):

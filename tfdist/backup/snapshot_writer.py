@@ -54,9 +54,8 @@ class SnapshotWriter:
                 why = str(e)
             except OSError as e:
                 why = f"backup_dir {self._storage.folder!r} cannot be written to: {first_line(e)}. Is there room, and the right to?"
-        if self._ranks.any(bool(why)):
-            folder = self._storage.folder
-            raise ConfigError(why or f"backup_dir {folder!r} cannot be used by the chief; its own message says why.")
+        if fault := self._ranks.agree(why):
+            raise ConfigError(fault)
 
     def take_folder(self, after: SavePoint) -> None:
         """Takes the folder over from other runs, sets damaged later backups aside, and removes this rank's unfinished ones. A collective.
@@ -73,10 +72,10 @@ class SnapshotWriter:
                 self._ownership.acquire()
                 set_damaged_aside(self._storage, after)
             except (OSError, tf.errors.OpError, ReadError) as e:
-                why = f"backup_dir {self._storage.folder!r} cannot be taken over: {first_line(e)}. Is there room, and the right to?"
-        if self._ranks.any(bool(why)):
+                why = first_line(e)
+        if reason := self._ranks.agree(why):
             raise BackupError(
-                why or f"The chief cannot use backup_dir {self._storage.folder!r}; its own message says why."
+                f"backup_dir {self._storage.folder!r} cannot be taken over: {reason}. Is there room, and the right to?"
             )
         self._storage.clean(after)
         self._ranks.barrier()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from tfdist.cluster import greeting, reachability, task_versions
 from tfdist.cluster.spec import ClusterSpec, TaskSpec, split_address
 from tfdist.errors import ClusterError
-from tfdist.runtime import interrupt
+from tfdist.runtime import process_end
 from tfdist.runtime.log import TO_STDERR, logger
 
 START_TIMEOUT = 300.0  # seconds
@@ -137,10 +137,10 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
             level = logging.ERROR if over else logging.WARNING
             logger.log(level, f"{task}: TensorFlow {waits} for {absent}", extra=TO_STDERR)
             if over:
-                os._exit(1)
+                process_end.end(1)
 
     threading.Thread(target=watch, daemon=True, name="tfdist-start").start()
-    with interrupt.signals_end_process(), greeting.naming_port_owner(cluster, task):
+    with process_end.signals_end_process(), greeting.naming_port_owner(cluster, task):
         try:
             yield
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -50,6 +51,40 @@ class BufferTransport(abc.ABC):
 
 class NoTransportError(RuntimeError):
     """The ranks cannot be connected; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """Texts by which ranks find each other before they have a transport.
+
+    Attributes:
+        rank: This process's number.
+        size: The number of ranks.
+        write: Makes a text known to all ranks: `write(key, text)`.
+        read: Returns the text of a key, or raises if there is none in time: `read(key, seconds)`.
+        name: Begins the keys: unique to each connection.
+        seconds: The limit of each wait.
+    """
+
+    rank: int
+    size: int
+    write: Callable[[str, str], None]
+    read: Callable[[str, float], str]
+    name: str
+    seconds: float = 60.0
+
+    def put(self, key: str, text: str) -> None:
+        """Makes a text known to all ranks."""
+        self.write(f"{self.name}/{key}", text)
+
+    def get(self, key: str, seconds: float | None = None) -> str:
+        """Returns the text of a key, or raises if there is none within some seconds."""
+        return self.read(f"{self.name}/{key}", self.seconds if seconds is None else seconds)
+
+    def part(self, name: str, ranks: Sequence[int] | None = None) -> Store:
+        """Returns a store with keys of its own, for some of the ranks, this one among them; for all of them by default."""
+        part = dataclasses.replace(self, name=f"{self.name}/{name}")
+        return part if ranks is None else dataclasses.replace(part, rank=ranks.index(self.rank), size=len(ranks))
 
 
 class ExchangedTransport(BufferTransport):

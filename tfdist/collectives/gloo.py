@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tfdist.collectives.buffer_transport import ExchangedTransport, NoTransportError
+from tfdist.collectives.buffer_transport import ExchangedTransport, NoTransportError, Store
 from tfdist.compat import gloo_group
 from tfdist.errors import describe_error
 
@@ -43,40 +43,28 @@ def why_not(rank: int, addresses: Sequence[str]) -> str:
     return ""
 
 
-def connect(
-    rank: int,
-    addresses: Sequence[str],
-    members: Sequence[int],
-    put: Callable[[str, str], None],
-    get: Callable[[str, float], str],
-    name: str,
-    meeting_seconds: float = 60,
-) -> GlooTransport | None:
+def connect(store: Store, addresses: Sequence[str], members: Sequence[int]) -> GlooTransport | None:
     """Connects some of the ranks; returns None on the others. A collective.
 
     Args:
-        rank: This process's number.
+        store: That of all ranks.
         addresses: `host:port` of each rank: gloo uses the network on which they reach each other, and ports that are free.
         members: The numbers of those to connect, in their order in the transport.
-        put: Makes a text known to all ranks: `put(key, text)`.
-        get: Returns the text of a key, or raises when there is none in time: `get(key, timeout_seconds)`.
-        name: What the keys begin with; another one at each call.
-        meeting_seconds: Limit of each wait while the ranks connect.
 
     Raises:
         NoTransportError: The ranks cannot reach each other; the message says why.
     """
-    if rank not in members:
+    if store.rank not in members:
         return None
-    rank, addresses = members.index(rank), [addresses[each] for each in members]
+    rank, addresses = members.index(store.rank), [addresses[each] for each in members]
     library = importlib.import_module("torch.distributed")
-    store = _store(library, put, get, name, meeting_seconds)
+    torch_store = _torch_store(library, store)
     try:
         device = _device(library, rank, addresses)
-        group = gloo_group.create_group(library, store, rank, len(addresses), device, meeting_seconds)
+        group = gloo_group.create_group(library, torch_store, rank, len(addresses), device, store.seconds)
     except Exception as e:  # PyTorch's, the system's, or what a store raises
         raise NoTransportError(f"gloo{_named()} could not connect the workers: {describe_error(e)}") from e
-    return GlooTransport(group, store)
+    return GlooTransport(group, torch_store)
 
 
 def _device(library: Any, rank: int, addresses: Sequence[str]) -> Any:
@@ -97,17 +85,15 @@ def _own_address(rank: int, addresses: Sequence[str]) -> str:
         return str(each.getsockname()[0])
 
 
-def _store(
-    library: Any, put: Callable[[str, str], None], get: Callable[[str, float], str], name: str, seconds: float
-) -> Any:
+def _torch_store(library: Any, store: Store) -> Any:
     """Returns where gloo's ranks tell each other their addresses: a port of its own, as PyTorch's, would be one more to open."""
 
-    class Store(library.Store):
+    class TorchStore(library.Store):
         def set(self, key: str, value: bytes) -> None:
-            put(f"{name}/{key}", bytes(value).hex())
+            store.put(key, bytes(value).hex())
 
         def get(self, key: str) -> bytes:
-            return bytes.fromhex(get(f"{name}/{key}", seconds))
+            return bytes.fromhex(store.get(key))
 
         def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
             for key in keys:
@@ -116,7 +102,7 @@ def _store(
         def has_extended_api(self) -> bool:
             return False
 
-    return Store()
+    return TorchStore()
 
 
 class GlooTransport(ExchangedTransport):

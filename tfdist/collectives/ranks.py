@@ -1,26 +1,34 @@
-"""`Ranks`: a few numbers among the tasks of a strategy."""
+"""`Ranks`: a few numbers, texts and decisions among the tasks of a strategy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+_PIECE = 256  # bytes: a text is padded to a multiple, as TensorFlow traces a function for each length
+
 
 class Ranks:
-    """Exchanges a few numbers among the tasks of a strategy.
+    """Exchanges a few numbers and texts among the tasks of a strategy. Every method is a collective: every rank must call it.
 
     Args:
         strategy: The strategy.
-        rank: This task's number among `size`.
+        rank: This task's number.
+        names: The names of all tasks, for messages.
+
+    Attributes:
+        rank: As given.
         size: The number of tasks.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, rank: int, size: int):
+    def __init__(self, strategy: tf.distribute.Strategy, rank: int, names: Sequence[str]):
         self._strategy = strategy
+        self._names = names
         self.rank = rank
-        self.size = size
+        self.size = len(names)
         self._sum = tf.function(lambda values: strategy.reduce("SUM", values), autograph=False)
 
     @property
@@ -29,7 +37,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, *numbers: float) -> np.ndarray:
-        """Returns every rank's numbers, `[size, len(numbers)]` float64. A collective: every rank must call it."""
+        """Returns every rank's numbers, `[size, len(numbers)]` float64."""
         if self.size == 1:
             return np.array([numbers], np.float64)
         mine = np.zeros((self.size, len(numbers)), np.float64)
@@ -37,19 +45,36 @@ class Ranks:
         return self._reduce(mine).numpy()
 
     def broadcast_scalar(self, mine: float) -> float:
-        """Returns the chief's number. A collective."""
+        """Returns the chief's number."""
         return float(self.gather(float(mine))[0, 0])
 
     def any(self, mine: bool) -> bool:
-        """Returns whether it is so on any rank. A collective."""
+        """Returns whether it is so on any rank."""
         return bool(self.gather(float(mine)).any())
 
+    def gather_texts(self, mine: str) -> list[str]:
+        """Returns every rank's text, by rank."""
+        encoded = mine.encode(errors="replace")
+        lengths = self.gather(len(encoded)).astype(int)[:, 0]
+        if not lengths.any():
+            return [""] * self.size
+        padded = encoded.ljust(-(-int(lengths.max()) // _PIECE) * _PIECE)
+        rows = self.gather(*padded).astype(np.uint8)
+        return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def agree(self, reason: str) -> str:
+        """Returns why something is impossible: the first rank's reason that is not empty, and whose it is unless it is all ranks'."""
+        reasons = self.gather_texts(reason)
+        first = next(filter(None, reasons), "")
+        tasks = [name for name, other in zip(self._names, reasons, strict=True) if other == first]
+        return first if len(tasks) == self.size else f"{first} ({', '.join(tasks)})"
+
     def barrier(self) -> None:
-        """Waits for all ranks. A collective."""
+        """Waits for all ranks."""
         self.gather(0.0)
 
     def broadcast(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns the chief's value. A collective: every rank must call it."""
+        """Returns the chief's value."""
         return value if self.size == 1 else self._reduce(value if self.is_chief else tf.zeros_like(value))
 
     def _reduce(self, value: Any) -> tf.Tensor:

@@ -19,6 +19,7 @@ from tfdist.collectives import shared_memory_rendezvous
 from tfdist.collectives.buffer_transport import (
     SMALL_BYTES,
     BufferTransport,
+    Store,
     aligned_empty,
     check_rows,
     reduce_in_order,
@@ -31,41 +32,26 @@ _MOST_BYTES = 3 * 2**26  # of all slots, unless the caller says otherwise
 _LINE = 64  # bytes that processors hand over at once
 
 
-def connect(
-    rank: int,
-    size: int,
-    put: Callable[[str, str], None],
-    get: Callable[[str, float], str],
-    name: str,
-    timeout_seconds: float = 0,
-    meeting_seconds: float = 60,
-    slot_bytes: int = 0,
-) -> SharedMemoryTransport:
+def connect(store: Store, timeout_seconds: float = 0, slot_bytes: int = 0) -> SharedMemoryTransport:
     """Connects all ranks of a host. All ranks call it; it returns on all of them, or raises on all of them.
 
     Args:
-        rank: This process's number.
-        size: The number of ranks.
-        put: Makes a text known to all ranks: `put(key, text)`.
-        get: Returns the text of a key, or raises when there is none in time: `get(key, timeout_seconds)`.
-        name: What the keys begin with; another one at each call.
+        store: That of the ranks.
         timeout_seconds: Limit of each wait for another rank in a call; 0: none.
-        meeting_seconds: Limit of each wait while the ranks connect.
         slot_bytes: The size of a piece, a multiple of 64 for each rank. Rank 0's counts. The memory has 3 * size times as much.
             0 means 8 MB, or with more than 8 ranks less, so that the memory has 192 MB.
 
     Raises:
         NoTransportError: The ranks share no memory; the message says why, the same on all ranks.
     """
+    rank, size = store.rank, store.size
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank}, expected one of 0 to {size - 1}.")
     slot_bytes = slot_bytes or min(SLOT_BYTES, _MOST_BYTES // (_TURNS * size))
     if slot_bytes < size * _LINE:
         raise ValueError(f"slot_bytes is {slot_bytes}, expected at least {size * _LINE}, {_LINE} for each rank.")
     slot_bytes -= slot_bytes % _LINE
-    memory, sockets = shared_memory_rendezvous.meet(
-        rank, size, put, get, name, meeting_seconds, _TURNS * size * slot_bytes
-    )
+    memory, sockets = shared_memory_rendezvous.meet(store, _TURNS * size * slot_bytes)
     return SharedMemoryTransport(memory, size, PeerLinks(rank, sockets, timeout_seconds), rank)
 
 

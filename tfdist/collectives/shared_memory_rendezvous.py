@@ -19,33 +19,23 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from tfdist.collectives.buffer_transport import NoTransportError
+from tfdist.collectives.buffer_transport import NoTransportError, Store
 from tfdist.runtime import temporary
 from tfdist.runtime.files import WriteError
-
-Put = Callable[[str, str], None]
-Get = Callable[[str, float], str]
 
 _HELLO = struct.Struct("<32sI")  # a token that the store alone has told, and the sender's rank
 _CREDENTIALS = struct.Struct("iII")
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
-def meet(
-    rank: int, size: int, put: Put, get: Get, name: str, seconds: float, memory_bytes: int
-) -> tuple[mmap.mmap, dict[int, socket.socket]]:
+def meet(store: Store, memory_bytes: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
     """Returns a memory that all ranks share, and a socket to each other rank. All ranks call it.
 
     Args:
-        rank: This process's number.
-        size: The number of ranks.
-        put: Makes a text known to all ranks.
-        get: Returns the text of a key, or raises when there is none within some seconds.
-        name: What the keys begin with; another one at each call.
-        seconds: Limit of each wait.
+        store: That of the ranks.
         memory_bytes: The size of the memory. Rank 0's counts.
 
     Raises:
@@ -56,26 +46,18 @@ def meet(
         stack.callback(_close, sockets)
         reason, memory = "", None
         try:
-            memory = _join(rank, size, put, get, name, seconds, memory_bytes, sockets)
+            memory = _join(store, memory_bytes, sockets)
         except (NoTransportError, OSError) as e:
-            reason = str(e) if isinstance(e, NoTransportError) else f"rank {rank}: {e}"
-        reason = _agree(rank, size, put, get, name, seconds, reason)
+            reason = str(e) if isinstance(e, NoTransportError) else f"rank {store.rank}: {e}"
+        reason = _agree(store, reason)
         if reason or memory is None:
             raise NoTransportError(reason)
         stack.pop_all()
         return memory, sockets
 
 
-def _join(
-    rank: int,
-    size: int,
-    put: Put,
-    get: Get,
-    name: str,
-    seconds: float,
-    memory_bytes: int,
-    sockets: dict[int, socket.socket],
-) -> mmap.mmap:
+def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) -> mmap.mmap:
+    rank, size, seconds = store.rank, store.size, store.seconds
     mine: dict[str, Any] = {"size": size, "host": host_key(), "user": os.geteuid(), "token": secrets.token_hex(16)}
     descriptor, listener = -1, None
     with contextlib.ExitStack() as stack:
@@ -92,11 +74,11 @@ def _join(
                 stack.callback(os.close, descriptor)
         except (NoTransportError, OSError, WriteError) as e:
             mine["reason"] = f"rank {rank}: {e}"
-        put(f"{name}/address/{rank}", json.dumps(mine))
+        store.put(f"address/{rank}", json.dumps(mine))
         limit = time.monotonic() + seconds
         addresses = []
         for other in range(size):
-            text = _get(get, f"{name}/address/{other}", _left(limit), f"rank {other} is not there")
+            text = _get(store, f"address/{other}", _left(limit), f"rank {other} is not there")
             addresses.append(json.loads(text))
         _compare(addresses)
         if listener is None:
@@ -114,7 +96,7 @@ def _join(
                 raise NoTransportError(f"rank {rank} found a process of another user in the place of rank {other}")
             each.send(_HELLO.pack(addresses[other]["token"].encode(), rank), socket.MSG_NOSIGNAL)
         while len(sockets) < size - 1:
-            _accept(listener, mine["token"], rank, size, limit, descriptor, sockets)
+            _accept(listener, mine["token"], store, limit, descriptor, sockets)
         for other in range(rank):
             sockets[other].settimeout(_left(limit))
             received = _receive_reply(sockets[other], stack)
@@ -169,13 +151,13 @@ def _compare(addresses: list[dict[str, Any]]) -> None:
 def _accept(
     listener: socket.socket,
     token: str,
-    rank: int,
-    size: int,
+    store: Store,
     limit: float,
     descriptor: int,
     sockets: dict[int, socket.socket],
 ) -> None:
     """Takes a connection of a rank above this one, and replies; rank 0 gives it the memory."""
+    rank, size = store.rank, store.size
     missing = ", ".join(str(other) for other in range(rank + 1, size) if other not in sockets)
     if not _readable(listener, limit):
         raise NoTransportError(f"rank {missing} has not connected with rank {rank} in time")
@@ -213,30 +195,30 @@ def _user(each: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(packed)[1])
 
 
-def _agree(rank: int, size: int, put: Put, get: Get, name: str, seconds: float, reason: str) -> str:
+def _agree(store: Store, reason: str) -> str:
     """Returns why some rank cannot take part, the same on all ranks, or an empty text. Rank 0 decides, so that no two differ."""
-    if rank:
-        put(f"{name}/found/{rank}", json.dumps(reason))
+    if store.rank:
+        store.put(f"found/{store.rank}", json.dumps(reason))
         try:
             # Rank 0 waits for addresses, connections and reports, each one in time.
-            return str(json.loads(_get(get, f"{name}/verdict", 4 * seconds, "rank 0 has not decided in time")))
+            return str(json.loads(_get(store, "verdict", 4 * store.seconds, "rank 0 has not decided in time")))
         except NoTransportError as e:
             return reason or str(e)
-    limit = time.monotonic() + seconds
+    limit = time.monotonic() + store.seconds
     try:
-        for other in range(1, size):
+        for other in range(1, store.size):
             if not reason:
-                text = _get(get, f"{name}/found/{other}", _left(limit), f"rank {other} has not reported in time")
+                text = _get(store, f"found/{other}", _left(limit), f"rank {other} has not reported in time")
                 reason = json.loads(text)
     except NoTransportError as e:
         reason = str(e)
-    put(f"{name}/verdict", json.dumps(reason))
+    store.put("verdict", json.dumps(reason))
     return reason
 
 
-def _get(get: Get, key: str, seconds: float, otherwise: str) -> str:
+def _get(store: Store, key: str, seconds: float, otherwise: str) -> str:
     try:
-        return get(key, seconds)
+        return store.get(key, seconds)
     except Exception as e:  # what a store raises is its own
         raise NoTransportError(f"{otherwise}: {e}") from e
 

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import os
 import random
-import sys
-import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import tensorflow as tf
 
 from tfdist.collectives import mpi, shared_memory_rendezvous, transports
 from tfdist.collectives.buffered import BufferedCommunicator
 from tfdist.collectives.communicator import Communicator, CrossProcessCommunicator
 from tfdist.collectives.ranks import Ranks
-from tfdist.collectives.requests import AllReduce
 from tfdist.collectives.transports import Bootstrap
 from tfdist.config.strategy import TENSORFLOW_TRANSPORTS, TRANSPORTS
 from tfdist.errors import ClusterError, ConfigError, describe_error
-from tfdist.runtime import exit_status
+from tfdist.runtime import process_end
 from tfdist.runtime.log import logger
 
 _END_SECONDS = 10.0  # limit for closing a transport
 _NAMED = "the configuration names it"
 _DEVICES = "it moves arrays of one CPU, and each worker must have one replica, on its CPU"
-_MEASURED_BYTES = 4_000_000  # the default size of a bucket
-_MEASUREMENTS = 4  # the first one connects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +56,14 @@ def choose(
     Raises:
         ConfigError: A worker cannot use the wanted transport, or the workers want different ones. All workers raise it.
     """
-    ranks = Ranks(strategy, rank, len(workers))
+    ranks = Ranks(strategy, rank, workers)
     numbers = ranks.gather(TRANSPORTS.index(wanted), random.SystemRandom().randrange(2**31)).astype(int)
     wishes = {TRANSPORTS[wish] for wish in numbers[:, 0]}
     if len(wishes) > 1:
         raise ConfigError(
             f"strategy.transport must be the same for all workers. Received: {', '.join(sorted(wishes))}."
         )
-    bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, workers, addresses, timeout_seconds)
+    bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, addresses, timeout_seconds)
     own = "nccl" if "GPU" in strategy.extended.worker_devices[0] else "grpc"
     if ranks.size == 1:
         found = Choice(own, own, "there is one worker", CrossProcessCommunicator(strategy))
@@ -94,15 +86,11 @@ def choose(
 
 
 def _automatic(strategy: Any, bootstrap: Bootstrap, own: str) -> Choice:
-    """Chooses by the workers' hosts, and between two transports that give the same bits by their speed.
-
-    Transports of more than two workers are not measured: TensorFlow adds up in another order, so the weights would
-    depend on what else the machine did at the start.
-    """
+    """Chooses by the workers' devices and hosts alone: measured speeds could change the bits of a training that is started again."""
     tensorflow = CrossProcessCommunicator(strategy)
-    if unfit := bootstrap.first_reason("devices", _unfit_devices(strategy)):
+    if unfit := bootstrap.ranks.agree(_unfit_devices(strategy)):
         return Choice(own, own, unfit, tensorflow)
-    hosts = len(set(bootstrap.gather_texts("host", shared_memory_rendezvous.host_key())))
+    hosts = len(set(bootstrap.ranks.gather_texts(shared_memory_rendezvous.host_key())))
     name, where = (
         ("shared_memory", "all workers share a host") if hosts == 1 else ("mpi", f"the workers are on {hosts} hosts")
     )
@@ -111,39 +99,7 @@ def _automatic(strategy: Any, bootstrap: Bootstrap, own: str) -> Choice:
         known = f", and {name} is not possible: {connected.reason}"  # without mpirun nobody expects MPI
         return Choice(own, own, where + (known if hosts == 1 or mpi.is_started_by_mpi() else ""), tensorflow)
     communicator = BufferedCommunicator(strategy, connected.transport, bootstrap.timeout_seconds)
-    if bootstrap.ranks.size > 2:
-        where += ", and MPI has started them" if name == "mpi" else ""
-        return Choice(name, connected.way, where, communicator)
-    contenders = {name: communicator, own: tensorflow}
-    milliseconds = {each: 1000 * measure_sum(one, bootstrap.ranks) for each, one in contenders.items()}
-    faster, slower = sorted(milliseconds, key=lambda each: milliseconds[each])
-    reason = f"the sum of 4 MB takes {milliseconds[faster]:.1f} ms, by {slower} {milliseconds[slower]:.1f} ms"
-    if faster == own:
-        communicator.calls(communicator.transport.close, _END_SECONDS)
-    return Choice(faster, faster, reason, contenders[faster])
-
-
-def measure_sum(communicator: Communicator, ranks: Ranks) -> float:
-    """Returns the seconds that a sum of `_MEASURED_BYTES` takes, the least of some, on the slowest rank. A collective.
-
-    Args:
-        communicator: Computes the sum.
-        ranks: The workers, one replica each.
-    """
-    numbers = tf.zeros([_MEASURED_BYTES // 4])
-
-    def exchange() -> Generator[Any, Any, tf.Tensor]:
-        (total,) = yield AllReduce([numbers])
-        return total[0]
-
-    total = tf.function(lambda: communicator.run([exchange()])[0], autograph=False).get_concrete_function()
-    seconds = []
-    for _ in range(_MEASUREMENTS):
-        ranks.barrier()
-        began = time.perf_counter()
-        total().numpy()
-        seconds.append(time.perf_counter() - began)
-    return float(ranks.gather(min(seconds[1:])).max())
+    return Choice(name, connected.way, where + (", and MPI has started them" if name == "mpi" else ""), communicator)
 
 
 def _unfit_devices(strategy: Any) -> str:
@@ -155,16 +111,14 @@ def _unfit_devices(strategy: Any) -> str:
 
 def _end(communicator: BufferedCommunicator) -> None:
     """Ends a transport, unless the others may not do so, too: then this process ends as it is."""
-    code = exit_status.expected_exit_code()
-    alone = code == 0 and exit_status.amid_training
-    if communicator.calls.ended or alone or code not in (0, exit_status.PREEMPTED):
+    code = process_end.expected_exit_code()
+    alone = code == 0 and process_end.amid_training
+    if communicator.calls.ended or alone or code not in (0, process_end.PREEMPTED):
         return
     try:
         communicator.calls(communicator.transport.close, _END_SECONDS)
     except ClusterError:  # another one does not come: a library might wait for it even as the process ends
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        process_end.end(code)
     except Exception as e:  # when all is done
         logger.warning(f"the exchange of gradients did not end in order: {describe_error(e)}")
     communicator.calls.abort("the exchange of gradients has ended.")

@@ -6,13 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.collectives import gloo, mpi, shared_memory, shared_memory_rendezvous, two_level
-from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError
+from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError, Store
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import tf_cluster
-from tfdist.errors import truncate
 from tfdist.runtime.log import logger
-
-_PUBLISHED_SECONDS = 60.0  # limit for a text that has been published
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +28,10 @@ class Candidate:
     across_hosts: bool = False
 
 
-def _share_memory(bootstrap: Bootstrap, members: Sequence[int]) -> BufferTransport:
-    ranks, name = bootstrap.ranks, f"{bootstrap.name}/memory"
-    return shared_memory.connect(ranks.rank, ranks.size, publish_text, await_text, name, bootstrap.timeout_seconds)
-
-
 CANDIDATES: Mapping[str, Candidate] = {
     "gloo": Candidate(
         lambda bootstrap: gloo.why_not(bootstrap.ranks.rank, bootstrap.addresses),
-        lambda bootstrap, members: gloo.connect(
-            bootstrap.ranks.rank, bootstrap.addresses, members, publish_text, await_text, f"{bootstrap.name}/gloo"
-        ),
+        lambda bootstrap, members: gloo.connect(bootstrap.store().part("gloo"), bootstrap.addresses, members),
         across_hosts=True,
     ),
     "mpi": Candidate(
@@ -49,7 +39,10 @@ CANDIDATES: Mapping[str, Candidate] = {
         lambda bootstrap, members: mpi.connect(bootstrap.ranks.rank, bootstrap.ranks.size, members),
         across_hosts=True,
     ),
-    "shared_memory": Candidate(lambda _: "", _share_memory),
+    "shared_memory": Candidate(
+        lambda _: "",
+        lambda bootstrap, _: shared_memory.connect(bootstrap.store().part("memory"), bootstrap.timeout_seconds),
+    ),
 }
 
 
@@ -77,24 +70,26 @@ def connect(name: str, bootstrap: Bootstrap, unfit: str) -> Connected:
         unfit: Why this worker cannot use any of them, or an empty text.
     """
     transport, way = None, name
-    reason = bootstrap.first_reason(f"{name}/fit", unfit or CANDIDATES[name].why_not(bootstrap))
+    reason = bootstrap.ranks.agree(unfit or CANDIDATES[name].why_not(bootstrap))
     if not reason:
         mine = ""
         try:
             transport, way = _connect(name, bootstrap)
         except NoTransportError as e:
             mine = str(e)
-        reason = bootstrap.first_reason(f"{name}/connected", mine)
+        reason = bootstrap.ranks.agree(mine)
     return Connected(None if reason else transport, way, reason)
 
 
 def _connect(name: str, bootstrap: Bootstrap) -> tuple[BufferTransport | None, str]:
     candidate, ranks = CANDIDATES[name], bootstrap.ranks
-    keys = bootstrap.gather_texts(f"{name}/host", shared_memory_rendezvous.host_key()) if candidate.across_hosts else []
+    keys = ranks.gather_texts(shared_memory_rendezvous.host_key()) if candidate.across_hosts else []
     if two_level.saves(hosts := two_level.group(keys)):
         transport, reason = two_level.connect(
-            *(ranks.rank, hosts, publish_text, await_text, f"{bootstrap.name}/local", bootstrap.timeout_seconds),
-            agree=lambda mine: bootstrap.first_reason(f"{name}/local", mine),
+            bootstrap.store().part("local"),
+            hosts,
+            bootstrap.timeout_seconds,
+            agree=ranks.agree,
             connect_leaders=lambda leaders: candidate.connect(bootstrap, leaders),
         )
         if transport:
@@ -106,52 +101,20 @@ def _connect(name: str, bootstrap: Bootstrap) -> tuple[BufferTransport | None, s
 
 @dataclasses.dataclass(frozen=True)
 class Bootstrap:
-    """Exchanges texts among the workers, before they have a transport.
+    """The workers before they have a transport.
 
     Attributes:
-        name: Begins the keys of its texts: unique to each bootstrap, the same on all workers.
-        ranks: Exchanges numbers among the workers.
-        workers: The names of all workers.
+        name: Begins the keys of the texts in their store: unique to each bootstrap, the same on all workers.
+        ranks: Exchanges numbers and texts among the workers.
         addresses: `host:port` of each worker.
         timeout_seconds: Limit of one exchange of the transport; 0 means no limit.
     """
 
     name: str
     ranks: Ranks
-    workers: Sequence[str]
     addresses: Sequence[str]
     timeout_seconds: float
 
-    def gather_texts(self, what: str, mine: str) -> list[str]:
-        """Returns each worker's text. A collective.
-
-        Args:
-            what: Its subject; unique to each call.
-            mine: This worker's text.
-        """
-        key = f"{self.name}/{what}"
-        publish_text(f"{key}/{self.ranks.rank}", f"{mine} ")  # TensorFlow takes no empty text
-        self.ranks.barrier()
-        return [await_text(f"{key}/{rank}", _PUBLISHED_SECONDS)[:-1] for rank in range(self.ranks.size)]
-
-    def first_reason(self, what: str, mine: str) -> str:
-        """Returns the first worker's text that is not empty, and whose it is unless it is all workers'. A collective.
-
-        Args:
-            what: As of `gather_texts`.
-            mine: This worker's text.
-        """
-        texts = self.gather_texts(what, mine)
-        first = next(filter(None, texts), "")
-        who = [worker for worker, text in zip(self.workers, texts, strict=True) if text == first]
-        return first if len(who) == self.ranks.size else f"{first} ({truncate(', '.join(who))})"
-
-
-def publish_text(key: str, text: str) -> None:
-    """Makes a text known to all workers, as long as the cluster lives."""
-    tf_cluster.publish(key, text)
-
-
-def await_text(key: str, seconds: float) -> str:
-    """Waits for the text of a key and returns it; raises TensorFlow's error if there is none within some seconds."""
-    return tf_cluster.published(key, max(1, int(1000 * seconds)))
+    def store(self) -> Store:
+        """Returns the store of all workers: TensorFlow's coordination service keeps it, as long as the cluster lives."""
+        return Store(self.ranks.rank, self.ranks.size, tf_cluster.publish, tf_cluster.published, self.name)

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from tfdist.collectives import shared_memory
-from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError, check_rows
+from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError, Store, check_rows
 from tfdist.collectives.shared_memory import SharedMemoryTransport
 
 
@@ -34,11 +34,8 @@ def saves(hosts: Sequence[Sequence[int]]) -> bool:
 
 
 def connect(
-    rank: int,
+    store: Store,
     hosts: Sequence[Sequence[int]],
-    put: Callable[[str, str], None],
-    get: Callable[[str, float], str],
-    name: str,
     timeout_seconds: float,
     agree: Callable[[str], str],
     connect_leaders: Callable[[Sequence[int]], BufferTransport | None],
@@ -46,11 +43,8 @@ def connect(
     """Returns the transport and an empty text; or None, and why the ranks of a host share no memory, on all ranks. A collective.
 
     Args:
-        rank: This process's number among all.
+        store: That of all ranks.
         hosts: The ranks of each host.
-        put: Makes a text known to all ranks: `put(key, text)`.
-        get: Returns the text of a key, or raises when there is none in time: `get(key, timeout_seconds)`.
-        name: What the keys begin with; another one at each call.
         timeout_seconds: Limit of each wait for another rank of the host, which may itself wait for other hosts; 0: none.
         agree: Returns the first text of all ranks that is not empty, the same on all of them.
         connect_leaders: Returns what connects the first rank of each host, whose numbers it is given. A collective of all ranks.
@@ -58,12 +52,10 @@ def connect(
     Raises:
         NoTransportError: The leaders cannot reach each other; the message says why. Other ranks need not raise it.
     """
-    number = _host_of(rank, hosts)
-    ranks, local, reason = hosts[number], None, ""
+    number = _host_of(store.rank, hosts)
+    local, reason = None, ""
     try:
-        local = shared_memory.connect(
-            ranks.index(rank), len(ranks), put, get, f"{name}/{number}", timeout_seconds=timeout_seconds
-        )
+        local = shared_memory.connect(store.part(str(number), hosts[number]), timeout_seconds)
     except NoTransportError as e:
         reason = str(e)
     reason = agree(reason)
@@ -77,7 +69,7 @@ def connect(
     except NoTransportError:
         local.close()
         raise
-    return TwoLevelTransport(rank, hosts, local, across), ""
+    return TwoLevelTransport(store.rank, hosts, local, across), ""
 
 
 def _host_of(rank: int, hosts: Sequence[Sequence[int]]) -> int:

@@ -23,7 +23,7 @@ from absl import flags
 from tfdist.compat import keras_backend
 from tfdist.config import command_line, files
 from tfdist.errors import BackupError, ConfigError, describe_error, format_value, unknown_name_message
-from tfdist.runtime import interrupt, tensorflow_log
+from tfdist.runtime import process_end, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.log import logger, print_always
 
@@ -147,4 +147,4 @@ def _export(folder: str, config: pathlib.Path | None, path: str, step: int | Non
 
 
 if __name__ == "__main__":
-    sys.exit(interrupt.run_command(main, sys.argv))
+    sys.exit(process_end.run_command(main, sys.argv))

@@ -32,7 +32,7 @@ from tfdist.config import STRATEGIES, command_line
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import flags as flags_lib
 from tfdist.errors import ClusterError, ConfigError, printable_lines, truncate, unknown_name_message
-from tfdist.runtime import interrupt
+from tfdist.runtime import process_end
 from tfdist.runtime.log import TO_STDERR, logger, print_always
 
 COMMANDS = ("show", "check", "emit")
@@ -194,4 +194,4 @@ def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(interrupt.run_command(main, sys.argv))
+    sys.exit(process_end.run_command(main, sys.argv))

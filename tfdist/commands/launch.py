@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags
 
-from tfdist.runtime import interrupt
+from tfdist.runtime import process_end
 
 if __name__ == "__main__":
-    interrupt.before_imports()
+    process_end.before_imports()
 
 from tfdist.cluster.resolvers import hosts
 from tfdist.config import cluster as cluster_lib
@@ -162,5 +162,5 @@ def _why_not_run(program: str) -> str:
 
 
 if __name__ == "__main__":
-    interrupt.after_imports()
-    sys.exit(interrupt.run_command(main, sys.argv))
+    process_end.after_imports()
+    sys.exit(process_end.run_command(main, sys.argv))

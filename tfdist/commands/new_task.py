@@ -19,7 +19,7 @@ from absl import flags
 
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, format_value, printable, printable_lines
-from tfdist.runtime import interrupt
+from tfdist.runtime import process_end
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,4 +83,4 @@ def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    sys.exit(interrupt.run_command(main, sys.argv))
+    sys.exit(process_end.run_command(main, sys.argv))

@@ -14,7 +14,7 @@ from absl import flags
 
 from tfdist.config import command_line, files
 from tfdist.errors import ConfigError
-from tfdist.runtime import interrupt
+from tfdist.runtime import process_end
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,4 +35,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(interrupt.run_command(main, sys.argv))
+    sys.exit(process_end.run_command(main, sys.argv))

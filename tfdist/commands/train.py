@@ -9,7 +9,6 @@ configuration is faulty; 75, that it received SIGTERM and has saved, and the sam
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -21,12 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
-from tfdist.runtime import interrupt
+from tfdist.runtime import process_end
 
 if __name__ == "__main__":
-    interrupt.before_imports()
+    process_end.before_imports()
 
 from tfdist.cluster import task_versions
 from tfdist.cluster.resolvers import discovery
@@ -40,7 +39,7 @@ from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
 from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import exit_status, false_success, late_removal, ownership, preemption, progress, tensorflow_log
+from tfdist.runtime import late_removal, ownership, process_end, progress, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
@@ -60,16 +59,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `tfdist train`; returns the exit code."""
     print_always()
     task_versions.script = __file__  # the same, whichever way the command was started
-    try:
-        exit_status.exit_code = _main(argv)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        logger.error(interrupt.message())
-        exit_status.exit_code = 128 + signal.SIGINT
-    except BrokenPipeError:  # `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        exit_status.exit_code = 128 + signal.SIGPIPE
-    return exit_status.exit_code
+    return process_end.run_command(_main, argv)
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -102,7 +92,7 @@ def _main(argv: Sequence[str]) -> int:
         return 1
     for fault in faults:
         logger.error(fault)
-    return exit_status.FAULTY_CONFIG
+    return process_end.FAULTY_CONFIG
 
 
 def _find_cluster(config: TrainConfig) -> ResolvedCluster | None:
@@ -140,18 +130,18 @@ def _run_owned(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluste
     evaluates = found is not None and found.task.type == "evaluator"
     if found is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
         return launch(config, argv, workdir)
-    interrupt.listen()
+    process_end.limit_interrupts()
     fields = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
     text = json.dumps({**config_lib.fixed(config), **fields}, default=str)
     task_versions.configuration = task_versions.checksum(text.encode())
     if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
         # The Trainer takes over some seconds later, once TensorFlow is loaded.
-        signal.signal(signal.SIGTERM, preemption.end_at_once)
+        signal.signal(signal.SIGTERM, process_end.end_at_once)
     if found and evaluates:
         _import_frameworks()
         importlib.import_module("tfdist.training.evaluator").evaluate_backups(config, workdir, found.task.name)
         return 0
-    code = false_success.run_to_the_end(lambda: train(config, workdir, cluster=found.apply() if found else False))
+    code = process_end.run_to_the_end(lambda: train(config, workdir, cluster=found.apply() if found else False))
     if not code and found:
         progress.mark_finished(found.task.name)
     return code
@@ -444,22 +434,9 @@ def _import_frameworks() -> None:
     gc.freeze()  # and it skips these objects later on
 
 
-def leave(code: int) -> NoReturn:
-    """Ends this process after its registered exit functions, without TensorFlow's shutdown; only for `tfdist train`.
-
-    The shutdown would take a second, on a busy machine many, in which the other tasks would miss those that have ended first
-    ("stopped sending heartbeats").
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader has gone
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    interrupt.after_imports()
+    process_end.after_imports()
     exit_code = main(sys.argv)
     if "tensorflow" in sys.modules:
-        leave(exit_code)
+        process_end.leave(exit_code)
     sys.exit(exit_code)

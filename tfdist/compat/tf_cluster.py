@@ -114,13 +114,13 @@ def wait_at_barrier(name: str, timeout_ms: int) -> None:
 
 
 def publish(key: str, value: str) -> None:
-    """Makes a text known to all tasks of the coordination service."""
+    """Makes a text, which is not empty, known to all tasks of the coordination service."""
     eager_context.context().set_config_key_value(key, value)
 
 
-def published(key: str, timeout_ms: int) -> str:
-    """Returns the text that a task has published, or raises an OpError when none has in time."""
-    return str(eager_context.context().get_config_key_value(key, timeout_ms))
+def published(key: str, seconds: float) -> str:
+    """Returns the text that a task has published, or raises an OpError if none has within some seconds."""
+    return str(eager_context.context().get_config_key_value(key, max(1, int(1000 * seconds))))
 
 
 # Parameter servers

@@ -17,15 +17,6 @@ from tfdist.config.compression import option_faults
 from tfdist.errors import ConfigError
 
 _LEAST = 1024  # numbers of a variable that is worth it
-# Members that had other names before the packages: a subclass that overrides the old one would be ignored in silence.
-_OLD_NAMES = {
-    "begins": "start_step",
-    "of": "for_variable",
-    "rows": "row_codec",
-    "run_length": "granularity",
-    "slots": "state_specs",
-    "suits_adaptive": "supports_adaptive_optimizers",
-}
 
 
 class StateSpec(NamedTuple):
@@ -59,16 +50,6 @@ class RowCodec:
 @dataclasses.dataclass(frozen=True)
 class Compressor(abc.ABC):
     """Sums values over all ranks with fewer bytes. Two of one kind with the same arguments are equal."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises where a compressor of the user's overrides a member by its old name.
-
-        Raises:
-            TypeError: With the old name and the new one.
-        """
-        super().__init_subclass__(**kwargs)
-        if old := [f"{name} is now {new}" for name, new in _OLD_NAMES.items() if name in vars(cls)]:
-            raise TypeError(f"{cls.__name__} overrides members of Compressor by old names: {'; '.join(old)}.")
 
     def __post_init__(self) -> None:
         """Refuses arguments out of the ranges of their `option`.

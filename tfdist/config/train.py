@@ -192,8 +192,6 @@ def fixed(config: TrainConfig) -> dict[str, Any]:
     """Returns what of the configuration must be the same in a run that goes on, and on all tasks."""
     same = {name: value for name, value in to_dict(config).items() if name in _SAME}
     same["strategy"] = {name: same["strategy"][name] for name in _SAME_OF_STRATEGY}
-    # May differ; older backups hold them.
-    same["strategy"] |= {"timeout_seconds": StrategyConfig().timeout_seconds, "implementation": "auto"}
     return same
 
 
@@ -207,5 +205,4 @@ def backup_arguments(config: TrainConfig, workdir: str | os.PathLike[str]) -> di
         "save_every_seconds": config.backup.save_every_seconds or None,
         "grace_seconds": config.grace_seconds,
         "config": {"config": fixed(config)},
-        "defaults": {"config": fixed(TrainConfig(config.task, type(config.task_options)()))},
     }

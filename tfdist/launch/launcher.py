@@ -24,7 +24,7 @@ from tfdist.launch.process import (
     task_environ,
 )
 from tfdist.launch.restart_policy import RestartPolicy, why_final
-from tfdist.runtime import exit_status, late_removal, progress
+from tfdist.runtime import late_removal, process_end, progress
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.temporary import temporary_folder
 
@@ -144,7 +144,7 @@ class Launcher:
                 self._output.count_warnings()
                 self._output.close(lambda: len(self._signals))
         if self._preempted:
-            return exit_status.PREEMPTED
+            return process_end.PREEMPTED
         if self._signals:
             return 128 + self._signals[0]
         return self.failure.status if self.failure else 0
@@ -251,21 +251,21 @@ class Launcher:
         if self._kill_at < float("inf"):
             # The traceback of a task that fails because another one failed first stays in its log.
             was_signalled = bool(self._signals) and not self.failure and not self._is_server(task.spec)
-            self._preempted |= was_signalled and code == exit_status.PREEMPTED
+            self._preempted |= was_signalled and code == process_end.PREEMPTED
             return
         name, amid_fit = task.spec.name, progress.is_training(self._progress, task.spec.name)
         must_finish = self._must_finish and not self._is_server(task.spec)
         unfinished = not code and (amid_fit or (must_finish and not progress.has_finished(self._progress, name)))
         if unfinished and amid_fit and (steps := progress.read(self._progress, name)):
             self._failed(task, Failure(task.spec, code, f"step {steps.done}, epoch {steps.epoch}"))
-        elif unfinished or code not in (0, exit_status.PREEMPTED) or (code and self._is_server(task.spec)):
+        elif unfinished or code not in (0, process_end.PREEMPTED) or (code and self._is_server(task.spec)):
             self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail) if code else ""))
         else:
             self._ended_well(task)
 
     def _ended_well(self, task: TaskProcess) -> None:
         self._output.release(task)
-        if task.process.returncode == exit_status.PREEMPTED:
+        if task.process.returncode == process_end.PREEMPTED:
             done, self._saved = self._steps(task)
             # Without progress since it was told last, it is no preemption that it suffers from.
             free = (done or 0) > self._last_preemption_step
@@ -298,7 +298,7 @@ class Launcher:
                 self._restart = True
                 self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
             return
-        gone = failure.exit_code < 0 or failure.exit_code == exit_status.PREEMPTED
+        gone = failure.exit_code < 0 or failure.exit_code == process_end.PREEMPTED
         if alone and gone and (self._later or any(other.spec.type == "worker" for other in self._running)):
             # Parameter servers keep what it has learnt.
             self._output.release(task)

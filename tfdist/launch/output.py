@@ -15,7 +15,7 @@ from tfdist.cluster import TaskSpec
 from tfdist.errors import printable
 from tfdist.launch import live_table, process
 from tfdist.launch.process import TaskProcess
-from tfdist.runtime import interrupt
+from tfdist.runtime import process_end
 from tfdist.runtime.files import write_error_reason
 
 # A traceback is held back for this long: its task may be about to fail, and then the launcher decides what to show of it.
@@ -23,7 +23,7 @@ _HOLD_SECONDS = 3.0
 _TRACEBACK = b"Traceback (most recent call last):"
 _REMEMBERED_WARNINGS = 1000
 _OWN = b"tfdist: "  # how the launcher's own lines begin
-_INTERRUPTED = _OWN + interrupt.MESSAGE.encode()
+_INTERRUPTED = _OWN + process_end.INTERRUPTED.encode()
 _MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; of more, the tasks' oldest are left out
 # How long the end waits for the reader, in seconds: since it last took something, in all, and in all after a signal.
 _LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from tfdist.errors import ConfigError
-from tfdist.runtime import exit_status
+from tfdist.runtime import process_end
 
 _SAME_STEP = 3  # failures at one step, after which the step itself must be what fails
 _CONFIG_ERROR = (
@@ -27,7 +27,7 @@ def why_final(exit_code: int, has_refusal: bool, saved: int = 0, reason: str = "
     if has_refusal:
         last = f"; the last backup was that of step {saved}" if saved else ""
         return f"no restart, as it would refuse the backups again{last}"
-    is_faulty = exit_code == exit_status.FAULTY_CONFIG or reason.startswith(_CONFIG_ERROR)
+    is_faulty = exit_code == process_end.FAULTY_CONFIG or reason.startswith(_CONFIG_ERROR)
     return "a faulty command line or configuration stays so" if is_faulty else ""
 
 

@@ -17,9 +17,9 @@ from typing import NoReturn
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, reachability
-from tfdist.runtime import exit_status
+from tfdist.runtime import process_end
 from tfdist.runtime.log import logger
-from tfdist.runtime.preemption import GRACE_SECONDS, Preemption
+from tfdist.runtime.process_end import GRACE_SECONDS, Preemption
 
 _POLL_SECONDS, _POLL_SECONDS_IF_PREEMPTED = 1.0, 0.2
 _MAX_MISSES = 3  # a chief that is busy may miss one
@@ -51,7 +51,7 @@ def serve(
     Raises:
         ClusterError: The task's port is taken, or the chief has not been there in time.
     """
-    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    signal.signal(signal.SIGINT, lambda *_: process_end.end(128 + signal.SIGINT, flush=False))
     options = tf.compat.v1.ConfigProto()
     # A thread waits for each peer: with fewer they might wait for each other.
     options.inter_op_parallelism_threads = max(os.cpu_count() or 1, len(cluster.tasks()) + 1)
@@ -78,12 +78,12 @@ def serve(
         silent.note({cluster.chief} if reason and not misses else ())
     code = read_exit_code(cluster, task)
     if code is None:
-        code = exit_status.PREEMPTED if preemption.requested else 1
+        code = process_end.PREEMPTED if preemption.requested else 1
         logger.warning(f"{task} ends with exit code {code}, as the chief has gone without a word")
     else:
         logger.info(f"{task} ends with exit code {code}, as the chief has")
     del server
-    os._exit(code)  # TensorFlow's server cannot be stopped
+    process_end.end(code)  # TensorFlow's server cannot be stopped
 
 
 def announce_preemption(cluster: ClusterSpec, task: TaskSpec) -> None:
@@ -115,7 +115,7 @@ class PreemptionListener:
 
 def publish_exit_code(cluster: ClusterSpec) -> None:
     """Sends the exit code of this process, the chief's, to the other tasks."""
-    code = exit_status.expected_exit_code()
+    code = process_end.expected_exit_code()
     ends = time.monotonic() + _PUBLISH_SECONDS
     for task in cluster.tasks():  # one after the other, as an interpreter that ends starts no threads
         if (

@@ -24,7 +24,7 @@ from tfdist.cluster import ClusterSpec, TaskSpec, greeting, reachability
 from tfdist.cluster.spec import split_address
 from tfdist.compat import tf_cluster
 from tfdist.parameter_server import server
-from tfdist.runtime import exit_status
+from tfdist.runtime import process_end
 from tfdist.runtime.log import logger
 
 _ASK_EVERY = 1.0  # seconds
@@ -100,9 +100,7 @@ class Watch:
         if self.given_up or any(map(self._is_silent, self._tasks)):
             server.publish_exit_code(self._cluster)
             logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(exit_status.expected_exit_code())
+            process_end.end(process_end.expected_exit_code())
 
     def _is_silent(self, task: TaskSpec) -> bool:
         greeted = greeting.encode_greeting(self._cluster, task)

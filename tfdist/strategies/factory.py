@@ -14,7 +14,7 @@ from tfdist.config import StrategyConfig, registry, validation
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, format_value, unknown_name_message
 from tfdist.runtime import allocator, progress
-from tfdist.runtime.preemption import GRACE_SECONDS
+from tfdist.runtime.process_end import GRACE_SECONDS
 from tfdist.strategies import model_methods, startup
 from tfdist.strategies.base import KerasStrategy
 from tfdist.strategies.single_process import make_virtual_cpus

@@ -20,7 +20,7 @@ from tfdist.collectives import hardware, transport_choice
 from tfdist.compat import call_stack, keras_internals, tf_cluster, tf_internals
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
-from tfdist.runtime import exit_status
+from tfdist.runtime import process_end
 from tfdist.runtime.log import logger
 from tfdist.strategies import startup
 from tfdist.strategies.base import KerasStrategy, UniqueCollectiveKeys
@@ -187,9 +187,9 @@ def _exit_barrier() -> None:
     A task is through with a collective once it has what it needs of the others. They may still be receiving from it, and fail
     ("Socket closed") where its process ends.
     """
-    if not exit_status.expected_exit_code():
+    if not process_end.expected_exit_code():
         with contextlib.suppress(tf.errors.OpError):  # some may have ended long ago
-            amid = exit_status.amid_training
+            amid = process_end.amid_training
             tf_cluster.wait_at_barrier("tfdist/end", _FAREWELL_AMID_TRAINING_MS if amid else _FAREWELL_MS)
 
 

@@ -34,7 +34,7 @@ from tfdist.strategies.base import KerasStrategy
 Method = Callable[..., Any]
 
 _PARTIAL = ".partial"
-_KNOWN_MS = 60_000  # limit for a text that has been published
+_KNOWN_SECONDS = 60.0  # limit for a text that has been published
 _FILES = (".weights.h5", ".h5", ".hdf5", ".keras")
 # Raised for a variable of a parameter server that is lost: not an error of the file.
 _OF_TASKS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
@@ -195,10 +195,10 @@ def _wait_for_first(cluster: ClusterSpec, key: str) -> str:
     missed = 0
     with contextlib.suppress(tf.errors.OpError):
         # It is there: only a chief that is busy answers late, and two tasks that write at once would mix their files.
-        first = cluster.training_tasks()[int(tf_cluster.published(key, _KNOWN_MS))]
+        first = cluster.training_tasks()[int(tf_cluster.published(key, _KNOWN_SECONDS))]
         while missed < 2:  # the network may have hesitated
             with contextlib.suppress(tf.errors.DeadlineExceededError):
-                return tf_cluster.published(f"{key}/done", 1000)
+                return tf_cluster.published(f"{key}/done", 1.0)
             ended = reachability.unreachable_tasks(cluster, [first], serving=True).get(first) in reachability.ENDED
             missed = missed + 1 if ended else 0
     return ""

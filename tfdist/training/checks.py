@@ -31,7 +31,7 @@ _COMPARED_NUMBERS = (
 )
 _NO_NUMBER = -1.0
 _MOST_TRANSFORMATIONS = 32  # transformations of a dataset that are compared one by one
-_TEXT_BYTES = 200  # bytes of a transformation's text in a message
+_TEXT_LENGTH = 200  # bytes of a transformation's text in a message
 
 
 def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -> None:
@@ -356,6 +356,5 @@ def _order_difference_message(ranks: Ranks, mine: str) -> str:
 
 def _texts_by_worker(ranks: Ranks, mine: str, nothing: str) -> str:
     """Returns the beginning of each worker's text, by worker. A collective."""
-    gathered = ranks.gather(*mine.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
-    texts = (bytes(map(int, row)).decode(errors="replace").strip() or nothing for row in gathered)
-    return ", ".join(f"{text} on worker:{rank}" for rank, text in enumerate(texts))
+    texts = ranks.gather_texts(mine[:_TEXT_LENGTH])
+    return ", ".join(f"{text or nothing} on worker:{rank}" for rank, text in enumerate(texts))

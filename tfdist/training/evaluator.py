@@ -104,7 +104,7 @@ class Evaluator:
                 has_new = True
                 load_weights(self._model, weights, self._storage.path(point))
                 step, epoch = point.step, manifest["position"]["epoch"]
-                self._evaluate(manifest.get("training", ""), step, epoch, point.folder, self._storage.path(point))
+                self._evaluate(manifest["training"], step, epoch, point.folder, self._storage.path(point))
             if not has_new and summary and not self._doubtful:
                 self._evaluate_final(summary)
                 return
@@ -133,7 +133,7 @@ class Evaluator:
             try:
                 if complete:
                     manifest = self._storage.read_manifest(point)
-                    if not self._log.contains(manifest.get("training", ""), point.step):
+                    if not self._log.contains(manifest["training"], point.step):
                         weights = read_weights(self._storage, point, manifest)
                         self._seen.add(key)
                         yield point, manifest, weights

@@ -15,7 +15,7 @@ from tfdist.backup.session import BackupSession
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
 from tfdist.engine import Engine
-from tfdist.runtime import exit_status, progress
+from tfdist.runtime import process_end, progress
 from tfdist.runtime.log import BARE, logger
 from tfdist.training import checks, console, lost_workers
 
@@ -127,8 +127,8 @@ class LoopContext:
             try:
                 yield
             except SystemExit as e:
-                exit_status.exit_code = e.code if isinstance(e.code, int) else int(e.code is not None)
-                exit_status.amid_training = True
+                process_end.exit_code = e.code if isinstance(e.code, int) else int(e.code is not None)
+                process_end.amid_training = True
                 raise
 
     @contextlib.contextmanager

@@ -216,7 +216,7 @@ def _exchange_calls(cluster: ClusterSpec, task: TaskSpec, mine: str) -> Iterator
         call = mine if each == task else "a call that it did not tell"
         if each != task:
             with contextlib.suppress(tf.errors.OpError):
-                call = tf_cluster.published(key(each), max(1, int(1000 * (deadline - time.monotonic()))))
+                call = tf_cluster.published(key(each), deadline - time.monotonic())
         yield each, call
     with contextlib.suppress(
         tf.errors.OpError

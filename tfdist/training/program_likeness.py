@@ -28,7 +28,7 @@ from tfdist.compat import optimizer_search
 
 Item = tuple[str, str]  # what is compared, and its value
 
-_TEXT_BYTES = 200  # of an item in a message
+_TEXT_LENGTH = 200  # of an item in a message
 _MOST_ITEMS = 5000  # that are compared one by one
 _FIT = ("validation_freq", "validation_split", "class_weight", "shuffle")  # beside what `checks` compares
 _COMPILE = ("loss_weights", "metrics", "weighted_metrics", "run_eagerly", "steps_per_execution", "jit_compile")
@@ -83,7 +83,7 @@ def difference_message(ranks: Ranks, items: Sequence[Item]) -> str:
     unlike = (digests != digests[0]).any(0)
     number = int(unlike.argmax()) if unlike.any() else most
     name, value = items[number] if number < len(items) else ("", "")
-    texts = [_gather_text(ranks, text) for text in (name, value)]
+    texts = [ranks.gather_texts(text[:_TEXT_LENGTH]) for text in (name, value)]
     names, values = ([text[rank] for rank in (0, _first_other(digests, number))] for text in texts)
     other = f"worker:{_first_other(digests, number)}"
     if names[0] == names[1]:
@@ -101,12 +101,6 @@ def _first_other(digests: np.ndarray, number: int) -> int:
     """Returns the first worker whose item of that number is not the first worker's."""
     column = digests[:, number] if number < digests.shape[1] else np.arange(len(digests))
     return int((column != column[0]).argmax())
-
-
-def _gather_text(ranks: Ranks, mine: str) -> list[str]:
-    """Returns the beginning of each worker's text. A collective."""
-    gathered = ranks.gather(*mine.encode(errors="replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES))
-    return [bytes(map(int, row)).decode(errors="replace").strip() for row in gathered]
 
 
 def _script_arguments(argv: Sequence[str], workers: int) -> Iterator[Item]:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.errors import ClusterError, ConfigError
+from tfdist.errors import ClusterError, ConfigError, describe_error
 from tfdist.strategies import model_methods, saving
 from tfdist.training.loop_context import LoopContext
 
@@ -67,11 +67,11 @@ def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> Non
                 write()
         except Exception as e:
             error = e
-    failed = context.ranks.gather(float(error is not None))[0, 0]
-    if error is not None:
+    reason = context.ranks.agree(describe_error(error) if error else "")
+    if error:
         raise error
-    if failed:
-        raise ClusterError(f"The chief could not write {path!r}; its own message says why.")
+    if reason:
+        raise ClusterError(f"The chief could not write {path!r}: {reason}")
 
 
 def _make_folder(path: str) -> None:

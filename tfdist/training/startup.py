@@ -15,7 +15,7 @@ from tfdist.compression.base import Compressor
 from tfdist.config import StrategyConfig
 from tfdist.config.ranges import MOST_SECONDS, Range
 from tfdist.errors import ConfigError, format_value
-from tfdist.runtime.preemption import GRACE_SECONDS
+from tfdist.runtime.process_end import GRACE_SECONDS
 from tfdist.strategies.factory import create_strategy, make_engine
 from tfdist.training import checks
 from tfdist.training.loop_context import LoopContext
@@ -100,5 +100,5 @@ def create_context(
         cluster_and_task = None
     cluster, task = cluster_and_task or (None, TaskSpec("worker", 0))
     tasks = cluster.training_tasks() if cluster and traits.several_processes else [task]
-    together = ranks.Ranks(strategy, tasks.index(task), len(tasks))
+    together = ranks.Ranks(strategy, tasks.index(task), list(map(str, tasks)))
     return LoopContext(strategy, engine, together, cluster, task, backup, check_weights)

@@ -12,7 +12,7 @@ from tfdist.cluster.jobs.job import Job, check, command, tasks
 from tfdist.cluster.resolvers import environment
 from tfdist.config import TrainConfig
 from tfdist.errors import format_value
-from tfdist.runtime.exit_status import FAULTY_CONFIG, PREEMPTED
+from tfdist.runtime.process_end import FAULTY_CONFIG, PREEMPTED
 
 
 def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[str], job: Job) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tfdist.cluster.jobs.job import Job, check, command, tasks
 from tfdist.config import TrainConfig
-from tfdist.runtime.exit_status import PREEMPTED
+from tfdist.runtime.process_end import PREEMPTED
 
 
 def script(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[str], job: Job) -> str:

@@ -1,0 +1,348 @@
+"""The end of this process: exit codes, SIGTERM and Ctrl-C, and user code that ends a training too early. No TensorFlow here.
+
+Python calls a signal's handler in the main thread, which may wait in TensorFlow for a peer, or run a step or a compilation; and
+TensorFlow, with several workers, takes SIGTERM for itself. Therefore a thread reads the signals from a pipe.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from tfdist.runtime import progress
+from tfdist.runtime.log import logger
+
+PREEMPTED = 75  # the exit code after SIGTERM, once the state is saved; the task wants to be started again: EX_TEMPFAIL
+FAULTY_CONFIG = 2  # the exit code of a faulty command line or configuration, which no restart mends
+INTERRUPTED = "ended by Ctrl-C (SIGINT)"
+GRACE_SECONDS = 25.0
+
+_SHARE = 0.9  # of the grace, after which a save that has not finished is given up
+_ONE_SIGNAL = 1.0  # seconds in which several count as one: a task gets them directly and through its supervisor
+_ENDING_SECONDS = 2.0  # that the main thread has to end the process after Ctrl-C
+_TAKE_BACK_EVERY = 0.05  # seconds
+_PACKAGE = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
+_QUITTERS = "sitebuiltins"  # has `exit()` and `quit()`, which call sys.exit
+_leave = os._exit  # `run_to_the_end` replaces it for user code
+
+exit_code = 0  # with which this process will end, as far as that is known; for tasks that ask it
+amid_training = False  # whether sys.exit was called within a training
+_is_command = False  # whether this process is a command's own, and may be ended
+
+
+def expected_exit_code() -> int:
+    """Returns the exit code with which this process, whose end has begun, ends: `exit_code`, or 1 after an exception."""
+    return exit_code or int(getattr(sys, "last_value", None) is not None)
+
+
+def end(code: int, flush: bool = True) -> NoReturn:
+    """Ends this process at once, without Python's and TensorFlow's shutdown.
+
+    Args:
+        code: The exit code.
+        flush: Whether output that is buffered is written first. A terminal that nobody reads could keep the process.
+    """
+    for stream in (sys.stdout, sys.stderr) if flush else ():
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # it is closed, or the reader has gone
+            stream.flush()
+    _leave(code)
+    raise AssertionError
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process after its registered exit functions, without TensorFlow's shutdown; only for `tfdist train`.
+
+    The shutdown would take a second, on a busy machine many, in which the other tasks would miss those that have ended first
+    ("stopped sending heartbeats").
+    """
+    atexit._run_exitfuncs()
+    end(code)
+
+
+def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Returns a command's exit code; after Ctrl-C, or where nobody reads its output (`--help | head`), a shell's for that signal."""
+    global exit_code
+    try:
+        exit_code = main(argv)
+        if sys.stdout is not None:  # as it is where it was closed before the start
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        logger.error(interrupt_message())
+        exit_code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        exit_code = 128 + signal.SIGPIPE
+    return exit_code
+
+
+class _Signals:
+    """Calls functions upon signals, in a thread that reads the signals from a pipe."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Callable[[], object]] = {}
+        self.foreign_descriptor = -1  # an event loop's wakeup descriptor, which gets each signal, too
+        self._write = -1
+
+    def listen(self, number: int, handler: Callable[[], object]) -> None:
+        """Has `handler` called upon a signal, also where somebody else has taken the pipe's place since. Only for the main thread."""
+        self.handlers[number] = handler
+        if self._write < 0:
+            read, self._write = os.pipe()
+            os.set_blocking(self._write, False)
+            os.register_at_fork(after_in_child=_restore_default_in_child)
+            threading.Thread(target=self._read, args=(read,), name="tfdist-signals-pipe", daemon=True).start()
+        descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if descriptor != self._write:
+            self.foreign_descriptor = descriptor
+
+    def _read(self, pipe: int) -> None:
+        while received := os.read(pipe, 1):
+            if self.foreign_descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self.foreign_descriptor, received)
+            self.handlers.get(received[0], _ignore)()
+
+
+_signals = _Signals()
+
+
+class Preemption:
+    """SIGTERM, by which clusters announce that a task must go.
+
+    Outside of a training the first SIGTERM ends the process at once, with exit code 75. In one it is noted, and the process
+    ends with that code when the grace is nearly over, unless it has ended by then. A second SIGTERM, a second or more later, ends it at once.
+
+    Args:
+        grace_seconds: How long the process may take to end.
+
+    Attributes:
+        requested: Whether SIGTERM has come.
+        training: Whether a training looks at `requested` between its steps.
+        on_exit: Called before this process is ended with exit code 75 in this way.
+    """
+
+    _foreign_handler: Any = None  # of the process, not of an instance: the handler that was replaced
+
+    def __init__(self, grace_seconds: float = GRACE_SECONDS):
+        self.grace_seconds = grace_seconds
+        self.requested = False
+        self.training = False
+        self.on_exit: Callable[[], object] = lambda: None
+        self._first = 0.0
+
+    def listen(self) -> None:
+        """Takes SIGTERM over, again if somebody else has taken it since. Only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        _signals.listen(signal.SIGTERM, self._notice)
+        # The handler itself does nothing: by the time that Python calls it, the thread has read the signal.
+        handler = signal.signal(signal.SIGTERM, _ignore)
+        if handler is not _ignore:
+            Preemption._foreign_handler = handler
+
+    def give_back(self) -> None:
+        """Gives SIGTERM and the wakeup descriptor back to an event loop, or a handler, that had them before."""
+        if threading.current_thread() is not threading.main_thread() or signal.SIGTERM not in _signals.handlers:
+            return
+        handler = Preemption._foreign_handler
+        foreign = callable(handler) and handler is not end_at_once
+        if foreign or _signals.foreign_descriptor >= 0:
+            signal.set_wakeup_fd(_signals.foreign_descriptor)
+            signal.signal(signal.SIGTERM, handler if foreign else signal.SIG_DFL)
+
+    def _notice(self) -> None:
+        now = time.monotonic()
+        if self.requested:
+            if now - self._first >= _ONE_SIGNAL:
+                end(128 + signal.SIGTERM, flush=False)
+            return
+        self.requested, self._first = True, now
+        if not self.training:
+            self._end()
+        _after(_SHARE * self.grace_seconds, self._end)
+
+    def _end(self) -> None:
+        global exit_code
+        exit_code = PREEMPTED
+        try:
+            self.on_exit()
+        finally:
+            end(PREEMPTED, flush=False)
+
+
+def end_at_once(*_: object) -> None:
+    """Ends the process: a handler of SIGTERM for the seconds before there is a `Preemption`."""
+    end(PREEMPTED, flush=False)
+
+
+def _preemption_listens() -> bool:
+    return signal.getsignal(signal.SIGTERM) is _ignore
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _after(seconds: float, call: Callable[[], object]) -> None:
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+
+
+def _restore_default_in_child() -> None:
+    """Lets a forked process, which shares the pipe but has no thread, die of SIGTERM itself, or listen anew."""
+    global _signals
+    _signals = _Signals()
+    signal.set_wakeup_fd(-1)
+    if _preemption_listens():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def before_imports() -> None:
+    """Has Ctrl-C end this process without a traceback of an import; for commands, until `after_imports`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def after_imports() -> None:
+    """Has Ctrl-C raise KeyboardInterrupt again; for commands."""
+    global _is_command
+    _is_command = True
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def limit_interrupts() -> None:
+    """Limits from now on how long this process lives after Ctrl-C, if it is a command's own; a second Ctrl-C ends it at once."""
+    if not _is_command or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        return
+
+    def notice() -> None:
+        _signals.handlers[signal.SIGINT] = _end_interrupted
+        _after(_ENDING_SECONDS, _end_interrupted)
+
+    _signals.listen(signal.SIGINT, notice)
+
+
+def interrupt_message() -> str:
+    """Returns what a command prints after Ctrl-C, with what is kept of a training."""
+    return INTERRUPTED + progress.how_to_continue_mine()
+
+
+def _end_interrupted() -> None:
+    # In a thread of its own: a terminal that nobody reads must not keep the process.
+    report = threading.Thread(target=logger.error, args=(interrupt_message(),), daemon=True)
+    report.start()
+    report.join(0.5)
+    end(128 + signal.SIGINT, flush=False)
+
+
+@contextlib.contextmanager
+def signals_end_process() -> Iterator[None]:
+    """Has SIGINT and SIGTERM end the process at once while TensorFlow connects inside: with exit code 75 where a `Preemption` listens.
+
+    While TensorFlow connects, Python calls no handler of the main thread. TensorFlow takes SIGTERM for itself before it waits for other
+    tasks, and only notes it. It gets the signal back afterwards.
+    """
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        if _preemption_listens():  # in a thread, which needs no handler
+            del handlers[signal.SIGTERM]
+        handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, signal.SIG_DFL)
+    keep, over = _action(), threading.Event()
+    taken: list[int | None] = []
+
+    def take_back() -> None:
+        while not over.wait(_TAKE_BACK_EVERY):
+            if _action() != keep:
+                taken.append(_set_action(keep))
+
+    thread = threading.Thread(target=take_back, daemon=True, name="tfdist-signals")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if taken and not _preemption_listens():
+            _set_action(taken[-1])
+
+
+# Other threads than the main one may call these, and they see what TensorFlow has set. None stands for SIG_DFL.
+
+
+def _action() -> int | None:
+    """Returns the address of the C function that the system calls upon SIGTERM."""
+    get = ctypes.pythonapi.PyOS_getsig
+    get.argtypes, get.restype = [ctypes.c_int], ctypes.c_void_p
+    address: int | None = get(signal.SIGTERM)
+    return address
+
+
+def _set_action(address: int | None) -> int | None:
+    """Sets what `_action` returns, and returns what it was."""
+    put = ctypes.pythonapi.PyOS_setsig
+    put.argtypes, put.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    before: int | None = put(signal.SIGTERM, address)
+    return before
+
+
+def run_to_the_end(train: Callable[[], object]) -> int:
+    """Runs a training in this process, and keeps user code from ending it with exit code 0 before it has finished.
+
+    `sys.exit(0)` in a callback, a task, a model or its data, or `os._exit(0)`, would end `tfdist train` as if it had trained.
+
+    Args:
+        train: Returns when the training has finished.
+
+    Returns:
+        0 once it has finished; where user code ends the process before, its exit code, or 1 in place of 0.
+
+    Raises:
+        SystemExit: The package itself ends the process, as after SIGTERM.
+    """
+    process = os.getpid()
+
+    def leave_checked(code: int) -> None:
+        if os.getpid() == process:  # a child that is forked, as multiprocessing's, ends in this way
+            code = _unfinished(traceback.extract_stack()[-2], "os._exit", code)
+        _leave(code)
+
+    os._exit = leave_checked  # type: ignore[assignment]
+    try:
+        train()
+    except SystemExit as e:
+        caller = [each for each in traceback.extract_tb(e.__traceback__) if _QUITTERS not in each.filename][-1]
+        if caller.filename.startswith(_PACKAGE):
+            raise
+        return _unfinished(caller, "sys.exit", e.code)
+    finally:
+        os._exit = _leave
+    return 0
+
+
+def _unfinished(caller: traceback.FrameSummary, function: str, code: object) -> int:
+    """Logs who has ended the training; returns the process's exit code."""
+    global exit_code
+    logger.error(
+        f"{caller.filename}:{caller.lineno} has called {function}({'' if code is None else repr(code)}) before the training has "
+        "finished. To end a training early, set model.stop_training = True in a callback; for an error, raise one."
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    exit_code = code if isinstance(code, int) and code else 1
+    return exit_code
