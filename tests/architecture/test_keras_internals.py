@@ -432,7 +432,7 @@ def test_releases_of_keras_differ_where_the_loops_here_do():
 def test_a_batch_that_does_not_fit_is_a_value_error_of_the_model():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="incompatible shape"):
+    with pytest.raises(ValueError, match="is incompatible with the layer"):
         keras_loops.build_by_call(model, (tf.zeros([2, 4]), tf.zeros([2, 1])))
 
 
