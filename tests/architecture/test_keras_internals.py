@@ -3,6 +3,7 @@
 import concurrent.futures
 import inspect
 import re
+import unittest.mock
 
 import keras
 import numpy as np
@@ -384,6 +385,55 @@ def test_keras_tells_where_data_come_from():
     assert len(adapter._first_batches) == 2, moved
     assert len(list(adapter.generator())) == 3, moved
     assert callable(tf_dataset_adapter.make_class_weight_map_fn), moved
+
+
+class Rows(keras.utils.PyDataset):
+    num_batches = 3
+
+    def __getitem__(self, index):
+        return np.full((2, 1), index), np.zeros((2, 1))
+
+
+@pytest.mark.parametrize("num_batches", [3, None])
+def test_workers_of_a_py_dataset_are_read_and_stopped_where_expected(num_batches):
+    moved = "keras_loops: Keras keeps the workers of a PyDataset elsewhere"
+    data = Rows(workers=2, max_queue_size=1)
+    data.num_batches = num_batches
+    alone, adapter = keras_loops.PyDatasetAdapter(Rows()), keras_loops.PyDatasetAdapter(data)
+    assert alone.enqueuer is None and isinstance(adapter.enqueuer, keras_loops.OrderedEnqueuer), moved
+    assert f"self.{keras_loops.KERAS_ADAPTER_ITERATOR}," in inspect.getsource(type(adapter).get_tf_dataset), moved
+    threads, start = [], keras_loops.OrderedEnqueuer.start
+
+    def start_noted(enqueuer, *args):
+        start(enqueuer, *args)
+        threads.append((enqueuer.run_thread, enqueuer.future_queue))
+
+    with unittest.mock.patch.object(keras_loops.OrderedEnqueuer, "start", start_noted):
+        dataset = keras_loops.adapted_dataset(adapter)
+        assert adapter.enqueuer is None and not threads, moved
+        for _ in range(2):  # begins anew, also where a thread waits for room in the queue
+            assert [int(x[0, 0]) for x, _ in dataset.take(2)] == [0, 1], moved
+    assert len(threads) == 2 and all(queue.maxsize == 1 for _, queue in threads), moved
+    for thread, _ in threads:
+        thread.join(60)
+        assert not thread.is_alive(), moved
+
+
+def test_releases_of_keras_differ_where_the_loops_here_do():
+    for method in (keras.Model.train_on_batch, keras.Model.test_on_batch):
+        resets = "self.reset_metrics()" in inspect.getsource(inspect.unwrap(model_methods.keras_own(method.__name__)))
+        assert resets == keras_loops.RESETS_METRICS_FOR_BATCH, "keras_loops: metrics are reset in other releases"
+    ends = " ".join(inspect.getsource(keras_epochs.EpochIterator.catch_stop_iteration).split())
+    assert ends.count("self._interrupted_warning()") == 1
+    of_steps = "if self.steps_per_epoch: self._interrupted_warning()" in ends
+    assert of_steps != keras_loops.WARNS_OF_UNKNOWN_END, "keras_loops: Keras warns in other releases"
+
+
+def test_a_batch_that_does_not_fit_is_a_value_error_of_the_model():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="is incompatible with the layer"):
+        keras_loops.build_by_call(model, (tf.zeros([2, 4]), tf.zeros([2, 1])))
 
 
 def test_keras_tells_what_stays_on_the_chief_of_parameter_servers():

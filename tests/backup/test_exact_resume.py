@@ -190,6 +190,8 @@ EXACT = {
     "py_dataset_noisy_later": {"data": lambda: NoisyLater(own())},
     "py_dataset_noisy_shuffled": {"data": NoisyShuffled},
     "py_dataset_noisy_shuffled_by_its_own": {"data": lambda: NoisyShuffled(own())},
+    "py_dataset_worker_threads": {"data": lambda: Shuffled(workers=2, max_queue_size=2)},
+    "py_dataset_worker_processes": {"data": lambda: Shuffled(own(), workers=2, use_multiprocessing=True)},
     "numpy_function": {"data": numpy_noise},
     "callback": {"callback": DrawsRate},
     "py_dataset_with_state": {"data": lambda: Keeping(own())},
@@ -201,7 +203,11 @@ EXACT = {
     "epochs": {"data": lambda: lambda c: data_lib.epochs((X, Y), c, BATCH, 5), "steps_per_epoch": STEPS},
     "layers": {"layer": lambda: keras.Sequential([keras.layers.RandomFlip(), keras.layers.Dropout(0.3)])},
 }
-QUICK = ("generator_interleave_callback_and_step", "py_dataset_noisy_shuffled_by_its_own")
+QUICK = (
+    "generator_interleave_callback_and_step",
+    "py_dataset_noisy_shuffled_by_its_own",
+    "py_dataset_worker_threads",
+)
 FULL = (
     "generator",
     "interleave",
@@ -210,6 +216,7 @@ FULL = (
     "flip",
     "flip_before_cache",
     "py_dataset_shuffled",
+    "py_dataset_worker_processes",
     "layers",
     "numpy_function",
     "keras_random_in_loss",

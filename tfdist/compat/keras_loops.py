@@ -44,6 +44,12 @@ __all__ = [
 ]
 
 DEFAULT_BATCH_SIZE = 32  # Keras' own, of arrays for which none is given
+_RELEASE = tuple(map(int, keras.__version__.split(".")[:2]))
+RESETS_METRICS_FOR_BATCH = _RELEASE >= (3, 15)  # whether `train_on_batch` and `test_on_batch` do
+WARNS_OF_UNKNOWN_END = _RELEASE < (
+    3,
+    16,
+)  # whether a loop warns where data of unknown size end, without a number of steps
 
 Method = Callable[..., Any]
 
@@ -109,8 +115,17 @@ KERAS_CHECK_COMPILED = "_assert_compile_called"
 
 
 def build_by_call(model: keras.Model, batch: Any) -> None:
-    """Builds a model, its metrics and its compiled optimizer by calling the model on the shapes of a batch."""
-    getattr(model, KERAS_BUILD_BY_CALL)(data_batch=batch)
+    """Builds a model, its metrics and its compiled optimizer by calling the model on the shapes of a batch.
+
+    Raises:
+        ValueError: The batch does not fit the model. Before Keras 3.14 it was the context of a RuntimeError.
+    """
+    try:
+        getattr(model, KERAS_BUILD_BY_CALL)(data_batch=batch)
+    except RuntimeError as e:
+        if isinstance(e.__context__, ValueError):
+            raise e.__context__ from e.__context__.__cause__
+        raise
 
 
 def metrics_or_logs(model: keras.Model, logs: Any) -> Any:

@@ -149,7 +149,8 @@ class Passes:
         """Ends the present pass, and the epoch, as the data have ended."""
         if self._num_batches is None:
             self._num_batches = self._seen
-        warnings.warn(_RAN_OUT, stacklevel=2)
+        if self.steps_per_epoch or keras_loops.WARNS_OF_UNKNOWN_END:
+            warnings.warn(_RAN_OUT, stacklevel=2)
         self.iterator = None
         self.source.adapter.on_epoch_end()
 

@@ -46,7 +46,7 @@ def build(model: keras.Model, step: str, batch: Any, parts: int | None = None) -
                     _by_call(model, batch)
                 except Exception:
                     unsupported.check_traced(e)
-                    raise e from None
+                    raise e from e.__cause__
             left[step] = _unbuilt(model)
 
 

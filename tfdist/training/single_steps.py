@@ -35,7 +35,7 @@ def train_on_batch(
                 f"Received: sample_weight={sample_weight}, class_weight={class_weight}"
             )
         sample_weight = keras_loops.class_weight_to_sample_weights(y, class_weight)
-    logs = run(engine, model, "train_step", (x, y, sample_weight))
+    logs = run(engine, model, "train_step", (x, y, sample_weight), keras_loops.RESETS_METRICS_FOR_BATCH)
     return logs if return_dict else keras_loops.flat_logs(model, logs)
 
 
@@ -44,7 +44,7 @@ def test_on_batch(
 ) -> Any:
     """Evaluates a model on a batch, as Keras' `test_on_batch`; arguments as of `train_on_batch`."""
     keras_loops.check_compiled(model, "test_on_batch")
-    logs = run(engine, model, "test_step", (x, y, sample_weight))
+    logs = run(engine, model, "test_step", (x, y, sample_weight), keras_loops.RESETS_METRICS_FOR_BATCH)
     return logs if return_dict else keras_loops.flat_logs(model, logs)
 
 
@@ -57,7 +57,7 @@ def predict_on_batch(engine: Engine, model: keras.Model, x: Any) -> Any:
 METHODS = {each.__name__: each for each in (train_on_batch, test_on_batch, predict_on_batch)}
 
 
-def run(engine: Engine, model: keras.Model, step: str, batch: Any, reset_metrics: bool = True) -> dict[str, Any]:
+def run(engine: Engine, model: keras.Model, step: str, batch: Any, reset_metrics: bool) -> dict[str, Any]:
     """Runs a step of a model on a batch, and returns its logs.
 
     Args:

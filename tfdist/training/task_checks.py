@@ -173,7 +173,11 @@ def _is_of_users_line(error: BaseException) -> bool:
     frames = [os.path.realpath(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     if any(title in str(error) for title in ("in user code:", "Traceback (most recent call last)")):
         frames += map(os.path.realpath, _FILE.findall(str(error)))  # of a function that TensorFlow has traced or called
-    return not all(name.startswith(_LIBRARIES) or name.endswith(">") for name in frames)
+    if not all(name.startswith(_LIBRARIES) or name.endswith(">") for name in frames):
+        return True
+    return error.__cause__ is not None and _is_of_users_line(
+        error.__cause__
+    )  # Keras 3.16 raises another one from a loss's
 
 
 def _reason(error: BaseException) -> str:
