@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from tfdist.collectives import hardware
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import keras_internals
 from tfdist.errors import ClusterError
 from tfdist.replicas import equal_weights
 from tfdist.training.callback_kinds import only_observes, only_writes
@@ -133,7 +132,7 @@ class _CheckConsistency(keras.callbacks.Callback):
             return
         optimizer = self.model.optimizer
         # A LossScaleOptimizer's own rate means nothing.
-        rate = keras_internals.learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
+        rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
         # A schedule is a function of the step, and so the same on all ranks.
         mine = float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
         gathered = self._ranks.gather(float(self.model.stop_training), mine)
