@@ -41,8 +41,8 @@ def run(context: LoopContext, name: str, method: Method, model: keras.Model, arg
         ConfigError: Workers were given different arguments, or data that the strategy cannot use.
     """
     arguments = input_data.bind_arguments(method, model, args, kwargs)
-    if name in _LOOPS:
-        return _LOOPS[name](context, model, arguments)
+    if name in LOOPS:
+        return LOOPS[name](context, model, arguments)
     with context.stepping(model):
         return _PLAIN[name](context.engine, model, **arguments)
 
@@ -52,7 +52,7 @@ def run_plain(engine: Engine, name: str, method: Method, model: keras.Model, arg
     return _PLAIN[name](engine, model, **input_data.bind_arguments(method, model, args, kwargs))
 
 
-def _fit(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> keras.callbacks.History:
+def fit(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> keras.callbacks.History:
     with training(context, model, arguments) as complete:
         return loop.fit(context.engine, model, **complete)
 
@@ -105,7 +105,7 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         console.print_missing_update(model)
 
 
-def _evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
+def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
     unsupported.check_data(context.strategy, arguments.get("x"))
     data = _own_as_function(context, arguments.pop("x", None), arguments, takes_targets=True)
     arguments["verbose"] = _verbosity(context, arguments)
@@ -113,7 +113,7 @@ def _evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any
         return loop.evaluate(context.engine, model, data, **arguments)
 
 
-def _predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
+def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
     """Returns the outputs for all examples, in their order, on every rank."""
     data = arguments.pop("x")
     unsupported.check_data(context.strategy, data)
@@ -130,7 +130,7 @@ def _predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         return input_data.order_by_worker(outputs, rows, context.ranks) if rows else outputs
 
 
-_LOOPS = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}
+LOOPS = {"fit": fit, "evaluate": evaluate, "predict": predict}
 _PLAIN: dict[str, Any] = {"fit": loop.fit, "evaluate": loop.evaluate, "predict": loop.predict, **single_steps.METHODS}
 
 

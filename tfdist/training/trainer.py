@@ -304,7 +304,7 @@ class Trainer:
             args: Its arguments by place.
             kwargs: Its arguments by name.
         """
-        if not (name.endswith("_on_batch") and keras_internals.has_replaced_make_function(model)):
+        if name in loops.LOOPS or not keras_internals.has_replaced_make_function(model):
             self._attach(model)
         return loops.run(self._context, name, method, model, args, kwargs)
 
