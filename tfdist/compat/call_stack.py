@@ -12,23 +12,23 @@ import keras
 
 # Names of Keras' functions.
 KERAS_APPLY = "_distributed_tf_update_step"
-# The function that creates a Keras variable's tf.Variable, whose module moved in Keras 3.16, and where optimizers are.
+# The function that creates a Keras variable's tf.Variable, whose module moved in Keras 3.16.
 KERAS_CREATE = (keras.Variable._initialize.__module__, "_initialize")
-KERAS_VARIABLES = (KERAS_CREATE[0], "keras.src.backend.common.variables")
-KERAS_OPTIMIZERS = "keras.src.optimizers."
-# The modules of Keras' own steps and compiled losses.
-KERAS_STEP_MODULES = ("keras.src.backend.", "keras.src.trainers.")
+# The modules of variables, and the packages of optimizers and of Keras' own steps and compiled losses.
+_VARIABLES = (KERAS_CREATE[0], keras.Variable.assign.__module__)
+_OPTIMIZERS = keras.optimizers.SGD.__module__.rpartition(".")[0]
+_STEPS = tuple(each.__module__.rpartition(".")[0] for each in (keras.Model.train_step, keras.Model.compute_loss))
 
 
 def called_from_keras_step() -> bool:
     """Whether the caller is in one of the modules of Keras' own steps and compiled losses."""
-    return bool(sys._getframe(2).f_globals["__name__"].startswith(KERAS_STEP_MODULES))
+    return bool(sys._getframe(2).f_globals["__name__"].startswith(_STEPS))
 
 
 def is_assigned_by_users() -> bool:
     """Whether the code that assigns a variable, whose method has called the caller, is neither Keras' own nor tfdist's."""
     frame: Any = sys._getframe(2)
-    while frame is not None and _module(frame).startswith(KERAS_VARIABLES):
+    while frame is not None and _module(frame).startswith(_VARIABLES):
         frame = frame.f_back
     return frame is not None and not _module(frame).startswith(("keras.", "tfdist."))
 
@@ -41,7 +41,7 @@ def is_creating_keras_weight() -> bool:
     if frame is None:
         return False
     while frame is not None and _module(frame).startswith("keras."):
-        if _module(frame).startswith(KERAS_OPTIMIZERS):
+        if _module(frame).startswith(_OPTIMIZERS):
             return False
         frame = frame.f_back
     return True

@@ -25,7 +25,6 @@ Method = Callable[..., Any]
 # Models and layers
 
 KERAS_MAKE_FUNCTION = "_make_function"
-KERAS_COMPILED = ("_compile_metrics", "_compile_loss")
 KERAS_MOMENTS = "_moments"
 
 
@@ -33,11 +32,6 @@ def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
     """Yields a model and its layers, the nested ones included."""
     found: Iterator[keras.layers.Layer] = model._flatten_layers()
     return found
-
-
-def compiled_parts(model: keras.Model) -> list[Any]:
-    """Returns the metrics and losses that a model is compiled with, as Keras' containers."""
-    return [part for name in KERAS_COMPILED if (part := getattr(model, name, None))]
 
 
 def has_replaced_make_function(model: keras.Model) -> bool:
@@ -91,25 +85,20 @@ def replace_writers(make: Callable[[Method], Method]) -> None:
 
 # Optimizers
 
-KERAS_STRATEGY = "_distribution_strategy"
 KERAS_REDUCTION = "_all_reduce_sum_gradients"
 KERAS_UPDATE = "_backend_apply_gradients"
 KERAS_CLIP = "_clip_gradients"
 KERAS_WEIGHT_DECAY = "_apply_weight_decay"
 KERAS_UPDATE_VARIABLES = "_backend_update_step"
 KERAS_UPDATE_STEP = "update_step"
-KERAS_ACCUMULATORS = "_accumulated_gradients"
 KERAS_MOVE_AVERAGES = "_update_model_variables_moving_average"
 KERAS_OVERWRITE = "_overwrite_model_variables_with_average_value"
-KERAS_ITERATIONS = "_iterations"
 KERAS_TRAINABLE = "_trainable_variables"
-KERAS_VARIABLE_INDEX = "_get_variable_index"
-KERAS_LEARNING_RATE = "_learning_rate"
 
 
-def optimizer_strategy(optimizer: keras.optimizers.Optimizer, default: Any) -> Any:
-    """Returns the strategy in whose scope an optimizer was created; `default` if it does not say."""
-    return getattr(optimizer, KERAS_STRATEGY, default)
+def is_created_in_scope(optimizer: keras.optimizers.Optimizer, strategy: Any) -> bool:
+    """Whether an optimizer was created in the scope of a strategy."""
+    return bool(strategy.extended.variable_created_in_scope(step_counter(optimizer).value))
 
 
 def trainable_variables(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
@@ -120,23 +109,20 @@ def trainable_variables(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
 
 def variable_index(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
     """Returns the index of a variable in `trainable_variables`. Raises KeyError if the optimizer was built without it."""
-    return int(getattr(optimizer, KERAS_VARIABLE_INDEX)(variable))
+    for index, each in enumerate(trainable_variables(optimizer)):
+        if each is variable:
+            return index
+    raise KeyError(variable)
 
 
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Returns the variable that counts an optimizer's steps; its property `iterations` counts updates."""
-    return getattr(optimizer, KERAS_ITERATIONS)
-
-
-def learning_rate_variable(optimizer: Any) -> Any:
-    """Returns the variable, or the schedule, that holds an optimizer's learning rate; None if there is no optimizer."""
-    return getattr(optimizer, KERAS_LEARNING_RATE, None)
+    return next(each for each in optimizer.variables if each.name == OPTIMIZER_SCALARS[0])
 
 
 def accumulators(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
     """Returns the variables in which an optimizer adds up gradients, one for each of `trainable_variables`."""
-    found: Sequence[Any] = getattr(optimizer, KERAS_ACCUMULATORS)
-    return found
+    return [each for each in optimizer.variables if each.name.endswith(GRADIENT_ACCUMULATOR)]
 
 
 def clip_method(optimizer: keras.optimizers.Optimizer) -> Method:

@@ -31,6 +31,8 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer,
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 from keras.src.utils.python_utils import pythonify_logs
 
+from tfdist.compat import keras_metrics
+
 __all__ = [
     "ArrayDataAdapter",
     "DataAdapter",
@@ -109,9 +111,6 @@ def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Any]:
 # Models
 
 KERAS_BUILD_BY_CALL = "_symbolic_build"
-KERAS_LOGS = "_get_metrics_result_or_logs"
-KERAS_FLATTEN = "_flatten_metrics_in_order"
-KERAS_CHECK_COMPILED = "_assert_compile_called"
 
 
 def build_by_call(model: keras.Model, batch: Any) -> None:
@@ -129,18 +128,24 @@ def build_by_call(model: keras.Model, batch: Any) -> None:
 
 
 def metrics_or_logs(model: keras.Model, logs: Any) -> Any:
-    """Returns an epoch's logs: those of its last step, or the results of the model's metrics."""
-    return getattr(model, KERAS_LOGS)(logs)
+    """Returns an epoch's logs: the results of the model's metrics, or those of its last step, if they have other names."""
+    results = model.get_metrics_result()
+    return results if isinstance(logs, dict) and logs.keys() == results.keys() else logs
 
 
 def check_compiled(model: keras.Model, method: str) -> None:
     """Raises ValueError if a model is not compiled, as Keras does."""
-    getattr(model, KERAS_CHECK_COMPILED)(method)
+    if not model.compiled:
+        raise ValueError(f"You must call `compile()` before calling `{method}()`.")
 
 
-def flat_logs(model: keras.Model, logs: Any) -> Any:
-    """Returns logs as `evaluate` does without `return_dict`: a number, or a list."""
-    return getattr(model, KERAS_FLATTEN)(logs)
+def flat_logs(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Returns logs as `evaluate` does without `return_dict`: a number, or a list, in the order of the model's metrics."""
+    compiled = keras_metrics.compiled_metrics(model)
+    names = [each.name for metric in model.metrics for each in (metric.metrics if metric is compiled else [metric])]
+    values = [logs[name] for name in names if name in logs]
+    values += [logs[name] for name in sorted(logs) if name not in names]
+    return values[0] if len(values) == 1 else values
 
 
 # What `predict` makes of its outputs

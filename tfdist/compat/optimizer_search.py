@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfdist.compat.keras_internals import optimizer_strategy
+from tfdist.compat.keras_internals import is_created_in_scope
 
 # Objects of these packages hold no optimizer of a user's, but for Keras' layers.
 _CLOSED = ("builtins", "keras", "tensorflow", "numpy", "tfdist")
@@ -22,11 +22,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """
     own = optimizers_in_attributes(model)
     strategy = model.distribute_strategy
-    deeper = [
-        each
-        for each in _optimizers_in_parts(model)
-        if optimizer_strategy(_wrapped_optimizer(each), strategy) is strategy
-    ]
+    deeper = [each for each in _optimizers_in_parts(model) if is_created_in_scope(_wrapped_optimizer(each), strategy)]
     return _without_wrapped([*own, *deeper])
 
 

@@ -115,7 +115,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
     strategy = model.distribute_strategy
     for optimizer in optimizers(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if keras_internals.optimizer_strategy(inner, strategy) is not strategy:
+        if not keras_internals.is_created_in_scope(inner, strategy):
             yield (
                 f"The optimizer {type(inner).__name__} was created outside of this trainer's scope: create it in "
                 "`with trainer.scope():`, or give its name."

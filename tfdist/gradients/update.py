@@ -181,17 +181,18 @@ class AccumulatingUpdate:
         totals = [total for _, total in self._totals(grads, variables)]
         shares = self.clip_local([total / (steps * parts) for total in totals])
         for each in keras_internals.accumulators(self._optimizer):
-            if each is not None:  # as Keras, also of a variable that has no gradient at this step
-                each.value.assign(tf.zeros_like(each.value))
+            each.value.assign(
+                tf.zeros_like(each.value)
+            )  # as Keras, also of a variable that has no gradient at this step
         return list(shares)
 
     def _totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
         # A replica's gradient is its share of a sum, while accumulators are statistics, which average over the replicas:
         # so the mean of the accumulators is what one process would have.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync if self.accumulates else 1
+        accumulators = keras_internals.accumulators(self._optimizer)
         for grad, variable in zip(gradient_lists.with_static_shapes(grads, variables), variables, strict=True):
-            index = keras_internals.variable_index(self._optimizer, variable)
-            accumulator = keras_internals.accumulators(self._optimizer)[index].value
+            accumulator = accumulators[keras_internals.variable_index(self._optimizer, variable)].value
             yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas
 
 

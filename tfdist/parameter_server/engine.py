@@ -29,7 +29,7 @@ from tfdist.engine import Engine
 from tfdist.errors import ConfigError
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.parameter_server import server
-from tfdist.parameter_server.execution import DrainFirst, Execution, drain_steps
+from tfdist.parameter_server.execution import Execution, drain_first, drain_steps
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_server
 from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator, WorkerDataset
@@ -59,7 +59,7 @@ class ParameterServerEngine(Engine):
         if not keras_internals.has_replaced_make_function(model):
             keras_internals.replace_make_function(model, functools.partial(Execution, model, self, self.scheduler))
             for method in _DRAIN_FIRST_METHODS:
-                setattr(model, method, DrainFirst(model, method))
+                setattr(model, method, functools.partial(drain_first, model, method))
             model.train_function = model.test_function = None
         if not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(model, self.scheduler)

@@ -1,6 +1,6 @@
 """The function that runs on the chief for each execution: it schedules the steps, and counts their results later.
 
-Whatever reads metrics or weights first waits for the steps that are still scheduled (`DrainFirst`).
+Whatever reads metrics or weights first waits for the steps that are still scheduled (`drain_first`).
 """
 
 from __future__ import annotations
@@ -207,24 +207,11 @@ def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
     return run(data)
 
 
-class DrainFirst:
-    """A method of a model that first waits until all scheduled steps are counted.
-
-    The loop reads metrics at the end of an epoch or evaluation, and callbacks save within an epoch.
-
-    Args:
-        model: The model.
-        method: The name of the method.
-    """
-
-    def __init__(self, model: keras.Model, method: str):
-        self._model = model
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not tf.inside_function():  # where a step is traced
-            drain_steps(self._model)
-        return getattr(type(self._model), self._method)(self._model, *args, **kwargs)
+def drain_first(model: keras.Model, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of a model once all scheduled steps are counted: callbacks read metrics, and save, within an epoch."""
+    if not tf.inside_function():  # where a step is traced
+        drain_steps(model)
+    return getattr(type(model), method)(model, *args, **kwargs)
 
 
 def drain_steps(model: keras.Model) -> None:

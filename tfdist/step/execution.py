@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,12 +67,14 @@ class Execution:
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
         self._end = iter(tf.data.Dataset.range(0))  # raises OutOfRangeError, also within a tf.function
-        self._batch, self._some = self._run_batch, self._run_some
-        self._single = self._run_single
-        if not model.run_eagerly:
+        self._is_traced = not (model.run_eagerly or tf.config.functions_run_eagerly())
+        self._batch = self._run_batch
+        self._next: Any = self._run_single if self._steps == 1 else self._run_some
+        if self._is_traced:
             self._batch = tf.function(self._run_batch, reduce_retracing=True, autograph=False)
-            self._single = tf.function(self._run_single, reduce_retracing=True, autograph=False)
-            self._some = tf.function(self._run_some, reduce_retracing=True, autograph=False)
+            self._next = tf.function(self._next, reduce_retracing=True, autograph=False)
+        self._of_spec: dict[Any, Callable[..., Any]] = {}
+        self._of_iterator: Any = weakref.WeakKeyDictionary()
 
     def __call__(self, iterator: Any) -> Mapping[str, Any]:
         """Runs an execution, as Keras' own function does. Raises StopIteration where there is no batch left."""
@@ -146,16 +149,35 @@ class Execution:
         return self._replica.computed.now() if self._replica.computed else {}
 
     def _execute(self, iterator: Any, left: int | None) -> Mapping[str, Any]:
-        if self._steps == 1:
-            logs, self.agreed_flags, waited = self._single(iterator)
-        else:
-            steps = self._steps if left is None else min(self._steps, left)
-            logs, self.agreed_flags, waited = self._some(iterator, tf.constant(steps))
+        execute = self._bound(iterator) if self._is_traced else functools.partial(self._next, iterator)
+        steps = self._steps if left is None else min(self._steps, left)
+        logs, self.agreed_flags, waited = execute() if self._steps == 1 else execute(tf.constant(steps))
         seconds, done = (float(each) for each in waited)
         if not math.isnan(seconds):
             self.input_seconds += seconds
             self.measured.add("perf/input_wait_ms", 1000 * seconds / done)
         return logs
+
+    def _bound(self, iterator: Any) -> Callable[..., Any]:
+        """Returns `_next` for an iterator, as a function of that iterator's tensors.
+
+        To find the graph for an iterator, and to take a distributed one apart, takes as long as a small step: once is enough. An
+        iterator that nothing else holds must end, with its threads, so only its tensors are held, and no longer than it.
+        """
+        bound = self._of_iterator.get(iterator)
+        if bound is None:
+            spec, tensors = tf.type_spec_from_value(iterator), tf.nest.flatten(iterator, expand_composites=True)
+            rest = () if self._steps == 1 else (tf.TensorSpec([], tf.int32),)
+            traced = self._next.get_concrete_function(iterator, *rest)
+            if spec not in self._of_spec:
+
+                @functools.partial(tf.function, autograph=False)
+                def of_tensors(tensors: Any, *rest: Any) -> Any:
+                    return traced(tf.nest.pack_sequence_as(spec, tensors, expand_composites=True), *rest)
+
+                self._of_spec[spec] = of_tensors.get_concrete_function(tensors, *rest)
+            bound = self._of_iterator[iterator] = functools.partial(self._of_spec[spec], tensors)
+        return bound
 
     def _run_one(self, data: Any, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
         """One step; returns the packed logs, averaged over this process's replicas."""

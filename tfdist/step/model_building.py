@@ -16,7 +16,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat import keras_internals, keras_loops, keras_losses, optimizer_search, tf_internals, unsupported
+from tfdist.compat import (
+    keras_internals,
+    keras_loops,
+    keras_losses,
+    keras_metrics,
+    optimizer_search,
+    tf_internals,
+    unsupported,
+)
 
 _left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
     weakref.WeakKeyDictionary()
@@ -94,12 +102,9 @@ def _of_replica(form: Any, parts: int) -> Any:
 
 
 def _unbuilt(model: keras.Model) -> set[int]:
-    parts = [
-        *keras_internals.layers(model),
-        *optimizer_search.optimizers(model),
-        *keras_internals.compiled_parts(model),
-    ]
-    return {id(part) for part in parts if not part.built}
+    compiled = (keras_metrics.compiled_metrics(model), keras_losses.compiled_loss(model))
+    parts = [*keras_internals.layers(model), *optimizer_search.optimizers(model), *compiled]
+    return {id(part) for part in parts if part is not None and not part.built}
 
 
 def trace(step: Callable[[Any], Any], model: keras.Model, batch: Any) -> None:

@@ -40,7 +40,7 @@ class Trains(Protocol):
 
 USE_TRAINER = "{0} trains models of a Trainer alone: make the model in the scope of tfdist.Trainer({0!r})."
 _TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_LOOP = "tfdist.training.loops:run"  # of a higher row: imported when a model is first trained
+_LOOP = "tfdist.training.loops:run_plain"  # of a higher row: imported when a model is first trained
 _SAVING: dict[str, Callable[[Method], Method]] = {"save": lambda own: own, "export": saving.model_export}
 _alone: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # of which it was said that they train alone
 _newest: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference to the strategy created last)

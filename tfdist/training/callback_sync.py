@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from tfdist.collectives import hardware
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import keras_internals
 from tfdist.errors import ClusterError
 from tfdist.replicas import equal_weights
 from tfdist.training.callback_kinds import only_observes, only_writes
@@ -87,12 +86,10 @@ class _CheckConsistency(keras.callbacks.Callback):
     """Comes last: lets all ranks do what one decided.
 
     Args:
-        strategy: The strategy.
-        ranks: The ranks that agree.
+        strategy: The strategy, likewise `ranks` and `check_weights` as of `wrap_callbacks`.
         on_batches: Whether some rank has a callback that acts on batches.
         alike: Whether all ranks have the same callbacks, except those that only observe. Where they have, unequal weights
             are an error; where not, the chief's hold.
-        check_weights: As for `wrap_callbacks`.
     """
 
     def __init__(self, strategy: Any, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
@@ -133,7 +130,7 @@ class _CheckConsistency(keras.callbacks.Callback):
             return
         optimizer = self.model.optimizer
         # A LossScaleOptimizer's own rate means nothing.
-        rate = keras_internals.learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
+        rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
         # A schedule is a function of the step, and so the same on all ranks.
         mine = float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
         gathered = self._ranks.gather(float(self.model.stop_training), mine)

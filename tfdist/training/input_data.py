@@ -42,18 +42,7 @@ def open_source(
     shuffle: Any = False,
     class_weight: Any = None,
 ) -> DataSource:
-    """Returns the source of a loop over the data of `fit`, `evaluate` or `predict`.
-
-    Args:
-        engine: Trains on them.
-        x: As of `fit`, likewise the others; or a `DatasetFunction`.
-        y: The targets.
-        sample_weight: The weights of the examples.
-        batch_size: Examples per step.
-        steps: Steps of an epoch, or None.
-        shuffle: Whether to shuffle arrays.
-        class_weight: The weight of each class.
-    """
+    """Returns the source of a loop over the data of `fit`, `evaluate` or `predict`; `x` may be a `DatasetFunction`."""
     unsupported.check_data(engine.strategy, x)
     beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
     if isinstance(x, types.GeneratorType) and all(value is None for value in beside.values()):  # or Keras refuses them
@@ -87,30 +76,16 @@ def open_source(
 
 
 def unpack_own_rows(data: Any, arguments: dict[str, Any]) -> Any:
-    """Returns the inputs of `own_rows` in one process, where they are plain arrays, and puts the others into the arguments.
-
-    Args:
-        data: What the user gave as `x`.
-        arguments: The other arguments, which are changed.
-    """
+    """Returns the inputs of `own_rows` in one process, where they are plain arrays, and puts the others into the arguments."""
     if not isinstance(data, OwnRows):
         return data
-    arguments |= {
-        name: value for name, value in (("y", data.y), ("sample_weight", data.sample_weight)) if value is not None
-    }
+    beside = {"y": data.y, "sample_weight": data.sample_weight}
+    arguments |= {name: value for name, value in beside.items() if value is not None}
     return data.x
 
 
 def check_own_rows(data: Any, arguments: dict[str, Any]) -> None:
-    """Checks the arguments beside `own_rows`.
-
-    Args:
-        data: What the user gave as `x`.
-        arguments: The other arguments.
-
-    Raises:
-        ConfigError: There are targets, weights or a split beside it.
-    """
+    """Raises ConfigError if there are targets, weights or a split beside `own_rows`."""
     both = [name for name in ("y", "sample_weight") if arguments.get(name) is not None]
     both += ["validation_split"] if arguments.get("validation_split") else []
     if isinstance(data, OwnRows) and both:
@@ -121,13 +96,7 @@ def check_own_rows(data: Any, arguments: dict[str, Any]) -> None:
 
 
 def as_function(data: Any, batch_size: int | None, shuffle: Any = False) -> Any:
-    """Returns the dataset function of `own_rows`, and other data as they are.
-
-    Args:
-        data: What the user gave.
-        batch_size: The global batch size; None is Keras' own default.
-        shuffle: As of `fit`.
-    """
+    """Returns the dataset function of `own_rows`, and other data as they are. A batch size of None is Keras' own."""
     if not isinstance(data, OwnRows):
         return data
 
@@ -162,14 +131,7 @@ def order_by_worker(outputs: Any, rows: list[list[int]], ranks: Ranks) -> Any:
 
 
 def from_generator(generator: types.GeneratorType) -> tf.data.Dataset:
-    """Makes a dataset of what a Python generator yields.
-
-    Args:
-        generator: Yields batches, as `fit` takes them.
-
-    Raises:
-        ValueError: As Keras: the generator is empty, or yields no tuples.
-    """
+    """Makes a dataset of the batches that a Python generator yields. Raises ValueError as Keras: of none, or of no tuples."""
 
     def present(batch: Any) -> Any:  # TensorFlow cannot split an absent sample_weight over replicas
         return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch

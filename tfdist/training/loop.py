@@ -21,7 +21,7 @@ from tfdist.training import input_data
 
 
 class Hooks(keras.callbacks.CallbackList):
-    """The callbacks of a loop.
+    """The callbacks of a loop, and what a validation within a `fit` needs of that.
 
     Args:
         callbacks: The callbacks.
@@ -30,7 +30,6 @@ class Hooks(keras.callbacks.CallbackList):
         **options: As of `CallbackList`.
 
     Attributes:
-        session: As given.
         validation: The validation data of a `fit`, once a validation has begun.
     """
 
@@ -65,14 +64,9 @@ def fit(
     session: BackupSession | None = None,
     progress: Progress | None = None,
 ) -> keras.callbacks.History:
-    """Trains a model, as Keras' `fit`.
+    """Trains a model, which the engine has attached, as Keras' `fit`; the session backs the training up, and resumes it.
 
-    Args:
-        engine: Runs the steps; it has attached the model.
-        model: The model.
-        x: As of Keras' `fit`, likewise the others; or a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
-        session: Backs the training up, and resumes it; or None.
-        progress: Tells a supervisor how far the training is, or None.
+    Here and in the other loops, `x` may be a function `(tf.distribute.InputContext) -> tf.data.Dataset`, too.
     """
     keras_loops.check_compiled(model, "fit")
     if (most := keras.config.max_epochs()) and most < epochs:
@@ -92,8 +86,7 @@ def fit(
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         size = validation_batch_size or batch_size
         if hooks.validation is None:
-            source = input_data.open_source(engine, x, y, sample_weight, size, validation_steps)
-            hooks.validation = Passes(source, validation_steps, int(model.steps_per_execution), _begin_pass(model))
+            hooks.validation = _passes(engine, model, x, y, sample_weight, size, validation_steps)
         logs = model.evaluate(  # which the model's class may override
             x=x,
             y=y,
@@ -205,20 +198,10 @@ def evaluate(
     callbacks: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """Evaluates a model, as Keras' `evaluate`.
-
-    Args:
-        engine: Runs the steps; it has attached the model.
-        model: The model.
-        x: As of Keras' `evaluate`, likewise the others; or a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
-    """
+    """Evaluates a model, which the engine has attached, as Keras' `evaluate`."""
     keras_loops.check_compiled(model, "evaluate")
     validation = callbacks.validation if isinstance(callbacks, Hooks) else None
-    if validation is None:
-        source = input_data.open_source(engine, x, y, sample_weight, batch_size, steps)
-        passes = Passes(source, steps, int(model.steps_per_execution), _begin_pass(model))
-    else:
-        passes = validation
+    passes = validation or _passes(engine, model, x, y, sample_weight, batch_size, steps)
     model_building.build(model, "test_step", passes.source.form, passes.source.parts)
     passes.reset()
     hooks = _hooks(model, callbacks, passes, verbose)
@@ -262,16 +245,9 @@ def predict(
     steps: int | None = None,
     callbacks: Any = None,
 ) -> Any:
-    """Returns the outputs of a model, as Keras' `predict`.
-
-    Args:
-        engine: Runs the steps; it has attached the model.
-        model: The model.
-        x: As of Keras' `predict`, likewise the others; or a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
-    """
-    source = input_data.open_source(engine, x, None, None, batch_size, steps)
+    """Returns the outputs of a model, which the engine has attached, as Keras' `predict`."""
+    passes = _passes(engine, model, x, None, None, batch_size, steps)
     size = int(model.steps_per_execution)
-    passes = Passes(source, steps, size, _begin_pass(model))
     hooks = _hooks(model, callbacks, passes, verbose)
     model.make_predict_function()
     model.stop_predicting = False
@@ -312,15 +288,7 @@ def steps(
     session: BackupSession | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Any]:
-    """Yields each batch of a training whose steps the caller runs, by `trainer.step`.
-
-    Args:
-        engine: It has attached the model.
-        model: The step's `StepModel`.
-        x: As of `fit`, likewise the others.
-        session: As of `fit`.
-        progress: As of `fit`.
-    """
+    """Yields each batch of a training of a `StepModel`, whose steps the caller runs."""
     data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "class_weight": None}
     passes = _training_passes(engine, model, session, steps_per_epoch, shuffle=shuffle, **data)
     hooks = _training_hooks(model, callbacks, session, progress, passes, epochs, verbose)
@@ -340,13 +308,21 @@ def steps(
                 logs = model.logs
 
 
+def _passes(
+    engine: Engine, model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None
+) -> Passes:
+    """Returns the passes of an evaluation or a prediction."""
+    source = input_data.open_source(engine, x, y, sample_weight, batch_size, steps)
+    return Passes(source, steps, int(model.steps_per_execution), model.distribute_strategy.begin_pass)
+
+
 def _training_passes(
     engine: Engine, model: keras.Model, session: BackupSession | None, steps_per_epoch: int | None, **data: Any
 ) -> TrainingPasses:
     """Returns the passes of a training, with the model built for them."""
     source = input_data.open_source(engine, steps=steps_per_epoch, **data)
     size = int(model.steps_per_execution)
-    passes = TrainingPasses(source, steps_per_epoch, size, _begin_pass(model), session is not None)
+    passes = TrainingPasses(source, steps_per_epoch, size, model.distribute_strategy.begin_pass, session is not None)
     if session:
         session.passes = passes
     with passes.state.preserve_seed_generators():
@@ -389,10 +365,6 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
         found = call_stack.raising_callback(e)
         where = f"{type(found[0]).__name__}.{found[1]}" if found else f"A callback's {function.__name__}"
         raise stop_iteration_error(where, e) from e
-
-
-def _begin_pass(model: keras.Model) -> Callable[[], None]:
-    return model.distribute_strategy.begin_pass
 
 
 @contextlib.contextmanager

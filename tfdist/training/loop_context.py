@@ -19,6 +19,10 @@ from tfdist.runtime import process_end, progress
 from tfdist.runtime.log import BARE, logger
 from tfdist.training import checks, console, lost_workers
 
+_MUST_BE_THE_BACKUPS = {
+    *("batch_size", "class_weight", "initial_epoch", "own_sizes", "shuffle", "steps_per_epoch", "validation_split")
+}  # arguments of `fit`
+
 
 class LoopContext:
     """The context in which a trainer runs Keras' loops.
@@ -99,11 +103,7 @@ class LoopContext:
 
     @contextlib.contextmanager
     def stepping(self, model: keras.Model) -> Iterator[None]:
-        """Surrounds a single step.
-
-        Args:
-            model: The model, which is attached.
-        """
+        """Surrounds a single step of a model, which is attached."""
         with self.working(), self.engine.running(model):
             yield
 
@@ -114,13 +114,9 @@ class LoopContext:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def running(self, engine: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        """Runs a loop of Keras inside.
-
-        Args:
-            engine: What the engine does around it.
-        """
-        marks = self.strategy.statistics.caller_marks_changes()
+    def running(self, model: keras.Model) -> Iterator[None]:
+        """Surrounds a loop of a model, which is attached."""
+        marks, engine = self.strategy.statistics.caller_marks_changes(), self.engine.running(model)
         with self.working(), marks, self.watching_workers(), engine, warnings.catch_warnings():
             if not self.is_chief:
                 warnings.filterwarnings("ignore", message=".*ran out of data")  # the chief warns once for all ranks
@@ -143,28 +139,16 @@ class LoopContext:
             data: The training data.
             fit_arguments: The other arguments of `fit`, some of which must be those of the backup.
         """
-        with progress.training(self.task.name), self._backing_up(backup, model, data, fit_arguments) as session:
-            yield session
-
-    def _backing_up(
-        self, backup: BackupAndRestore | None, model: keras.Model, data: Any, fit_arguments: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[BackupSession | None]:
-        if backup is None:
-            return contextlib.nullcontext()
-        names = (
-            "batch_size",
-            "class_weight",
-            "initial_epoch",
-            "shuffle",
-            "steps_per_epoch",
-            "validation_split",
-            "own_sizes",
-        )
-        same = {name: fit_arguments[name] for name in names if name in fit_arguments}
-        if same.get("own_sizes") is None:
-            same.pop("own_sizes", None)
-        same["data"] = compatibility.describe_data(data, fit_arguments.get("y"))
-        return backup.training(model, self.ranks, same, self.engine, self.task.name)
+        with progress.training(self.task.name):
+            if backup is None:
+                yield None
+                return
+            same = {name: value for name, value in fit_arguments.items() if name in _MUST_BE_THE_BACKUPS}
+            if same.get("own_sizes") is None:
+                same.pop("own_sizes", None)
+            same["data"] = compatibility.describe_data(data, fit_arguments.get("y"))
+            with backup.training(model, self.ranks, same, self.engine, self.task.name) as session:
+                yield session
 
     def delete_backup(self, backup: BackupAndRestore | None, at_once: bool = False) -> None:
         """Removes the backups of trainings that have come to their end. A collective.

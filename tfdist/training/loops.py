@@ -25,37 +25,41 @@ from tfdist.training.loop_context import LoopContext
 Method = Callable[..., Any]
 
 
-def fit(context: LoopContext, method: Method, model: keras.Model, args: Any, kwargs: Any) -> keras.callbacks.History:
-    """Trains `model`, and returns its history.
+def run(context: LoopContext, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
+    """Runs a method of a model, with what surrounds it on this rank.
 
     Args:
-        context: The context of the loop.
+        context: The context of the trainer's loops.
+        name: The method's name.
         method: Keras' method, for the names of the arguments.
         model: The model, checked and attached.
         args: The arguments by position.
         kwargs: The arguments by name.
 
     Raises:
-        ClusterError: As `training`.
-        ConfigError: As `training`.
+        ClusterError: A task is lost that the others cannot do without.
+        ConfigError: Workers were given different arguments, or data that the strategy cannot use.
     """
-    with training(context, model, input_data.bind_arguments(method, model, args, kwargs)) as arguments:
-        return loop.fit(context.engine, model, **arguments)
+    arguments = input_data.bind_arguments(method, model, args, kwargs)
+    if name in LOOPS:
+        return LOOPS[name](context, model, arguments)
+    with context.stepping(model):
+        return _PLAIN[name](context.engine, model, **arguments)
+
+
+def run_plain(engine: Engine, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
+    """Runs a method of a model without what surrounds it: without a Trainer, or within one of its loops. Arguments as of `run`."""
+    return _PLAIN[name](engine, model, **input_data.bind_arguments(method, model, args, kwargs))
+
+
+def fit(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> keras.callbacks.History:
+    with training(context, model, arguments) as complete:
+        return loop.fit(context.engine, model, **complete)
 
 
 @contextlib.contextmanager
 def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Does what a training needs before and after its loop; the value is the arguments of the loop.
-
-    Args:
-        context: The context of the loop.
-        model: The model, checked and attached.
-        arguments: Those of `fit`.
-
-    Raises:
-        ClusterError: A task is lost that the others cannot do without.
-        ConfigError: Workers were given different arguments, or data that the strategy cannot use.
-    """
+    """Does what a training needs before and after its loop; takes the arguments of `fit`, and its value is those of the loop."""
     data, validation = arguments.pop("x", None), arguments.pop("validation_data", None)
     for each in (data, validation):
         unsupported.check_data(context.strategy, each)
@@ -86,7 +90,7 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
     backup, callbacks, ends_with_fit = _choose_backup(context, callbacks)
     redirected = callback_kinds.redirect_to_temporary_files([] if context.is_chief else callbacks)
     backing_up = context.backing_up(backup, model, data, described)
-    with context.running(context.engine.running(model)), backing_up as session, redirected:
+    with context.running(model), backing_up as session, redirected:
         if backup:
             context.backup = None if ends_with_fit else backup
         if validation is not None:
@@ -101,100 +105,39 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         console.print_missing_update(model)
 
 
-def evaluate(context: LoopContext, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Evaluates `model`, and returns what Keras' `evaluate` returns.
-
-    Args:
-        context: The context of the loop.
-        method: Keras' method, for the names of the arguments.
-        model: The model, checked and attached.
-        args: The arguments by position.
-        kwargs: The arguments by name.
-
-    Raises:
-        ConfigError: The strategy cannot use the data.
-    """
-    arguments = input_data.bind_arguments(method, model, args, kwargs)
+def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
     unsupported.check_data(context.strategy, arguments.get("x"))
     data = _own_as_function(context, arguments.pop("x", None), arguments, takes_targets=True)
     arguments["verbose"] = _verbosity(context, arguments)
-    with context.running(context.engine.running(model)):
+    with context.running(model):
         return loop.evaluate(context.engine, model, data, **arguments)
 
 
-def predict(context: LoopContext, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Returns the outputs of `model` for all examples, in their order, on every rank.
-
-    Args:
-        context: The context of the loop.
-        method: Keras' method, for the names of the arguments.
-        model: The model, checked and attached.
-        args: The arguments by position.
-        kwargs: The arguments by name.
-
-    Raises:
-        ConfigError: The strategy cannot use the data.
-    """
-    arguments = input_data.bind_arguments(method, model, args, kwargs)
+def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
+    """Returns the outputs for all examples, in their order, on every rank."""
     data = arguments.pop("x")
     unsupported.check_data(context.strategy, data)
     own = worker_rows.is_own(data) and context.ranks.size > 1
     data = context.engine.data_to_predict(model, _own_as_function(context, data, arguments, takes_targets=False))
     arguments["verbose"] = _verbosity(context, arguments)
-    with context.running(context.engine.running(model)):
+    with context.running(model):
         model.make_predict_function()
-        rows = (
-            getattr(model.predict_function, "own_rows", None) if own else None
-        )  # a model may have a function of its own
+        # A model may have a function of its own.
+        rows = getattr(model.predict_function, "own_rows", None) if own else None
         if rows:
             rows.clear()
         outputs = loop.predict(context.engine, model, data, **arguments)
         return input_data.order_by_worker(outputs, rows, context.ranks) if rows else outputs
 
 
-def on_batch(context: LoopContext, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs one step of `model`, as `train_on_batch`, `test_on_batch` and `predict_on_batch` do.
-
-    Args:
-        context: The context of the loop.
-        name: The method's name.
-        method: Keras' method, for the names of the arguments.
-        model: The model, checked and attached.
-        args: The arguments by position.
-        kwargs: The arguments by name.
-    """
-    with context.stepping(model):
-        return single_steps.METHODS[name](
-            context.engine, model, **input_data.bind_arguments(method, model, args, kwargs)
-        )
-
-
 LOOPS = {"fit": fit, "evaluate": evaluate, "predict": predict}
 _PLAIN: dict[str, Any] = {"fit": loop.fit, "evaluate": loop.evaluate, "predict": loop.predict, **single_steps.METHODS}
-
-
-def run(engine: Engine, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs a method of a model without what surrounds a Trainer's: without a Trainer, or within one of its loops.
-
-    Args:
-        engine: Runs the steps; it has attached the model.
-        name: The method's name.
-        method: Keras' method, for the names of the arguments.
-        model: The model.
-        args: The arguments by position.
-        kwargs: The arguments by name.
-    """
-    return _PLAIN[name](engine, model, **input_data.bind_arguments(method, model, args, kwargs))
 
 
 def _choose_backup(
     context: LoopContext, callbacks: Sequence[keras.callbacks.Callback]
 ) -> tuple[BackupAndRestore | None, list[keras.callbacks.Callback], bool]:
-    """Chooses what backs a `fit` up: the user's callback, the default, or one in place of Keras' own callback.
-
-    Args:
-        context: The context of the loop. Its backup, if there is one, is used if none of the callbacks backs up.
-        callbacks: The user's.
+    """Chooses what backs a `fit` up: the user's callback, the trainer's backup, or one in place of Keras' own callback.
 
     Returns:
         What backs up, or None; the other callbacks; whether the backup is to be removed when `fit` ends, as Keras' is.
@@ -226,10 +169,9 @@ def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -
     synchronize, own, agree = callback_sync.wrap_callbacks(
         callbacks, context.strategy, context.ranks, context.check_weights
     )
+    stops = context.engine.nan_policy == "stop"
     return [
-        *(
-            [_NonFiniteStop()] if context.engine.nan_policy == "stop" else []
-        ),  # ends before a callback saves such weights
+        *([_NonFiniteStop()] if stops else []),  # ends before a callback saves such weights
         synchronize,  # before any callback reads the model
         *own,
         agree,  # after the last one that may stop the training, or change the learning rate

@@ -20,13 +20,7 @@ def train_on_batch(
     class_weight: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """Trains a model on a batch, as Keras' `train_on_batch`.
-
-    Args:
-        engine: Runs the step; it has attached the model.
-        model: The model.
-        x: As of Keras' method, likewise the others.
-    """
+    """Trains a model, which the engine has attached, on a batch, as Keras' `train_on_batch`."""
     keras_loops.check_compiled(model, "train_on_batch")
     if class_weight is not None:
         if sample_weight is not None:
@@ -42,14 +36,14 @@ def train_on_batch(
 def test_on_batch(
     engine: Engine, model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
 ) -> Any:
-    """Evaluates a model on a batch, as Keras' `test_on_batch`; arguments as of `train_on_batch`."""
+    """Evaluates a model on a batch, as Keras' `test_on_batch`."""
     keras_loops.check_compiled(model, "test_on_batch")
     logs = run(engine, model, "test_step", (x, y, sample_weight), keras_loops.RESETS_METRICS_FOR_BATCH)
     return logs if return_dict else keras_loops.flat_logs(model, logs)
 
 
 def predict_on_batch(engine: Engine, model: keras.Model, x: Any) -> Any:
-    """Returns a model's outputs for a batch, as Keras' `predict_on_batch`; arguments as of `train_on_batch`."""
+    """Returns a model's outputs for a batch, as Keras' `predict_on_batch`."""
     model.make_predict_function()
     return keras_loops.as_arrays(engine.predict_batch(model, (x,)))
 
@@ -58,22 +52,15 @@ METHODS = {each.__name__: each for each in (train_on_batch, test_on_batch, predi
 
 
 def run(engine: Engine, model: keras.Model, step: str, batch: Any, reset_metrics: bool) -> dict[str, Any]:
-    """Runs a step of a model on a batch, and returns its logs.
-
-    Args:
-        engine: Runs the step; it has attached the model.
-        model: The model.
-        step: `"train_step"` or `"test_step"`.
-        batch: The batch, as the step takes it.
-        reset_metrics: Whether to reset the model's metrics before.
-    """
+    """Runs a step, `"train_step"` or `"test_step"`, of a model on a batch, and returns its logs."""
     model_building.build(model, step, batch)
     if step == "train_step":
         model.make_train_function()
+        function = model.train_function
     else:
         model.make_test_function()
+        function = model.test_function
     if reset_metrics:
         model.reset_metrics()
-    function = model.train_function if step == "train_step" else model.test_function
     logs: dict[str, Any] = keras_loops.pythonify_logs(engine.run_batch(function, batch))
     return logs

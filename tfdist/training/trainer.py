@@ -304,12 +304,9 @@ class Trainer:
             args: Its arguments by place.
             kwargs: Its arguments by name.
         """
-        if name in loops.LOOPS:
+        if name in loops.LOOPS or not keras_internals.has_replaced_make_function(model):
             self._attach(model)
-            return loops.LOOPS[name](self._context, method, model, args, kwargs)
-        if not keras_internals.has_replaced_make_function(model):
-            self._attach(model)
-        return loops.on_batch(self._context, name, method, model, args, kwargs)
+        return loops.run(self._context, name, method, model, args, kwargs)
 
     def _take_models(self) -> None:
         """Makes this the trainer of the models that are made in the strategy's scope."""
@@ -321,7 +318,7 @@ class Trainer:
         if method is not getattr(keras.Model, name):  # it calls Keras' method, and so `call`
             self._take_models()
             return method(model, *args, **kwargs)
-        return loops.LOOPS[name](self._context, model_methods.keras_own(name), model, args, kwargs)
+        return loops.run(self._context, name, model_methods.keras_own(name), model, args, kwargs)
 
     def _attach(self, model: keras.Model, method: str = "fit") -> None:
         self._context.attach(model, method)
