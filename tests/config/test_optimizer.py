@@ -38,13 +38,25 @@ def test_each_optimizer_takes_its_arguments_and_gives_those_changed(name):
         ("adamw", {"weight_decay": 0.0}, {"weight_decay": 0.0}),  # of adam
         ("adam", {"weight_decay": 0.0, "clipnorm": 0, "gradient_accumulation_steps": 0}, {}),  # off, Keras' None
         ("sgd", {"momentum": 0}, {"momentum": 0.0}),
-        ("package:Own", {"momentum": 0, "weight_decay": 0.0, "x": "y"}, {"momentum": 0, "weight_decay": 0.0, "x": "y"}),
+        ("package:Own", {"momentum": 0, "weight_decay": 0.0, "x": 0}, {"momentum": 0.0, "weight_decay": 0.0, "x": 0}),
     ],
 )
 def test_an_argument_is_given_that_equals_the_default_of_some_optimizer(name, given, arguments):
     found = OptimizerConfig(name, **given).arguments()
     assert found == arguments
     assert list(map(type, found.values())) == list(map(type, arguments.values()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"momentum": "x"}, "optimizer.momentum must be of type float. Received: 'x'."),
+        ({"x": float("nan")}, "optimizer.x must be -1.797693e+308 to 1.797693e+308. Received: nan."),
+        ({"clipnorm": -1.0}, "optimizer.clipnorm must be 0 (off) to 1e+30. Received: -1.0."),
+    ],
+)
+def test_a_wrong_argument_of_ones_own_optimizer_is_one_sentence(arguments, said):
+    assert faults(make(optimizer=OptimizerConfig(f"{__name__}:Own", **arguments))) == (said,)
 
 
 def test_an_argument_that_is_not_set_has_its_default():

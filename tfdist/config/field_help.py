@@ -60,7 +60,8 @@ def _documented_options(group: NamedOptions) -> Iterator[tuple[str, Any, str]]:
     for name in names:
         with contextlib.suppress(ConfigError, TypeError):  # of a name that is wrong
             for option, field in type(group)(name).option_fields().items():
-                takes.setdefault(option, {})[name] = field.default
+                if field.default is not dataclasses.MISSING:
+                    takes.setdefault(option, {})[name] = field.default
     for option, defaults in takes.items():
         value = getattr(group, option, next(iter(defaults.values())))
         of: dict[str, list[str]] = {}  # default to the names that have it

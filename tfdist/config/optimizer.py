@@ -169,11 +169,9 @@ class OptimizerConfig(NamedOptions):
             if self.takes_any:
                 registry.check_findable("optimizer", self.name)
             faults += self.option_faults()
-        if self.takes_any:
-            known = self.option_fields()
-            for name, value in self.options().items():
-                if isinstance(value, float) and name not in known:
-                    faults += _FLOAT.faults(f"optimizer.{name}", value)
+        for name, value in self.options().items() if self.takes_any else ():
+            if isinstance(value, float) and name not in EVERY_OPTIMIZER:
+                faults += _FLOAT.faults(f"optimizer.{name}", value)
         yield from faults
         if faults:
             return
@@ -189,13 +187,15 @@ class OptimizerConfig(NamedOptions):
 
 @functools.cache
 def _fields(optimizer: str) -> Mapping[str, dataclasses.Field[Any]]:
-    """Returns a field for each argument of an optimizer."""
-    defaults = {**EVERY_OPTIMIZER, **OPTIMIZERS.get(optimizer, {}), _EXCLUDE: ""}
-    names = dict.fromkeys([*OPTIMIZERS.get(optimizer, ()), *defaults])  # its own first
-    made = dataclasses.make_dataclass(
-        "Options",
-        [(name, _kind(defaults[name]), option(defaults[name], *_expected(optimizer, name))) for name in names],
-    )
+    """Returns a field for each argument of an optimizer; of one's own, an empty text, the types of arguments that Keras' have, too."""
+    own = {name: default for takes in OPTIMIZERS.values() for name, default in takes.items()}
+    defaults = {**OPTIMIZERS.get(optimizer, own), **EVERY_OPTIMIZER, **OPTIMIZERS.get(optimizer, {}), _EXCLUDE: ""}
+    found = {}
+    for name, default in defaults.items():
+        known = optimizer or name in EVERY_OPTIMIZER or name == _EXCLUDE
+        field = option(default, *_expected(optimizer, name)) if known else dataclasses.field()
+        found[name] = (name, _kind(default), field)
+    made = dataclasses.make_dataclass("Options", found.values(), kw_only=True)
     return {field.name: field for field in dataclasses.fields(made)}
 
 
