@@ -2,19 +2,23 @@
 
     tfdist train --config=configs/digits_multi_worker.py --workdir=DIR
 
-The same as the preset: `--config=digits_multi_worker`. Copy it, and change what it returns.
+Takes about 30 s on 2 cores; expect val_accuracy >= 0.97. The same as the preset: `--config=digits_multi_worker`. Copy it, and
+change what it returns.
 """
 
-from tfdist.config import ClusterConfig, OptimizerConfig, StrategyConfig, TrainConfig
+from tfdist.config import ClusterConfig, CompressionConfig, OptimizerConfig, StrategyConfig, TrainConfig
 
 
 def get_config() -> TrainConfig:
     return TrainConfig(
         task="digits",
         strategy=StrategyConfig("multi_worker_mirrored"),
+        # On several hosts, start the command on each with its TF_CONFIG: then those tasks train together, whatever stands here.
         cluster=ClusterConfig(workers=2),
-        global_batch_size=64,
+        global_batch_size=64,  # of both workers together
         epochs=10,
         optimizer=OptimizerConfig("adam"),
         learning_rate=3e-3,
+        # For a slow link: "bf16", or CompressionConfig("powersgd", matrix_approximation_rank=4).
+        compression=CompressionConfig("none"),
     )

@@ -44,8 +44,7 @@ def callback(text: str, *words: str) -> Row:
 
 
 def optimizer(name: str, argument: str, value: str, must_be: str) -> Row:
-    fields = ("momentum", "rho", "beta_1", "beta_2", "epsilon", "weight_decay", "clipnorm", "ema_momentum")
-    where = f"optimizer.{argument}" if argument in fields else f"optimizer.options.{argument}"
+    where = f"optimizer.{argument}"
     return train(f"optimizer.name={name}", f"{where}={value}", words=(f"{where} must be {must_be}. Received: ",))
 
 
@@ -199,8 +198,26 @@ ROWS += [
     Row((*TRAIN[:2], "--workdir=gs://b/run"), ("workdir must be a folder of this machine. Received: 'gs://b/run'",)),
     Row((*TRAIN[:2], "--workdir=folders"), ("'folders/model.keras' must be a file of the run, and is a folder",)),
     Row(("train", "--config=cycle.py"), ("config.task_options must not hold itself",)),
-    Row(("train", "--config=options.py"), ("config.optimizer.options must be dict. Received: [1].",)),
-    Row(("train", "--config=names.py"), ("optimizer.options must have texts as names. Received: {1: 2}.",)),
+    Row(
+        ("train", "--config=options.py"),
+        ("optimizer 'adam' takes no 'options'; did you mean 'epsilon'? It takes: beta_1, ",),
+    ),
+    Row(("train", "--config=names.py"), ("optimizer.exclude_layers must be a list of texts. Received: [1].",)),
+    train(
+        "optimizer.rhoo=0.9",
+        "optimizer.name=adadelta",
+        words=("--config.optimizer.rhoo: optimizer 'adadelta' takes no 'rhoo'; did you mean 'rho'?",),
+    ),
+    train(
+        "optimizer.momentum=0.9",
+        "compression.name=int8",
+        "compression.samples=3",
+        words=(
+            "--config.optimizer.momentum: optimizer 'adam' takes no 'momentum', which is an option of muon, rmsprop, sgd.",
+            "--config.compression.samples: compression 'int8' takes no 'samples', which is an option of topk.",
+        ),
+    ),
+    train("optimizer.beta_1=x", words=("--config.optimizer.beta_1: expected a number. Received: 'x'.",)),
     Row(
         ("train", "--config=null.py"),
         ("backup.dir must be a folder, and a path has no null", "export.dir must be a fol"),
@@ -219,7 +236,7 @@ def get_config():
 PROGRAMS = {
     "cycle.py": "made.task_options = made",
     "options.py": "made.optimizer.options = [1]",
-    "names.py": "made.optimizer.options = {1: 2}",
+    "names.py": "made.optimizer = tfdist.config.OptimizerConfig('muon', exclude_layers=[1])",
     "no_cluster.py": "made.cluster = {}",
     "no_backup.py": "made.backup = None",
     "hosts.py": "made.cluster.hosts = 3",
@@ -300,7 +317,7 @@ def test_optimizers_train_to_finite_weights_at_the_ends_of_each_range(name):
             if allowed.off and end == 0:
                 continue
             options = {argument: end, **({"use_ema": True} if argument.startswith("ema_") else {})}
-            made = kinds[name](learning_rate=1e-3, **OptimizerConfig(name, options=options).arguments())
+            made = kinds[name](learning_rate=1e-3, **OptimizerConfig(name, **options).arguments())
             weights = [keras.Variable(np.array([[1, -2], [0, 3]], "float32")), keras.Variable(np.zeros(3, "float32"))]
             before = [keras.ops.convert_to_numpy(weight) for weight in weights]
             made.build(weights)

@@ -171,7 +171,7 @@ def test_a_work_directory_steers_no_terminal(capsys):
 
 def test_a_terminal_gets_a_table(tmp_path):
     workdir = tmp_path / "[b]" / ("long" * 10)
-    options = ["--config=configs/default.py", "--config.epochs=1", "--config.steps_per_epoch=3"]
+    options = ["--config=default", "--config.epochs=1", "--config.steps_per_epoch=3"]
     output, code = in_terminal(50, *options, f"--workdir={workdir}")
     assert code == 0, output
     plain = output.replace("\x1b[1m", "").replace("\x1b[0m", "")

@@ -382,18 +382,18 @@ def test_arguments_reach_their_compressor():
         ),
         (CompressionConfig("topk", compress_ratio=0.0), "compress_ratio must be more than 0, and at most 1"),
         (CompressionConfig("powersgd", matrix_approximation_rank=0), "rank must be 1 to 2147483647"),
-        (CompressionConfig("bf16", block=64), "compression 'bf16' takes no 'block'. It takes no arguments"),
+        (
+            CompressionConfig("bf16", block=64),
+            "'bf16' takes no 'block', which is an option of int8. It takes no arguments",
+        ),
         (CompressionConfig("int8", block="8"), "compression.block must be of type int. Received: '8'"),
         (CompressionConfig("powersgd", matrix_approximation_rank=1.5), "rank must be of type int. Received: 1.5"),
-        (CompressionConfig("int8", options={"block": 6}), r"compression.options.block must be a power of two.*6\."),
+        (CompressionConfig("int8", block=2), r"compression.block must be a power of two.*2\."),
         (
-            CompressionConfig("int8", options={"blok": 8}),
+            CompressionConfig("int8", blok=8),
             "'int8' takes no 'blok'; did you mean 'block'. It takes: block",
         ),
-        (
-            CompressionConfig("int8", options=["block"]),
-            "options must be a dict of names and values. Received: .'block'",
-        ),
+        (CompressionConfig("int8", options={"block": 8}), "'int8' takes no 'options'"),
         (3, "compression must be a name, a CompressionConfig"),
     ],
 )

@@ -12,7 +12,8 @@ import pytest
 from absl import flags
 
 from tfdist import __main__ as command
-from tfdist.config import command_line, files
+from tfdist.config import command_line
+from tfdist.config.presets import PRESETS
 from tfdist.errors import ConfigError
 from tfdist.version import __version__
 
@@ -153,7 +154,7 @@ def test_help_explains_a_flag(capsys, words, told):
 def test_presets_are_listed_with_a_line_on_each(capsys):
     assert command.main(["tfdist", "presets"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == files.preset_names()
+    assert [line.split()[0] for line in lines] == list(PRESETS)
     assert (
         "digits                   Digits: a small CNN with BatchNorm and Dropout on 1437 real images, on one device."
         in lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -87,24 +88,59 @@ def test_a_field_is_set(write, arguments, path, value):
 
 
 def test_overrides_of_one_run_do_not_reach_the_next(write):
+    parse("--config=digits_topk", "--config.task_options.filters=4", "--config.optimizer.momentum=0.1")
+    assert parse("--config=digits_topk")[0].optimizer.momentum == 0.9
     parse(write(), "--config.task_options.filters=4", "--config.optimizer.epsilon=0.1")
     assert parse(write())[0] == TrainConfig(global_batch_size=32)
 
 
 def test_an_optimizers_options_are_flags_of_its_types(write):
     options = ["relative_step=false", "clip_threshold=2"]
-    flags = [f"--config.optimizer.options.{option}" for option in options]
-    parsed, _ = parse(write(), "--config.optimizer.name=adafactor", *flags)
-    assert parsed.optimizer.options == {"relative_step": False, "clip_threshold": 2.0}
+    flags = [f"--config.optimizer.{option}" for option in options]
+    parsed, _ = parse(write(), *flags, "--config.optimizer.name=adafactor")
+    assert parsed.optimizer.arguments() == {"relative_step": False, "clip_threshold": 2.0}
+    parsed, _ = parse(write(), "--config.optimizer.rho=0.9", "--config.optimizer.name=adadelta")
+    assert parsed.optimizer.arguments() == {"rho": 0.9}, "the default of another optimizer"
+    layers = ["--config.optimizer.exclude_layers", "dense, out", "--config.optimizer.name=muon"]
+    assert parse(write(), *layers)[0].optimizer.exclude_layers == ("dense", "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.5", 0.5),
+        ("3", 3),
+        ("true", True),
+        ("None", None),
+        ("[1, 2]", [1, 2]),
+        ("word", "word"),
+        ("", ""),
+        ("(", "("),
+    ],
+)
+def test_an_option_of_ones_own_optimizer_is_a_plain_value(write, text, value):
+    parsed, _ = parse(write(), f"--config.optimizer.alpha={text}", "--config.optimizer.name=json:Own")
+    assert parsed.optimizer.arguments() == {"alpha": value}
+
+
+def test_a_name_that_a_flag_sets_leaves_out_the_options_of_the_files_name():
+    parsed, _ = parse("--config=digits_topk", "--config.optimizer.name=adam", "--config.compression.name=powersgd")
+    assert (parsed.optimizer.arguments(), parsed.compression.to_dict()) == ({}, {"name": "powersgd"})
+    parsed, _ = parse("--config=digits_topk", "--config.optimizer.name=rmsprop", "--config.optimizer.rho=0.8")
+    assert parsed.optimizer.arguments() == {"momentum": 0.9, "rho": 0.8}, "it takes momentum, too"
 
 
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("--config.optimizer.options.rho=0.9", "config field 'rho'"),
-        ("--config.optimizer.options.beta_1=x", "--config.optimizer.options.beta_1: expected a number. Received: 'x'."),
+        ("--config.optimizer.rho=0.9", "optimizer 'adam' takes no 'rho', which is an option of adadelta, rmsprop."),
+        ("--config.optimizer.beta_1=x", "--config.optimizer.beta_1: expected a number. Received: 'x'."),
+        ("--config.optimizer.options.rho=0.9", "--config.optimizer.options.rho: optimizer 'adam' takes no 'options'"),
+        ("--config.optimizer.beta_1.x=3", "unknown config field 'x'. It has no fields."),
+        ("--config.optimizer.=3", "optimizer 'adam' takes no ''"),
+        ("--noconfig.optimizer.beta_1", "only a field that is true or false is turned off"),
         ("--config.epoch=3", "--config.epoch: unknown config field 'epoch'; did you mean 'epochs'? Known: task,"),
-        ("--config.optimizer.momentun=3", "unknown config field 'momentun'; did you mean 'momentum'? Known: name,"),
+        ("--config.optimizer.beta1=3", "optimizer 'adam' takes no 'beta1'; did you mean 'beta_1'? It takes: beta_1,"),
         ("--config.optimiser.momentum=3", "unknown config field 'optimiser'; did you mean 'optimizer'?"),
         ("--config.epochs.x=3", "unknown config field 'x'. It has no fields."),
         ("--config.=3", "unknown config field ''"),
@@ -268,9 +304,9 @@ def test_a_missing_config_flag_is_a_fault(arguments):
             "did you mean 'global_batch_size'?",
         ),
         (
-            "from tfdist.config import OptimizerConfig\nOptimizerConfig(momentun=0.9)\n",
-            ", line 2: TypeError: OptimizerConfig.__init__() got an unexpected keyword argument 'momentun'; "
-            "did you mean 'momentum'?",
+            "from tfdist.config import ScheduleConfig\nScheduleConfig(warmup_step=9)\n",
+            ", line 2: TypeError: ScheduleConfig.__init__() got an unexpected keyword argument 'warmup_step'; "
+            "did you mean 'warmup_steps'?",
         ),
         (
             "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    depth: int = 1\nOptions(dept=2)\n",
@@ -324,7 +360,7 @@ def test_an_attribute_that_the_file_sets_is_a_field(write):
 
 def test_what_cannot_be_shown_is_a_fault(write):
     text = "class A:\n    def __repr__(self): return 1 / 0\n" + FILE.replace("32", "32, seed=10**5000, epochs=A()")
-    assert len(faults(write(text))) == 1
+    assert len(faults(write(text))) == 2
     assert "must be float. Received: 1000" in faults(write(FILE.replace("32", "32, learning_rate=10**400")))[0]
 
 
@@ -377,6 +413,29 @@ def paths(config, prefix):
 
 
 PATHS = list(paths(TrainConfig(), "config"))
+FIELDS = """
+task task_options.filters task_options.dropout task_options.label_smoothing
+strategy.name strategy.devices strategy.transport strategy.bucket_bytes strategy.gather_loss_bytes
+strategy.timeout_seconds strategy.placement
+cluster.workers cluster.ps cluster.evaluator cluster.source cluster.hosts cluster.ps_hosts cluster.hostfile cluster.task
+global_batch_size per_replica_batch_size epochs steps_per_epoch validation_freq callbacks initial_weights seed deterministic
+optimizer.name compression.name learning_rate learning_rate_scaling
+schedule.name schedule.warmup_steps schedule.warmup_epochs schedule.decay_steps schedule.end schedule.power
+schedule.boundaries schedule.factor
+precision nan_policy jit_compile steps_per_execution start_timeout grace_seconds check_weights
+backup.save_freq backup.save_every_seconds backup.dir backup.keep backup.delete_checkpoint backup.save_before_preemption
+export.best export.mode export.final export.dir max_restarts monitoring.update_freq monitoring.profile_steps
+"""
+
+
+def test_the_fields_and_flags_are_these(capsys):
+    """A new one needs a reason: what is of one optimizer, compressor or task is an option of it."""
+    assert [f"config.{field}" for field in FIELDS.split()] == PATHS
+    parse("--help")
+    found = re.findall(r"^  (?:-h,)?--(?:\[no\])?(\w+):", capsys.readouterr().out, re.MULTILINE)
+    assert found == ["config", "help", "hostfile", "hosts", "overwrite", "ps_hosts", "task", "workdir", "flagfile"]
+
+
 names = st.one_of(
     st.sampled_from(PATHS),
     st.tuples(st.sampled_from(PATHS), st.sampled_from(["x", ".x", "[0]", ".", " "])).map("".join),
@@ -444,9 +503,11 @@ def test_the_configuration_of_a_run_repeats_it(tmp_path):
     path.write_text(json.dumps(train.to_dict(config)))
     assert parse(f"--config={path}")[0] == config
     assert parse(f"--config={path}", "--config.epochs=99")[0].epochs == 99
-    path.write_text('{"epoch": 3, "optimizer": {"name": "sgd", "momentun": 1}}')
+    path.write_text('{"epoch": 3, "optimizer": {"momentun": 1, "name": "sgd"}}')
     found = faults(f"--config={path}")
     assert len(found) == 2 and "did you mean 'epochs'?" in found[0] and "did you mean 'momentum'?" in found[1]
+    path.write_text('{"global_batch_size": 8, "optimizer": {"exclude_layers": ["x"], "name": "muon"}}')
+    assert parse(f"--config={path}")[0].optimizer.exclude_layers == ("x",)
     for text in ("[]", "no", "[" * 100_000):
         path.write_text(text)
         assert str(path) in faults(f"--config={path}")[0]
@@ -471,10 +532,14 @@ def test_help_tells_of_each_field_and_of_the_given_configuration(capsys):
     assert parse("--config=digits_topk", "--help") is None
     shown = capsys.readouterr().out
     assert "  --config.compression.name=topk\n" in shown
-    about = shown.partition("  --config.optimizer.weight_decay=")[2].splitlines()[1]
-    assert (
-        about == "      0 means none; likewise `clipnorm`, `clipvalue` and `global_clipnorm`, of which one may be set."
-    )
+    about = {
+        "optimizer.clipnorm=0.0": "0 means none; likewise `clipvalue` and `global_clipnorm`, of which one may be set.",
+        "optimizer.momentum=0.9": "Of sgd, rmsprop: 0.0; muon: 0.95.",
+        "compression.compress_ratio=0.1": "The share of each gradient's numbers that `topk` sends, at least one number. Of topk.",
+        "compression.block=256": "Numbers that share a scale, of `int8`; a power of two, at least 4. Of int8.",
+    }
+    for field, text in about.items():
+        assert shown.partition(f"  --config.{field}\n")[2].startswith(f"      {text}\n")
     assert "Presets: default, digits," in shown
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import pytest
 
@@ -16,24 +15,59 @@ from tfdist.config import (
 from tfdist.config import optimizer as optimizer_lib
 from tfdist.errors import ConfigError
 
-SAMPLES = {bool: True, float: 0.75, int: 3, list: ["dense"]}
+SAMPLES = {bool: True, float: 0.75, int: 3, tuple: ("dense",)}
 
 
 @pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)
 def test_each_optimizer_takes_its_arguments_and_gives_those_changed(name):
-    takes = {**optimizer_lib.OPTIMIZERS[name], "weight_decay": float, "clipnorm": float, "use_ema": bool}
-    for argument, kind in takes.items():
+    for argument, default in {**optimizer_lib.EVERY_OPTIMIZER, **optimizer_lib.OPTIMIZERS[name]}.items():
+        kind = type(default)
         changed = {argument: -0.5 if argument in ("beta_2_decay", "learning_rate_power") else SAMPLES[kind]}
-        fields = [field.name for field in dataclasses.fields(OptimizerConfig)]
-        for how in [{"options": changed}, *([changed] if argument in fields else [])]:
-            optimizer = OptimizerConfig(name, **how)
-            assert optimizer.arguments() == changed
-            validation.check(make(optimizer=optimizer))
+        assigned = OptimizerConfig(name)
+        setattr(assigned, argument, changed[argument])
+        assert assigned == OptimizerConfig(name, **changed) and getattr(assigned, argument) == changed[argument]
+        assert assigned.arguments() == changed
+        validation.check(make(optimizer=assigned))
 
 
-def test_an_option_is_given_where_it_equals_the_default_here_and_counts_more_than_the_field():
-    assert OptimizerConfig("adadelta", options={"rho": 0.9}).arguments() == {"rho": 0.9}
-    assert OptimizerConfig("sgd", momentum=0.5, options={"momentum": 0.0}).arguments() == {"momentum": 0.0}
+@pytest.mark.parametrize(
+    ("name", "given", "arguments"),
+    [
+        ("adadelta", {"rho": 0.9}, {"rho": 0.9}),  # the default of rmsprop
+        ("muon", {"momentum": 0.0}, {"momentum": 0.0}),  # of sgd
+        ("adamw", {"weight_decay": 0.0}, {"weight_decay": 0.0}),  # of adam
+        ("adam", {"weight_decay": 0.0, "clipnorm": 0, "gradient_accumulation_steps": 0}, {}),  # off, Keras' None
+        ("sgd", {"momentum": 0}, {"momentum": 0.0}),
+        ("package:Own", {"momentum": 0, "weight_decay": 0.0, "x": 0}, {"momentum": 0.0, "weight_decay": 0.0, "x": 0}),
+    ],
+)
+def test_an_argument_is_given_that_equals_the_default_of_some_optimizer(name, given, arguments):
+    found = OptimizerConfig(name, **given).arguments()
+    assert found == arguments
+    assert list(map(type, found.values())) == list(map(type, arguments.values()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"momentum": "x"}, "optimizer.momentum must be of type float. Received: 'x'."),
+        ({"x": float("nan")}, "optimizer.x must be -1.797693e+308 to 1.797693e+308. Received: nan."),
+        ({"clipnorm": -1.0}, "optimizer.clipnorm must be 0 (off) to 1e+30. Received: -1.0."),
+    ],
+)
+def test_a_wrong_argument_of_ones_own_optimizer_is_one_sentence(arguments, said):
+    assert faults(make(optimizer=OptimizerConfig(f"{__name__}:Own", **arguments))) == (said,)
+
+
+def test_an_argument_that_is_not_set_has_its_default():
+    assert [OptimizerConfig(name).rho for name in ("adadelta", "rmsprop")] == [0.95, 0.9]
+    assert OptimizerConfig("package:Own").use_ema is False
+    with pytest.raises(
+        AttributeError, match="optimizer 'adam' takes no 'rho', which is an option of adadelta, rmsprop"
+    ):
+        OptimizerConfig("adam").rho  # noqa: B018
+    with pytest.raises(AttributeError, match="Unknown optimizer 'adm'"):
+        OptimizerConfig("adm").beta_1  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -43,14 +77,14 @@ def test_an_option_is_given_where_it_equals_the_default_here_and_counts_more_tha
             {"rhos": 0.9},
             "optimizer 'adadelta' takes no 'rhos'; did you mean 'rho'? It takes: rho, epsilon, weight_decay,",
         ),
-        ({"rho": "x"}, "optimizer.options.rho must be of type float. Received: 'x'."),
-        ({"rho": 2.0}, "optimizer.options.rho must be 0 to 0.9999999. Received: 2.0."),
+        ({"rho": "x"}, "optimizer.rho must be of type float. Received: 'x'."),
+        ({"rho": 2.0}, "optimizer.rho must be 0 to 0.9999999. Received: 2.0."),
         ({"gradient_accumulation_steps": 1}, "must be 0 (off) or 2 to 2147483647. Received: 1."),
         ({"clipnorm": 1.0, "clipvalue": 1.0}, "may be set. Received: clipnorm, clipvalue."),
     ],
 )
 def test_a_wrong_option_is_one_sentence(options, said):
-    (found,) = faults(make(optimizer=OptimizerConfig("adadelta", options=options)))
+    (found,) = faults(make(optimizer=OptimizerConfig("adadelta", **options)))
     assert said in found
 
 

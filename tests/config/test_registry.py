@@ -143,8 +143,8 @@ def test_a_compressor_is_found_with_its_options(install):
     module = "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Own:\n    factor: float = 1.0\n    def exchange(self): ...\n"
     install("own-compressor", {"tfdist.compressors": {"own": "MODULE:Own"}}, module)
     assert list(CompressionConfig("own").option_fields()) == ["use_error_feedback", "warmup_steps", "factor"]
-    assert list(CompressionConfig("own", options={"factor": 2.0}).faults()) == []
-    (said,) = CompressionConfig("own", options={"factr": 2.0}).faults()
+    assert list(CompressionConfig("own", factor=2.0).faults()) == []
+    (said,) = CompressionConfig("own", factr=2.0).faults()
     assert "compression 'own' takes no 'factr'; did you mean 'factor'?" in said
 
 

@@ -1,4 +1,4 @@
-"""`check`: every fault that shows before TensorFlow is loaded; every file of configs/ passes."""
+"""`check`: every fault that shows before TensorFlow is loaded; every file of configs/ and every preset passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tfdist.config import (
     train,
     validation,
 )
-from tfdist.config import optimizer as optimizer_lib
+from tfdist.config.presets import PRESETS
 from tfdist.errors import ConfigError
 from tfdist.tasks import digits, synthetic
 
@@ -37,12 +37,15 @@ class Unshowable:
         raise RuntimeError("no text")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
-def test_every_file_in_configs_passes(path, monkeypatch):
+@pytest.mark.parametrize("name", [*sorted((ROOT / "configs").glob("[!_]*.py")), *PRESETS])
+def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
+    path = pathlib.Path(name)
     parsed, workdir = flags.parse(["train", f"--config={path}"], "")
     assert parsed.task in ("digits", "synthetic")
     assert workdir == pathlib.Path("runs") / path.stem
+    if path.stem in PRESETS:
+        assert parsed == PRESETS[path.stem].config(), "a file to be copied is what its preset is"
 
 
 @pytest.mark.parametrize(
@@ -134,8 +137,15 @@ def test_every_file_in_configs_passes(path, monkeypatch):
             "optimizer.gradient_accumulation_steps is not possible under parameter_server",
         ),
         ({"optimizer": OptimizerConfig("adm")}, "Unknown optimizer 'adm'; did you mean 'adam'?"),
-        ({"optimizer": OptimizerConfig(momentum=0.9)}, "optimizer 'adam' takes no 'momentum'. It takes: beta_1"),
-        ({"optimizer": OptimizerConfig("sgd", beta_1=0.8)}, "optimizer 'sgd' takes no 'beta_1'. It takes: momentum"),
+        (
+            {"optimizer": OptimizerConfig(momentum=0.9)},
+            "optimizer 'adam' takes no 'momentum', which is an option of muon, rmsprop, sgd. It takes: beta_1",
+        ),
+        (
+            {"optimizer": OptimizerConfig("sgd", beta_1=0.8)},
+            "schedulefreeadamw. It takes: momentum, nesterov, weight_decay,",
+        ),
+        ({"optimizer": OptimizerConfig(betta_1=0.8)}, "optimizer 'adam' takes no 'betta_1'; did you mean 'beta_1'?"),
         ({"optimizer": OptimizerConfig(clipnorm=1, clipvalue=1)}, "may be set. Received: clipnorm, clipvalue."),
         ({"task": "digts", "task_options": None}, "Unknown task 'digts'; did you mean 'digits'?"),
         (
@@ -222,14 +232,14 @@ def test_every_fault_is_reported_at_once():
 def test_an_attribute_that_is_no_field_is_a_misspelt_field():
     checked = make()
     checked.epoch = 3
-    checked.optimizer.momentun = 0.9
+    checked.optimizer.bta_1 = 0.9
     checked.task_options.filter = 3
     checked.strategy._note = "is nobody's business"
     found = faults(checked)
     assert len(found) == 3
     assert found[0].startswith("config.epoch: unknown config field 'epoch'; did you mean 'epochs'? Known: task, ")
     assert found[1].startswith("config.task_options.filter: unknown config field 'filter'; did you mean 'filters'?")
-    assert found[2].startswith("config.optimizer.momentun: unknown config field 'momentun'; did you mean 'momentum'?")
+    assert found[2].startswith("optimizer 'adam' takes no 'bta_1'; did you mean 'beta_1'?")
 
 
 @pytest.mark.parametrize(
@@ -349,14 +359,10 @@ def test_any_value_of_any_field_is_taken_or_answered_with_printable_sentences(da
     group = data.draw(st.sampled_from(("", *GROUPS)))
     holder = getattr(checked, group) if group else checked
     names = [field.name for field in dataclasses.fields(holder) if field.name not in GROUPS]
-    name = data.draw(st.sampled_from(names))
-    value = data.draw(VALUES)
-    if name == "options":
-        options = [key for key, kind in {**optimizer_lib.OPTIMIZERS["muon"], **optimizer_lib.EVERY_OPTIMIZER}.items()]
-        holder.name, value = (
-            ("muon", {data.draw(st.sampled_from(options)): value}) if group == "optimizer" else ("int8", value)
-        )
-    setattr(holder, name, value)
+    if group in ("optimizer", "compression") and data.draw(st.booleans()):
+        holder.name = data.draw(st.sampled_from(sorted(holder.BUILT_IN)))
+        names = [*holder.option_fields(), "misspelt"]
+    setattr(holder, data.draw(st.sampled_from(names)), data.draw(VALUES))
     try:
         validation.check(checked)
     except ConfigError as e:

@@ -67,10 +67,10 @@ def test_a_configuration_names_the_compressor_and_checks_its_options(example):
     from tfdist.config import CompressionConfig
 
     name = f"{example('tfdist/compression/scaled_fp16.py').__name__}:ScaledFP16"
-    made = compression.create(CompressionConfig(name, options={"scale": 8.0, "warmup_steps": 100}))
+    made = compression.create(CompressionConfig(name, scale=8.0, warmup_steps=100))
     assert made.description == "Warmup(ScaledFP16(scale=8.0), steps=100)"
-    with pytest.raises(ConfigError, match=r"compression\.options\.scale must be more than 0\. Received: 0\.0"):
-        compression.create(CompressionConfig(name, options={"scale": 0.0}))
+    with pytest.raises(ConfigError, match=r"compression\.scale must be more than 0\. Received: 0\.0"):
+        compression.create(CompressionConfig(name, scale=0.0))
 
 
 def test_the_resolver_finds_the_cluster(example):

@@ -96,10 +96,15 @@ def fields(config: object, prefix: str = "") -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_fields_of_the_configuration_exist(page):
-    known = set().union(*(fields(TrainConfig(task=task)) for task in TASKS)) | {"task_options.FIELD", "FIELD", "field"}
-    known |= {f"compression.options.{o}" for name in COMPRESSORS for o in CompressionConfig(name).option_fields()}
-    known |= {f"optimizer.options.{o}" for name in OPTIMIZERS for o in OptimizerConfig(name).option_fields()}
-    known |= {"task_options.units", "compression.options.scale"}  # of the examples in extending.md
+    known = set().union(*(fields(TrainConfig(task=task)) for task in TASKS)) | {
+        "task_options.FIELD",
+        "compression.OPTION",
+        "FIELD",
+        "field",
+    }
+    known |= {f"compression.{o}" for name in COMPRESSORS for o in CompressionConfig(name).option_fields()}
+    known |= {f"optimizer.{o}" for name in OPTIMIZERS for o in OptimizerConfig(name).option_fields()}
+    known |= {"task_options.units", "compression.scale"}  # of the examples in extending.md
     found = re.findall(r"--config\.([A-Za-z_]\w*(?:[.-]\w+)*)", PAGES[page])
     named = {name.replace("-", "_") for name in found}
     assert named <= known, f"{page} names {named - known}"

@@ -20,9 +20,8 @@ from tfdist.config import COMPRESSORS, STRATEGIES
 TABLES = ("docs/migrate-from-horovod.md", "docs/migrate-from-tf_keras.md", "docs/from-accelerate.md")
 OWNERS = {"tfdist": tfdist, "trainer": tfdist.Trainer, "model": keras.Model, "keras": keras, "tf": tf}
 PROGRAMS = {"mpirun", "srun"}
-FIELDS = {
-    field.name for kind in (tfdist.StrategyConfig, tfdist.CompressionConfig) for field in dataclasses.fields(kind)
-}
+FIELDS = {field.name for field in dataclasses.fields(tfdist.StrategyConfig)}
+FIELDS |= {option for name in COMPRESSORS for option in tfdist.CompressionConfig(name).option_fields()}
 
 
 def spans(page: str) -> list[str]:

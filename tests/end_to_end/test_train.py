@@ -231,7 +231,7 @@ def test_main_jobs_model_is_plain_keras(main_job):
     ),
 )
 def test_each_strategys_configuration_trains(tmp_path, name):
-    process = start(f"--config=configs/{name}.py", f"--workdir={tmp_path}", "--config.epochs=3")
+    process = start(f"--config={name}", f"--workdir={tmp_path}", "--config.epochs=3")
     output = finish(process)
     assert process.returncode == 0, output
     accuracy = json.loads((tmp_path / "summary.json").read_text())["metrics"]["val_accuracy"]
@@ -242,7 +242,7 @@ def test_each_strategys_configuration_trains(tmp_path, name):
 @pytest.mark.full
 def test_synthetic_trains_in_bfloat16_and_with_other_options(tmp_path):
     process = start(
-        "--config=configs/synthetic.py",
+        "--config=synthetic",
         f"--workdir={tmp_path}",
         "--config.task_options.width=64",
         "--config.task_options.examples=256",
@@ -265,8 +265,8 @@ def test_a_users_own_compressor_trains_from_a_configuration(tmp_path):
         "--config=digits_multi_worker",
         f"--workdir={tmp_path}",
         "--config.compression.name=tests.compression.toy_compressor:Sign",
-        "--config.compression.options.scale=0.25",
-        "--config.compression.options.use_error_feedback",
+        "--config.compression.scale=0.25",
+        "--config.compression.use_error_feedback",
         "--config.optimizer.name=sgd",
         "--config.learning_rate=0.125",
         "--config.epochs=1",
@@ -293,7 +293,7 @@ def test_a_users_own_compressor_trains_from_a_configuration(tmp_path):
 
 
 def test_tpu_without_one_is_one_sentence(tmp_path):
-    process = start("--config=configs/digits_tpu.py", f"--workdir={tmp_path}", "--config.strategy.devices=local")
+    process = start("--config=digits_tpu", f"--workdir={tmp_path}", "--config.strategy.devices=local")
     output = finish(process)
     assert process.returncode == 2
     assert "No TPU was found for strategy.devices='local'" in output
@@ -417,7 +417,7 @@ def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, wor
         "--config.steps_per_epoch=60",
         gate.flag(tmp_path / "killed", 4),
     ]
-    process = start("--config=configs/digits_parameter_server.py", f"--workdir={tmp_path}", *options)
+    process = start("--config=digits_parameter_server", f"--workdir={tmp_path}", *options)
     kind, index = task.split(":")
     log = tmp_path / "logs" / "chief-0.log"
     deadline = time.monotonic() + 150
@@ -445,7 +445,7 @@ def test_options_of_the_step_reach_the_model(tmp_path):
     options = ["--config.steps_per_execution=4", "--config.jit_compile", "--config.precision=mixed_float16"]
     options += ["--config.optimizer.gradient_accumulation_steps=2", "--config.steps_per_epoch=10", "--config.epochs=8"]
     options += ["--config.task_options.filters=8", "--config.validation_freq=4"]
-    process = start("--config=configs/digits_mirrored.py", f"--workdir={tmp_path}", *options)
+    process = start("--config=digits_mirrored", f"--workdir={tmp_path}", *options)
     output = finish(process)
     assert process.returncode == 0, output
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -496,7 +496,7 @@ def test_a_job_with_a_killed_worker_is_restarted_from_its_backup(killed_job):
 
 @pytest.mark.full
 def test_another_configuration_does_not_go_on_from_a_backup(tmp_path):
-    options = ["--config=configs/default.py", f"--workdir={tmp_path}", "--config.steps_per_epoch=4"]
+    options = ["--config=default", f"--workdir={tmp_path}", "--config.steps_per_epoch=4"]
     process = start(*options, "--config.backup.save_freq=2", "--config.epochs=9999")
     deadline = time.monotonic() + 150
     while not (tmp_path / "backup" / "checkpoint").exists() and time.monotonic() < deadline:

@@ -42,12 +42,21 @@ def test_each_takes_what_its_class_takes(name):
     assert {*OPTIMIZERS[name], *EVERY_OPTIMIZER} == takes, "a release of Keras has changed them: mend OPTIMIZERS"
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_defaults_of_each_are_those_of_its_class(name):
+    """None is 0, no layers, or a scale of 1."""
+    parameters = inspect.signature(CLASSES[name].__init__).parameters
+    for argument, default in {**EVERY_OPTIMIZER, **OPTIMIZERS[name]}.items():
+        keras_own = parameters[argument].default
+        assert default == keras_own or (keras_own is None and default in (0, 1, ())), argument
+
+
 @pytest.mark.parametrize("name", THERE)
 def test_each_is_made_with_its_arguments(name):
     values = {bool: False, float: 0.75, int: 3}
-    options = {argument: values[kind] for argument, kind in OPTIMIZERS[name].items() if kind in values}
+    options = {argument: values[type(value)] for argument, value in OPTIMIZERS[name].items() if type(value) in values}
     options |= {"learning_rate_power": -0.75} if name == "ftrl" else {}
-    config = TrainConfig(learning_rate=0.25, optimizer=OptimizerConfig(name, options=options))
+    config = TrainConfig(learning_rate=0.25, optimizer=OptimizerConfig(name, **options))
     made = build_optimizer(config)
     assert type(made) is CLASSES[name]
     found = made.get_config()

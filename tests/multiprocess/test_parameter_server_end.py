@@ -57,7 +57,7 @@ def test_those_who_serve_end_as_the_chief_does(tmp_path, what, chiefs, others, s
 @pytest.mark.slow
 def test_the_same_command_serves_or_trains_under_tf_config(tmp_path):
     options = ["--config.epochs=1", "--config.steps_per_epoch=4", f"--workdir={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "tfdist.train", "--config=configs/digits_parameter_server.py", *options]
+    command = [sys.executable, "-m", "tfdist.train", "--config=digits_parameter_server", *options]
     with Roles(command, tmp_path / "roles", workers=1, ps=1) as roles:
         assert roles.wait("chief:0", 120) == 0, roles.log("chief:0")
         assert [roles.wait(task, 60) for task in roles.processes] == [0] * 3

@@ -116,7 +116,7 @@ def test_a_wheel_trains_in_another_folder_as_a_user_without_a_home(run, folder):
 
 def test_an_installed_task_and_compressor_train(run, folder):
     names = ("--config.task=little", "--config.task_options.units=3", "--config.compression.name=little")
-    options = ("--config.compression.options.factor=2", f"--workdir={folder}/empty/plugins")
+    options = ("--config.compression.factor=2", f"--workdir={folder}/empty/plugins")
     done = run("tfdist", "train", "--config=digits_mirrored", *TWO_STEPS, *names, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     written = summary(folder / "empty/plugins")

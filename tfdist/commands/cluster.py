@@ -28,7 +28,7 @@ from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterSpec, TaskSpec
 from tfdist.cluster.validation import parameter_server_faults
-from tfdist.config import STRATEGIES, command_line
+from tfdist.config import STRATEGIES, command_line, field_help
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import flags as flags_lib
 from tfdist.errors import ClusterError, ConfigError, printable_lines, truncate, unknown_name_message
@@ -115,7 +115,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_enum(
         "target", "slurm", list(TARGETS), "The scheduler that `emit` writes a job for.", flag_values=values
     )
-    about = flags_lib.attribute_texts(job_lib.Job)
+    about = field_help.attribute_texts(job_lib.Job)
     for field in dataclasses.fields(job_lib.Job):
         define = flags.DEFINE_integer if isinstance(field.default, int) else flags.DEFINE_string
         define(field.name, field.default, f"For `emit`: {about[field.name]}", flag_values=values)

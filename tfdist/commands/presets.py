@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist.config import command_line, files
+from tfdist.config import command_line
+from tfdist.config.presets import PRESETS
 from tfdist.errors import ConfigError
 from tfdist.runtime import process_end
 
@@ -27,9 +28,8 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, flags.Error) as e:
         print(e, file=sys.stderr)
         return 2
-    names = files.preset_names()
-    width = max(map(len, names))
-    lines = [f"{name:<{width}}  {files.describe_preset(name)}" for name in names]
+    width = max(map(len, PRESETS))
+    lines = [f"{name:<{width}}  {preset.about}" for name, preset in PRESETS.items()]
     print(f"{__doc__}\n{command_line.help_text(values)}" if values.help else "\n".join(lines))
     return 0
 

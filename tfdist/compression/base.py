@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.collectives.communicator import ByteCounter, Communicator
 from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult, fuse
 from tfdist.compression.buckets import assign_buckets, join_results, merge_results, part_sizes, split, split_state
-from tfdist.config.compression import option_faults
+from tfdist.config.options import option_faults
 from tfdist.errors import ConfigError
 
 _LEAST = 1024  # numbers of a variable that is worth it

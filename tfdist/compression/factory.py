@@ -37,7 +37,7 @@ def create(compression: Any) -> Any:
     if config.name == "none":
         return None
     made = config.compressor_class()
-    arguments = config.arguments()
+    arguments = config.all_options()
     around = {
         name: arguments.pop(name) for name in arguments.keys() - {field.name for field in dataclasses.fields(made)}
     }

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.collectives.requests import Cond, Exchange, RankContext
 from tfdist.compression.base import NONE
 from tfdist.compression.wrapper import Wrapper
-from tfdist.config.compression import option
+from tfdist.config.options import option
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,22 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from tfdist.config import registry
-from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
+from tfdist.config.options import NamedOptions, option
+from tfdist.errors import ConfigError, describe_error
 
 _MOST = 2**31 - 1
-_KINDS = {kind.__name__: kind for kind in (bool, int, float, str)}
 _Range = tuple[str, Callable[[Any], bool]]
-
-
-def option(default: Any, expected: str = "", holds: Callable[[Any], bool] = lambda value: True) -> Any:
-    """Returns a field of a dataclass whose type and value are checked when a compressor is made.
-
-    Args:
-        default: Its default.
-        expected: What it must be, for messages, as `"more than 0"`.
-        holds: Whether a value of its type is that.
-    """
-    return dataclasses.field(default=default, metadata={"expected": expected, "holds": holds})
 
 
 def _at_least(least: float) -> _Range:
@@ -31,26 +20,6 @@ def _at_least(least: float) -> _Range:
 
 def _one_of(*names: str) -> _Range:
     return f"one of: {', '.join(names)}", lambda value: value in names
-
-
-def option_faults(field: dataclasses.Field[Any], value: Any, where: str) -> Iterator[str]:
-    """Yields what is wrong with the value of an option.
-
-    Args:
-        field: The field of the dataclass.
-        value: The value.
-        where: What messages call it.
-    """
-    kind = option_type(field)
-    if kind and type(value) is not kind and not (kind is float and type(value) is int):
-        yield f"{where} must be of type {kind.__name__}. Received: {format_value(value)}."
-    elif field.metadata.get("expected") and not field.metadata["holds"](value):
-        yield f"{where} must be {field.metadata['expected']}. Received: {format_value(value)}."
-
-
-def option_type(field: dataclasses.Field[Any]) -> type | None:
-    """Returns the type of an option if it is a plain one, which may be written as a text."""
-    return _KINDS.get(getattr(field.type, "__name__", str(field.type)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,33 +117,19 @@ COMPRESSORS: Mapping[str, tuple[str, tuple[type, ...]]] = {
 }
 
 
-@dataclasses.dataclass
-class CompressionConfig:
-    """The compression of gradients on their way to the other replicas; options that the compressor does not take must keep their defaults.
+@dataclasses.dataclass(init=False, repr=False, eq=False)
+class CompressionConfig(NamedOptions):
+    """The compression of gradients on their way to the other replicas, as `CompressionConfig("powersgd", matrix_approximation_rank=2)`.
 
     Attributes:
         name: One of `COMPRESSORS`, an installed one, or your own compressor as `package.module:Class`.
-        options: Options of the compressor, by name. Those of older compressors are fields here, too; an option counts more.
     """
 
-    name: str = "none"
-    block: int = Int8Options.block
-    transport: str = Int8Options.transport
-    matrix_approximation_rank: int = PowerSGDOptions.matrix_approximation_rank
-    start_powerSGD_iter: int = PowerSGDWrapperOptions.start_powerSGD_iter
-    min_compression_rate: float = PowerSGDOptions.min_compression_rate
-    use_error_feedback: bool = PowerSGDWrapperOptions.use_error_feedback
-    warm_start: bool = PowerSGDOptions.warm_start
-    orthogonalization_epsilon: float = PowerSGDOptions.orthogonalization_epsilon
-    random_seed: int = PowerSGDOptions.random_seed
-    compress_ratio: float = TopKOptions.compress_ratio
-    selection: str = TopKOptions.selection
-    samples: int = TopKOptions.samples
-    warmup_steps: int = TopKWrapperOptions.warmup_steps
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    WHAT: ClassVar = "compression"
+    BUILT_IN: ClassVar = COMPRESSORS
+    DOCUMENTED_BY: ClassVar = (WrapperOptions, *(kind for _, kinds in COMPRESSORS.values() for kind in kinds))
 
-    # Their docstrings explain the fields in `--help`.
-    documented_by: ClassVar = (WrapperOptions, *(kind for _, kinds in COMPRESSORS.values() for kind in kinds))
+    name: str = "none"
 
     def compressor_class(self) -> Any:
         """Returns its compressor's class, imported.
@@ -197,41 +152,15 @@ class CompressionConfig:
         kinds = known[1] if known else (WrapperOptions, self.compressor_class())
         return {field.name: field for kind in kinds for field in dataclasses.fields(kind) if field.init}
 
-    def arguments(self) -> dict[str, Any]:
-        """Returns the value of each option: of `options`, of a field here, or the default."""
-        fields = self.option_fields()
-        defaults = {name: field.default for name, field in fields.items() if field.default is not dataclasses.MISSING}
-        return defaults | {name: value for name, value in self._changed().items() if name in fields} | self.options
-
-    def _changed(self) -> dict[str, Any]:
-        """Returns the values of fields that hold a built-in compressor's option and differ from the default."""
-        fields = [field for field in dataclasses.fields(self) if field.name not in ("name", "options")]
-        return {field.name: value for field in fields if (value := getattr(self, field.name)) != field.default}
-
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the name and the options."""
         try:
-            fields = self.option_fields()
-        except ConfigError as e:
-            yield from e.faults
-            return
-        if not isinstance(self.options, dict):
-            yield f"compression.options must be a dict of names and values. Received: {format_value(self.options)}."
-            return
-        own = self.name not in COMPRESSORS
-        takes = f"It takes{' compression.options' * own}: {', '.join(fields)}." if fields else "It takes no arguments."
-        wrong = [name for name in self._changed() if own or name not in fields]
-        for name in [*wrong, *(name for name in self.options if name not in fields)]:
-            yield f"compression {self.name!r} takes no {name!r}{did_you_mean(name, fields)} {takes}"
-        given = {name: value for name, value in self.arguments().items() if name in fields}
-        faults: list[str] = []
-        try:
-            for name, value in given.items():
-                where = "compression.options" if name in self.options else "compression"
-                faults += option_faults(fields[name], value, f"{where}.{name}")
-            if own and not faults:
-                made = self.compressor_class()
+            faults = list(self.option_faults())
+            if self.name not in COMPRESSORS and not faults:
+                made, given = self.compressor_class(), self.all_options()
                 made(**{field.name: given[field.name] for field in dataclasses.fields(made) if field.name in given})
+        except ConfigError as e:
+            faults = list(e.faults)
         except Exception as e:  # of the user's own compressor
             faults = [f"compression {self.name!r} cannot be made: {describe_error(e)}"]
         yield from faults

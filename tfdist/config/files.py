@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import os
@@ -16,23 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdist import config as config_lib
-from tfdist.config import validation
+from tfdist.config.options import NamedOptions, field_types, unknown_field
+from tfdist.config.presets import PRESETS
 from tfdist.config.train import TrainConfig
 from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
 from tfdist.runtime.files import read_file
-
-_PRESETS = pathlib.Path(__file__).parents[1] / "presets"
-
-
-def preset_names() -> list[str]:
-    """Returns the names of all presets."""
-    return sorted(path.stem for path in _PRESETS.glob("[!_]*.py"))
-
-
-def describe_preset(name: str) -> str:
-    """Returns the first line of a preset's docstring."""
-    text = ast.get_docstring(ast.parse((_PRESETS / f"{name}.py").read_bytes())) or ""
-    return text.partition("\n")[0]
 
 
 def load(path: str) -> TrainConfig:
@@ -45,11 +32,11 @@ def load(path: str) -> TrainConfig:
         ConfigError: With every fault; an error of the file's own shortened to its own line.
     """
     if not pathlib.Path(path).suffix and not os.path.exists(path):
-        if path not in (known := preset_names()):
+        if path not in PRESETS:
             raise ConfigError(
-                f"--config={path}: no such file, and no preset{did_you_mean(path, known)} Presets: {', '.join(known)}."
+                f"--config={path}: no such file, and no preset{did_you_mean(path, PRESETS)} Presets: {', '.join(PRESETS)}."
             )
-        path = str(_PRESETS / f"{path}.py")
+        return PRESETS[path].config()
     try:
         source = read_file(path)
     except (OSError, ValueError) as e:
@@ -103,14 +90,16 @@ def _of_json(path: str, source: bytes) -> TrainConfig:
 
 def _assign(holder: Any, values: dict[str, Any], path: str) -> Iterator[str]:
     """Sets fields, of groups one by one; yields faults."""
-    fields = {field.name: field for field in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else {}
+    if isinstance(holder, NamedOptions) and "name" in values:
+        holder.name = values["name"]  # whose options the others may be
+    types, takes_any = field_types(holder)
     for name, value in values.items():
-        if name not in fields:
-            yield validation.unknown_field(f"{path}.{name}", name, fields)
-        elif dataclasses.is_dataclass(group := getattr(holder, name)) and isinstance(value, dict):
+        if name not in types and not takes_any:
+            yield unknown_field(f"{path}.{name}", holder, name)
+        elif dataclasses.is_dataclass(group := getattr(holder, name, None)) and isinstance(value, dict):
             yield from _assign(group, value, f"{path}.{name}")
         else:
-            wants = typing.get_origin(fields[name].type) or fields[name].type
+            wants = typing.get_origin(types.get(name)) or types.get(name)
             setattr(holder, name, tuple(value) if wants is tuple and isinstance(value, list) else value)
 
 

@@ -3,49 +3,76 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from tfdist.config import registry
-from tfdist.config.compression import option_faults
+from tfdist.config.options import NamedOptions, option
 from tfdist.config.ranges import MOST_STEPS, Range
-from tfdist.errors import collect_errors, did_you_mean, format_value
+from tfdist.errors import ConfigError, collect_errors, did_you_mean
 
-_ADAM: Mapping[str, type] = {"beta_1": float, "beta_2": float, "epsilon": float}
+_ADAM: Mapping[str, Any] = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
-# Optimizer name to the arguments it takes besides the learning rate and those of every optimizer, and the type of each.
-OPTIMIZERS: Mapping[str, Mapping[str, type]] = {
-    "adadelta": {"rho": float, "epsilon": float},
+# Optimizer name to the arguments that it takes besides the learning rate and those of every optimizer, with Keras' defaults.
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "adadelta": {"rho": 0.95, "epsilon": 1e-7},
     "adafactor": {
-        **dict.fromkeys(("beta_2_decay", "epsilon_1", "epsilon_2", "clip_threshold"), float),
-        "relative_step": bool,
+        "beta_2_decay": -0.8,
+        "epsilon_1": 1e-30,
+        "epsilon_2": 1e-3,
+        "clip_threshold": 1.0,
+        "relative_step": True,
     },
-    "adagrad": {"initial_accumulator_value": float, "epsilon": float},
-    "adam": {**_ADAM, "amsgrad": bool},
+    "adagrad": {"initial_accumulator_value": 0.1, "epsilon": 1e-7},
+    "adam": {**_ADAM, "amsgrad": False},
     "adamax": _ADAM,
-    "adamw": {**_ADAM, "amsgrad": bool},
+    "adamw": {**_ADAM, "amsgrad": False, "weight_decay": 0.004},
     "ftrl": {
-        **dict.fromkeys(("learning_rate_power", "initial_accumulator_value", "beta"), float),
-        **dict.fromkeys(("l1_regularization_strength", "l2_regularization_strength"), float),
-        "l2_shrinkage_regularization_strength": float,
+        "learning_rate_power": -0.5,
+        "initial_accumulator_value": 0.1,
+        "beta": 0.0,
+        "l1_regularization_strength": 0.0,
+        "l2_regularization_strength": 0.0,
+        "l2_shrinkage_regularization_strength": 0.0,
     },
     "lamb": _ADAM,
-    "lion": {"beta_1": float, "beta_2": float},
+    "lion": {"beta_1": 0.9, "beta_2": 0.99},
     "muon": {
-        **dict.fromkeys(("adam_beta_1", "adam_beta_2", "adam_weight_decay", "epsilon", "momentum", "rms_rate"), float),
-        **dict.fromkeys(("muon_a", "muon_b", "muon_c", "adam_lr_ratio"), float),
-        "exclude_layers": list,
-        "exclude_embeddings": bool,
-        "ns_steps": int,
-        "nesterov": bool,
+        "adam_beta_1": 0.9,
+        "adam_beta_2": 0.999,
+        "adam_weight_decay": 0.004,
+        "epsilon": 1e-7,
+        "momentum": 0.95,
+        "rms_rate": 0.2,
+        "muon_a": 3.4445,
+        "muon_b": -4.775,
+        "muon_c": 2.0315,
+        "adam_lr_ratio": 1.0,
+        "exclude_layers": (),
+        "exclude_embeddings": True,
+        "ns_steps": 5,
+        "nesterov": True,
+        "weight_decay": 0.004,
     },
     "nadam": _ADAM,
-    "rmsprop": {"rho": float, "momentum": float, "epsilon": float, "centered": bool},
-    "schedulefreeadamw": {**_ADAM, "warmup_steps": int},
-    "sgd": {"momentum": float, "nesterov": bool},
+    "rmsprop": {"rho": 0.9, "momentum": 0.0, "epsilon": 1e-7, "centered": False},
+    "schedulefreeadamw": {**_ADAM, "epsilon": 1e-8, "warmup_steps": 0},
+    "sgd": {"momentum": 0.0, "nesterov": False},
 }
-
+# Of every optimizer, with what means Keras' None: 0, or for the scale 1.
+EVERY_OPTIMIZER: Mapping[str, Any] = {
+    **dict.fromkeys(("weight_decay", "clipnorm", "clipvalue", "global_clipnorm"), 0.0),
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": 0,
+    "gradient_accumulation_steps": 0,
+    "loss_scale_factor": 1.0,
+}
+_CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
+_OFF_AT_ZERO = (*_CLIPS, "ema_overwrite_frequency", "gradient_accumulation_steps")
+_EXCLUDE = "weight_decay_exclude"  # not an argument of Keras
 
 # What Keras computes with is float32: nearer to 1 a share would be 1 there, a smaller number 0, and a larger one soon infinite.
 _SHARE = Range(0, 0.9999999)
@@ -80,129 +107,113 @@ _RANGES_OF: Mapping[tuple[str, str], Range] = {
 }
 
 
-EVERY_OPTIMIZER: Mapping[str, type] = {
-    **dict.fromkeys(("weight_decay", "clipnorm", "clipvalue", "global_clipnorm"), float),
-    "use_ema": bool,
-    "ema_momentum": float,
-    "ema_overwrite_frequency": int,
-    "gradient_accumulation_steps": int,
-    "loss_scale_factor": float,
-}
-_DECAYING = ("adamw", "muon")  # which decay weights even where no one says so
+@dataclasses.dataclass(init=False, repr=False, eq=False)
+class OptimizerConfig(NamedOptions):
+    """A Keras optimizer's name and arguments, by Keras' names, as `OptimizerConfig("sgd", momentum=0.9)`.
 
-
-@dataclasses.dataclass
-class OptimizerConfig:
-    """A Keras optimizer's name and arguments, by Keras' names; what the optimizer does not take must stay as it is.
+    The optimizer gets the learning rate and the arguments that are set. Those of your own are not checked before it is made.
 
     Attributes:
-        name: A class of `keras.optimizers` in small letters (`OPTIMIZERS`), or your own optimizer class as
-            `package.module:Class`. It gets the learning rate and every argument that differs from its default here.
-        weight_decay: 0 means none; likewise `clipnorm`, `clipvalue` and `global_clipnorm`, of which one may be set.
+        name: A class of `keras.optimizers` in small letters (`OPTIMIZERS`), or your own optimizer class or function as
+            `package.module:Class`.
+        weight_decay: 0 means none.
         weight_decay_exclude: Weights that do not decay: what their names contain, comma separated, as `bias,gamma,beta`.
-        options: Arguments, by name, which the optimizer gets whatever its default is: those that are no fields here, and
-            those whose default differs between optimizers, such as `options.rho` of `adadelta`. They count more than fields.
+        clipnorm: 0 means none; likewise `clipvalue` and `global_clipnorm`, of which one may be set.
         use_ema: Keep and, after training, use an exponential moving average of the weights.
         gradient_accumulation_steps: Steps whose mean gradient makes one update; 0 means each step's own does.
     """
 
+    WHAT: ClassVar = "optimizer"
+    BUILT_IN: ClassVar = OPTIMIZERS
+
     name: str = "adam"
-    momentum: float = 0.0
-    nesterov: bool = False
-    rho: float = 0.9
-    beta_1: float = 0.9
-    beta_2: float = 0.999
-    epsilon: float = 1e-7
-    amsgrad: bool = False
-    centered: bool = False
-    weight_decay: float = 0.0
-    clipnorm: float = 0.0
-    clipvalue: float = 0.0
-    global_clipnorm: float = 0.0
-    use_ema: bool = False
-    ema_momentum: float = 0.99
-    gradient_accumulation_steps: int = 0
-    weight_decay_exclude: str = ""
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether it is one's own, which is imported later, with TensorFlow."""
+        return ":" in self.name
+
+    def option_fields(self) -> Mapping[str, dataclasses.Field[Any]]:
+        """Returns its arguments, by name; of one's own those that every optimizer has.
+
+        Raises:
+            ConfigError: There is no such optimizer.
+        """
+        if self.name not in OPTIMIZERS and not self.takes_any:
+            raise ConfigError(
+                f"Unknown optimizer {self.name!r}{did_you_mean(self.name, OPTIMIZERS)} "
+                f"Expected one of {', '.join(sorted(OPTIMIZERS))}, or your own as 'package.module:Class'."
+            )
+        return _fields("" if self.takes_any else self.name)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments to give to the optimizer: fields that differ from their defaults, and `options`."""
-        kinds = {**OPTIMIZERS.get(self.name, {}), **EVERY_OPTIMIZER}
-        found = {**self._changed(), **self.options}  # where Keras wants a float, it does not take 0
-        return {
-            name: float(value) if kinds.get(name) is float and type(value) is int and value in _FLOAT else value
-            for name, value in found.items()
-        }
+        """Returns the arguments to give to the optimizer: those that are set, without what 0 turns off."""
+        found = self.options()
+        found.pop(_EXCLUDE, None)
+        off = _OFF_AT_ZERO if self.takes_any or self.decays else (*_OFF_AT_ZERO, "weight_decay")
+        return {name: value for name, value in found.items() if name not in off or value != 0}
 
-    def _changed(self) -> dict[str, Any]:
-        own = ("name", "options", "weight_decay_exclude")
-        fields = [field for field in dataclasses.fields(self) if field.name not in own]
-        return {field.name: value for field in fields if (value := getattr(self, field.name)) != field.default}
+    @property
+    def decays(self) -> bool:
+        """Whether weights decay where no one says so."""
+        return "weight_decay" in OPTIMIZERS.get(self.name, ())
 
     def excluded_from_weight_decay(self) -> list[str]:
         """Returns what the names of weights contain that do not decay."""
         return [name for text in self.weight_decay_exclude.split(",") if (name := text.strip())]
 
-    def option_fields(self) -> dict[str, dataclasses.Field[Any]]:
-        """Returns a field for each argument that `options` may hold; none where only one's own optimizer knows."""
-        takes = {**OPTIMIZERS[self.name], **EVERY_OPTIMIZER} if self.name in OPTIMIZERS else {}
-        made = dataclasses.make_dataclass("Options", takes.items())
-        return {field.name: field for field in dataclasses.fields(made)}
-
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with the optimizer's name and arguments."""
-        if ":" in self.name:
-            faults: list[str] = []
-            with collect_errors(faults):
+        faults: list[str] = []
+        with collect_errors(faults):
+            if self.takes_any:
                 registry.check_findable("optimizer", self.name)
-            yield from faults
-            numbers = {name: value for name, value in self.arguments().items() if isinstance(value, float)}
-            for name, value in numbers.items():
-                yield from _FLOAT.faults(f"optimizer.{name}", value)
+            faults += self.option_faults()
+        for name, value in self.options().items() if self.takes_any else ():
+            if isinstance(value, float) and name not in EVERY_OPTIMIZER:
+                faults += _FLOAT.faults(f"optimizer.{name}", value)
+        yield from faults
+        if faults:
             return
-        if self.name not in OPTIMIZERS:
-            yield (
-                f"Unknown optimizer {self.name!r}{did_you_mean(self.name, OPTIMIZERS)} "
-                f"Expected one of {', '.join(sorted(OPTIMIZERS))}, or your own as 'package.module:Class'."
-            )
-            return
-        if not all(isinstance(name, str) for name in self.options):
-            yield f"optimizer.options must have texts as names. Received: {format_value(self.options)}."
-            return
-        takes = self.option_fields()
         arguments = self.arguments()
-        for name in arguments:
-            if name not in takes:
-                known = f"It takes: {', '.join(takes)}."
-                hint = did_you_mean(name, takes) if name in self.options else "."
-                yield f"optimizer {self.name!r} takes no {name!r}{hint} {known}"
-        wrong = [
-            fault
-            for name in self.options
-            if name in takes
-            for fault in option_faults(takes[name], self.options[name], f"optimizer.options.{name}")
-        ]
-        yield from wrong
-        if wrong:
-            return
-        steps = arguments.pop("gradient_accumulation_steps", 0)
-        if steps == 1 or steps not in _STEPS:
-            yield f"optimizer.gradient_accumulation_steps must be 0 (off) or 2 to {MOST_STEPS}. Received: {format_value(steps)}."
-        for name, value in arguments.items():
-            where = f"optimizer.options.{name}" if name in self.options else f"optimizer.{name}"
-            if name in takes and (allowed := range_of(self.name, name)):
-                yield from allowed.faults(where, value)
-        names = arguments.get("exclude_layers", [])
-        if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
-            yield f"optimizer.options.exclude_layers must be a list of texts. Received: {format_value(names)}."
-        clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if arguments.get(name)]
-        if len(clips) > 1:
+        if len(clips := [name for name in _CLIPS if name in arguments]) > 1:
             yield f"Only one of optimizer.clipnorm, clipvalue and global_clipnorm may be set. Received: {', '.join(clips)}."
-        if self.excluded_from_weight_decay() and not arguments.get("weight_decay", self.name in _DECAYING):
+        if self.excluded_from_weight_decay() and not arguments.get("weight_decay", self.decays):
             yield (
                 f"optimizer.weight_decay_exclude is {self.weight_decay_exclude!r}, but no weight decays: set "
                 "optimizer.weight_decay, or leave weight_decay_exclude empty."
             )
+
+
+@functools.cache
+def _fields(optimizer: str) -> Mapping[str, dataclasses.Field[Any]]:
+    """Returns a field for each argument of an optimizer; of one's own, an empty text, the types of arguments that Keras' have, too."""
+    own = {name: default for takes in OPTIMIZERS.values() for name, default in takes.items()}
+    defaults = {**OPTIMIZERS.get(optimizer, own), **EVERY_OPTIMIZER, **OPTIMIZERS.get(optimizer, {}), _EXCLUDE: ""}
+    found = {}
+    for name, default in defaults.items():
+        known = optimizer or name in EVERY_OPTIMIZER or name == _EXCLUDE
+        field = option(default, *_expected(optimizer, name)) if known else dataclasses.field()
+        found[name] = (name, _kind(default), field)
+    made = dataclasses.make_dataclass("Options", found.values(), kw_only=True)
+    return {field.name: field for field in dataclasses.fields(made)}
+
+
+def _kind(default: Any) -> Any:
+    return tuple[str, ...] if isinstance(default, tuple) else type(default)
+
+
+def _expected(optimizer: str, argument: str) -> tuple[Any, ...]:
+    if argument == "gradient_accumulation_steps":
+        return f"0 (off) or 2 to {MOST_STEPS}", lambda value: value != 1 and value in _STEPS
+    if argument == "exclude_layers":
+        return "a list of texts", _are_texts
+    allowed = range_of(optimizer, argument)
+    return (str(allowed), allowed.__contains__) if allowed else ()
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
 
 
 def range_of(optimizer: str, argument: str) -> Range | None:

@@ -1,7 +1,7 @@
 """`TrainConfig`: everything that `tfdist train` can be told. No TensorFlow here.
 
-Dataclasses with a default for every field. They are not frozen because `ml_collections.config_flags` assigns to their
-fields (`--config.optimizer.momentum=0.9`); `tfdist.config.validation` judges the whole before use.
+Dataclasses with a default for every field. They are not frozen because flags assign to their fields (`--config.epochs=3`);
+`tfdist.config.validation` judges the whole before use.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ class TrainConfig:
         # So that the task's options exist as fields that flags can set.
         if self.task_options is None and isinstance(self.task, str) and self.task in registry.TASKS:
             self.task_options = registry.resolve("task", self.task, registry.TASKS).Options()
-        resolve_types(self)
 
     def choose_task(self, task: str) -> None:
         """Makes a task this configuration's, with the options that it has by default where those here are another one's.
@@ -122,14 +121,11 @@ def default_options(task: str, options: type) -> Any:
         ConfigError: They cannot be made.
     """
     try:
-        made = options()
+        return options()
     except Exception as e:
         raise ConfigError(
             f"{options.__qualname__}() of task {task!r} raises {describe_error(e)}; give all its fields defaults."
         ) from e
-    if dataclasses.is_dataclass(made):
-        resolve_types(made)
-    return made
 
 
 def make_floats(config: Any) -> None:
@@ -163,19 +159,12 @@ def _check_groups(config: Any, path: str, outer: tuple[Any, ...]) -> None:
         _check_groups(value, where, (*outer, config))
 
 
-def resolve_types(config: Any) -> None:
-    """Makes the fields' types classes: under `from __future__ import annotations` they are texts, and flags need classes."""
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        field.type = hints[field.name]
-        if dataclasses.is_dataclass(value := getattr(config, field.name)):
-            resolve_types(value)
-
-
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Returns the configuration as plain values, for `config.json`."""
-    return dataclasses.asdict(config)
+    return {**dataclasses.asdict(config), **{name: getattr(config, name).to_dict() for name in NAMED_OPTIONS}}
 
+
+NAMED_OPTIONS = ("optimizer", "compression")  # groups with options
 
 # What must be the same in a run that goes on, and on all tasks: what decides which numbers are trained.
 _SAME = (
@@ -191,6 +180,7 @@ _SAME_OF_STRATEGY = ("name", "devices", "bucket_bytes", "gather_loss_bytes", "pl
 def fixed(config: TrainConfig) -> dict[str, Any]:
     """Returns what of the configuration must be the same in a run that goes on, and on all tasks."""
     same = {name: value for name, value in to_dict(config).items() if name in _SAME}
+    same |= {name: getattr(config, name).to_dict(complete=True) for name in NAMED_OPTIONS}
     same["strategy"] = {name: same["strategy"][name] for name in _SAME_OF_STRATEGY}
     return same
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from tfdist.config import callbacks, registry
 from tfdist.config.optimizer import accumulation_fault
+from tfdist.config.options import unknown_field
 from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, MOST_TASKS, Range
 from tfdist.config.schedule import SCALINGS
 from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
 from tfdist.config.strategy_traits import StrategyTraits
 from tfdist.config.train import PRECISIONS, TrainConfig, default_options
-from tfdist.errors import ConfigError, did_you_mean, format_value, unknown_name_message
+from tfdist.errors import ConfigError, format_value, unknown_name_message
 
 NAN_POLICIES = ("ignore", "stop", "skip")  # for a step whose loss or gradient is not finite
 _COUNT = Range(1, MOST_STEPS)
@@ -167,7 +168,7 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
     for name in getattr(config, "__dict__", ()):  # slots have none
         # What is the class's own (a cached property) or private is no misspelt field.
         if name not in fields and not name.startswith("_") and not hasattr(type(config), name):
-            yield f"{path}.{name}", unknown_field(f"{path}.{name}", name, fields)
+            yield f"{path}.{name}", unknown_field(f"{path}.{name}", config, name)
     for field in fields.values():
         value, expected = getattr(config, field.name), hints[field.name]
         if typing.get_origin(expected) is dict:
@@ -184,12 +185,6 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
             yield where, f"{where} must be {expected.__name__}. Received: {format_value(value)}."
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _type_faults(value, where)
-
-
-def unknown_field(path: str, name: str, known: Collection[str]) -> str:
-    """Returns the error for a name that a group of fields does not have."""
-    fields = f"Known: {', '.join(known)}." if known else "It has no fields."
-    return f"{path}: unknown config field {format_value(name)}{did_you_mean(name, known)} {fields}"
 
 
 def _callback_faults(config: TrainConfig) -> Iterator[str]:

@@ -60,7 +60,7 @@ def summarize(
         "metrics": {name: finite_or_none(values[-1]) for name, values in history.history.items()},
         "examples_per_second": throughput.examples_per_second and round(throughput.examples_per_second, 1),
         "step_ms": throughput.step_ms,
-        "compression": {"name": config.compression.name, **config.compression.arguments()},
+        "compression": config.compression.to_dict(complete=True),
         "wire_bytes_per_step": wire_bytes,
         "restarts": progress.restarts(),
         **server_report,

@@ -1,0 +1,59 @@
+"""Values of fields, written as texts. No TensorFlow here."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import types
+import typing
+from typing import Any
+
+from absl import flags
+
+_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def is_settable(kind: Any) -> bool:
+    """Returns whether `parse` knows a type; `object` stands for any plain value."""
+    if _is_union(kind):
+        return len(kinds := _members(kind)) == 1 and is_settable(kinds[0])
+    kind = typing.get_origin(kind) or kind
+    return kind is object or (isinstance(kind, type) and issubclass(kind, (bool, int, float, str, tuple, enum.Enum)))
+
+
+def parse(kind: Any, text: str) -> Any:
+    """Returns the value of a type that a text stands for.
+
+    Args:
+        kind: The type, one that `is_settable`.
+        text: The text. `None` stands for None where that may be; the parts of a tuple have commas between them; an enumeration's value is its name.
+
+    Raises:
+        ValueError: With what is expected.
+    """
+    if _is_union(kind):
+        return None if text.lower() == "none" else parse(_members(kind)[0], text)
+    if (typing.get_origin(kind) or kind) is tuple:
+        of = next(iter(typing.get_args(kind)), object)
+        return tuple(parse(of, part.strip()) for part in text.strip("()").split(",") if part.strip())
+    if kind is object:
+        try:
+            return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return text
+    if issubclass(kind, enum.Enum):
+        if text not in kind.__members__:
+            raise ValueError(f"one of {', '.join(kind.__members__)}")
+        return kind[text]
+    try:
+        return flags.BooleanParser().parse(text) if kind is bool else kind(text)
+    except ValueError:
+        raise ValueError(_EXPECTED.get(kind, f"a {kind.__name__}")) from None
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def _members(kind: Any) -> list[Any]:
+    return [member for member in typing.get_args(kind) if member is not type(None)]

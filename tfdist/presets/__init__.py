@@ -1,1 +1,0 @@
-"""Configurations that come with the package: `--config=NAME`."""
