@@ -16,28 +16,26 @@ _LEAST_TEMPORARY, _LEAST_WORKDIR, _LEAST_SHARED = 100 * 2**20, 2**30, 128 * 2**2
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields findings about the current folder, that of temporary files and shared memory."""
     try:
-        current = os.getcwd()
+        yield _writable("current folder", os.getcwd(), _LEAST_WORKDIR, "give --workdir a folder elsewhere")
     except OSError:
         yield Finding(ERROR, "current folder", "does not exist any more", "cd to a folder that exists")
-    else:
-        yield _writable("current folder", current, _LEAST_WORKDIR, "give --workdir a folder elsewhere")
-    yield from _temporary(environ)
-    yield _shared_memory("/dev/shm")
-
-
-def _temporary(environ: Mapping[str, str]) -> Iterator[Finding]:
     elsewhere = "free the disk, or set TMPDIR to a folder that can be written"
-    if folder := environ.get("TMPDIR"):
-        yield _writable("TMPDIR", folder, _LEAST_TEMPORARY, elsewhere)
-        if not cannot_write(folder):
-            return
-    tried = [environ.get("TEMP"), environ.get("TMP"), "/tmp", "/var/tmp", "/usr/tmp"]  # as Python's tempfile
-    folders = [each for each in tried if each]
-    usable = next((each for each in folders if cannot_write(each) == ""), None)
-    if usable is None:
-        yield Finding(ERROR, "temporary files", f"none of {', '.join(map(shorten, folders))} can be written", elsewhere)
+    named = environ.get("TMPDIR")
+    if named:
+        yield _writable("TMPDIR", named, _LEAST_TEMPORARY, elsewhere)
+    if not named or cannot_write(named):
+        tried = [environ.get("TEMP"), environ.get("TMP"), "/tmp", "/var/tmp", "/usr/tmp"]  # as Python's tempfile
+        folders = [each for each in tried if each]
+        if usable := next((each for each in folders if not cannot_write(each)), None):
+            yield _writable("temporary files", usable, _LEAST_TEMPORARY, elsewhere)
+        else:
+            shown = f"none of {', '.join(map(shorten, folders))} can be written"
+            yield Finding(ERROR, "temporary files", shown, elsewhere)
+    if os.path.isdir("/dev/shm"):
+        remedy = "docker run --shm-size=1g: NCCL exchanges gradients there"
+        yield _writable("shared memory", "/dev/shm", _LEAST_SHARED, remedy)
     else:
-        yield _writable("temporary files", usable, _LEAST_TEMPORARY, elsewhere)
+        yield Finding(NOTE, "/dev/shm", "not there", "NCCL needs it for several GPUs: mount a tmpfs there")
 
 
 def _writable(what: str, folder: str, least: int, remedy: str) -> Finding:
@@ -46,13 +44,6 @@ def _writable(what: str, folder: str, least: int, remedy: str) -> Finding:
     free = shutil.disk_usage(folder).free
     value = f"{shorten(folder)}, {format_bytes(free)} free"
     return Finding(OK, what, value) if free >= least else Finding(WARNING, what, value, remedy)
-
-
-def _shared_memory(folder: str) -> Finding:
-    if not os.path.isdir(folder):
-        return Finding(NOTE, folder, "not there", "NCCL needs it for several GPUs: mount a tmpfs there")
-    found = _writable(folder, folder, _LEAST_SHARED, "docker run --shm-size=1g: NCCL exchanges gradients there")
-    return found._replace(what="shared memory")
 
 
 def cannot_write(folder: str) -> str:

@@ -5,10 +5,8 @@ No TensorFlow here.
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,14 +50,14 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
         environ: The environment.
     """
     found: dict[str, list[Finding]] = {name: [] for name in checks}
-    broken: dict[str, str] = {}
 
     def look(name: str, check: Check) -> None:
         try:
             for finding in check(environ):
                 found[name].append(finding)
         except Exception as e:  # the others are worth more than this one
-            broken[name] = printable(describe_error(e))
+            problem = f"cannot be looked at: {printable(describe_error(e))}"
+            found[name].append(Finding(WARNING, name, problem, "see the other findings"))
 
     began = time.monotonic()
     threads = {
@@ -73,11 +71,8 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
         threads[name].join(max(0.0, began + limit - time.monotonic()))
         findings += list(found[name])
         if threads[name].is_alive():
-            findings.append(
-                Finding(WARNING, name, f"no answer within {limit:.0f} s", "look whether a disk or name server hangs")
-            )
-        elif name in broken:
-            findings.append(Finding(WARNING, name, f"cannot be looked at: {broken[name]}", "see the other findings"))
+            remedy = "look whether a disk or name server hangs"
+            findings.append(Finding(WARNING, name, f"no answer within {limit:.0f} s", remedy))
     return findings
 
 
@@ -86,30 +81,18 @@ def as_table(findings: Sequence[Finding]) -> str:
     from rich import console, table, text
 
     shown = table.Table("", "what", table.Column("found", overflow="fold"), table.Column("do", overflow="fold"))
-    for each in findings:
-        level = text.Text(each.level, style=_STYLES[each.level])
-        shown.add_row(level, *(text.Text(part) for part in each[1:]))
-    screen = _Screen()
-    console.Console(file=screen, markup=False, emoji=False, highlight=False).print(shown)
-    return screen.getvalue() + _verdict(findings)
-
-
-class _Screen(io.StringIO):
-    """A buffer for the terminal at standard output, with its encoding, width and colours."""
-
-    encoding = property(lambda self: sys.stdout.encoding)
-
-    def isatty(self) -> bool:
-        return True
+    for level, *parts in findings:
+        shown.add_row(text.Text(level, style=_STYLES[level]), *map(text.Text, parts))
+    terminal = console.Console(markup=False, emoji=False, highlight=False)
+    with terminal.capture() as captured:
+        terminal.print(shown)
+    return captured.get() + _verdict(findings)
 
 
 def as_lines(findings: Sequence[Finding]) -> str:
-    """Returns a line for each finding: `level  what: value. Do: remedy`."""
+    """Returns a line for each finding: `level  what: value -> remedy`."""
     width = max(map(len, _STYLES))
-    lines = [
-        f"{each.level:{width}}  {each.what}: {each.value}" + f" -> {each.remedy}" * bool(each.remedy)
-        for each in findings
-    ]
+    lines = [f"{level:{width}}  {what}: {value}" + f" -> {do}" * bool(do) for level, what, value, do in findings]
     return "\n".join([*lines, _verdict(findings)])
 
 

@@ -20,59 +20,39 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields findings about processors, memory and the number of open files."""
     import psutil
 
-    usable, of_machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    yield processors(usable, of_machine, cpu_quota())
-    memory, limit = psutil.virtual_memory(), memory_limit()
-    yield available_memory(memory.available, memory.total, limit)
+    yield processors(len(os.sched_getaffinity(0)), os.cpu_count() or 1, cpu_quota())
+    memory = psutil.virtual_memory()
+    yield available_memory(memory.available, memory.total, memory_limit())
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def processors(usable: int, of_machine: int, quota: float | None) -> Finding:
-    """Returns how many processors this process may use.
-
-    Args:
-        usable: Those that it may run on.
-        of_machine: All.
-        quota: How many processors' time it gets at most; None is no limit.
-    """
+    """Returns how many processors this process may use, and for how many processors' time; None is no limit."""
     value = f"{usable} of {of_machine}"
-    if quota is not None and quota < usable:
-        threads = max(1, int(quota))
-        return Finding(
-            NOTE,
-            "processors",
-            f"{value}, for the time of {quota:g} (the quota of its cgroup)",
-            f"TensorFlow starts a thread for each of the {usable}: raise the quota, or set TF_NUM_INTRAOP_THREADS={threads} in all tasks",
-        )
-    return Finding(OK, "processors", value)
+    if quota is None or quota >= usable:
+        return Finding(OK, "processors", value)
+    remedy = f"raise the quota, or set TF_NUM_INTRAOP_THREADS={max(1, int(quota))} in all tasks"
+    value += f", for the time of {quota:g} (the quota of its cgroup)"
+    return Finding(NOTE, "processors", value, f"TensorFlow starts a thread for each of the {usable}: {remedy}")
 
 
 def available_memory(available: int, total: int, limit: int | None) -> Finding:
-    """Returns how much memory is free.
-
-    Args:
-        available: Bytes that the machine has free.
-        total: Bytes that it has.
-        limit: Bytes that this process and those beside it may use together; None is no limit.
-    """
+    """Returns how many bytes the machine has free, and how many its cgroup may use; None is no limit."""
     value = f"{format_bytes(available)} free of {format_bytes(total)}"
     if limit is not None and limit < total:
         value += f", limited to {format_bytes(limit)} by its cgroup"
-    if min(available, total if limit is None else limit) < _LEAST_MEMORY:
-        return Finding(
-            WARNING,
-            "memory",
-            value,
-            "a task needs about 1 GiB besides its model and data: end other programs, or ask for more",
-        )
-    return Finding(OK, "memory", value)
+    if min(available, total if limit is None else limit) >= _LEAST_MEMORY:
+        return Finding(OK, "memory", value)
+    remedy = "a task needs about 1 GiB besides its model and data: end other programs, or ask for more"
+    return Finding(WARNING, "memory", value, remedy)
 
 
 def open_files(limit: int) -> Finding:
     """Returns how many files this process may open."""
-    value = "no limit" if limit == resource.RLIM_INFINITY else str(limit)
-    few = limit != resource.RLIM_INFINITY and limit < _LEAST_FILES
-    return Finding(WARNING if few else OK, "open files", value, "ulimit -n 4096" if few else "")
+    if limit == resource.RLIM_INFINITY:
+        return Finding(OK, "open files", "no limit")
+    few = limit < _LEAST_FILES
+    return Finding(WARNING if few else OK, "open files", str(limit), "ulimit -n 4096" if few else "")
 
 
 def cpu_quota(root: pathlib.Path = ROOT, own: str | None = None) -> float | None:
@@ -82,41 +62,30 @@ def cpu_quota(root: pathlib.Path = ROOT, own: str | None = None) -> float | None
         root: Where cgroups are.
         own: What `/proc/self/cgroup` says; None reads it.
     """
-    found = []
-    for folder in _folders(root, "cpu", own):
-        with contextlib.suppress(OSError, ValueError):
-            if (file := folder / "cpu.max").exists():
-                quota, period = file.read_text().split()
-            else:
-                quota, period = ((folder / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-            if float(quota) > 0:  # ValueError for "max"
-                found.append(float(quota) / float(period))
-    return min(found, default=None)
+    of_v2, of_v1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    pairs = [pair for names in (of_v2, of_v1) for pair in _numbers(root, "cpu", own, names) if len(pair) == 2]
+    return min((quota / period for quota, period in pairs if quota > 0), default=None)
 
 
 def memory_limit(root: pathlib.Path = ROOT, own: str | None = None) -> int | None:
     """Returns how many bytes this process's cgroup may use, or None. Arguments as of `cpu_quota`."""
-    found = []
-    for folder in _folders(root, "memory", own):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):
-                found.append(int((folder / name).read_text()))
-    return min((each for each in found if each < _NO_LIMIT), default=None)
+    names = ("memory.max", "memory.limit_in_bytes")
+    limits = [int(limit) for name in names for (limit,) in _numbers(root, "memory", own, (name,))]
+    return min((each for each in limits if each < _NO_LIMIT), default=None)
 
 
-def _folders(root: pathlib.Path, controller: str, own: str | None) -> Iterator[pathlib.Path]:
-    """Yields this process's cgroup and those around it, each of which may set a limit.
+def _numbers(root: pathlib.Path, controller: str, own: str | None, names: tuple[str, ...]) -> Iterator[list[float]]:
+    """Yields the numbers in these files of this process's cgroup and of those around it, each of which may set a limit.
 
     In a container the path may be that of the host, of which the container sees only its own part, at the root.
     """
-    if own is None:
-        try:
-            own = pathlib.Path("/proc/self/cgroup").read_text()
-        except OSError:
-            return
-    for line in own.splitlines():
+    with contextlib.suppress(OSError):
+        own = pathlib.Path("/proc/self/cgroup").read_text() if own is None else own
+    for line in (own or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):
             base = root / controller if controllers else root
             here = base / path.strip("/")
-            yield from (each for each in (here, *here.parents) if each == base or base in each.parents)
+            for folder in (each for each in (here, *here.parents) if each == base or base in each.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                    yield [float(word) for name in names for word in (folder / name).read_text().split()]
