@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable, shorten
 from tfdist.errors import truncate
@@ -18,6 +19,7 @@ from tfdist.runtime import tensorflow_log
 _LIMIT = 60.0  # seconds for TensorFlow to load and look
 _DRIVER_LIMIT = 10.0
 _DRIVER = pathlib.Path("/proc/driver/nvidia/gpus")  # a folder for each GPU
+_PIPES: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
 _MARK = "tfdist-devices "
 _LOOK = f"""
 import json
@@ -89,15 +91,7 @@ def run(command: list[str], environ: Mapping[str, str], limit: float) -> tuple[i
     A process that a driver holds cannot be ended: the limit of the check then counts.
     """
     try:
-        done = subprocess.run(
-            command,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit,
-        )
+        done = subprocess.run(command, env=dict(environ), timeout=limit, **_PIPES)
     except (OSError, subprocess.TimeoutExpired):
         return None, "", ""
     return done.returncode, done.stdout, done.stderr
