@@ -1,7 +1,4 @@
-"""The cluster that a run started here would find, by which resolver, and whether this host and port are the task's own.
-
-No TensorFlow here.
-"""
+"""The cluster that a run started here would find, and whether host and port are the task's own. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -39,8 +36,8 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     else:
         if found is None:
             hint = discovery.misconfiguration_hint(environ)
-            alone = Finding(OK, "cluster", "none: one process on this machine")
-            yield Finding(WARNING, "cluster", "none", hint) if hint else alone
+            value = "none" if hint else "none: one process on this machine"
+            yield Finding(WARNING if hint else OK, "cluster", value, hint)
             return
         value = f"{found.task} of {len(found.cluster.tasks())} tasks, by {found.source}"
         is_left = found.source == "tf_config" and not is_launched
@@ -88,11 +85,7 @@ def host_name(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _resolve_host(host: str) -> set[str]:
-    """Returns the addresses of a host's name. May take long: call it in a thread.
-
-    Raises:
-        OSError: The name is not known.
-    """
+    """Returns the addresses of a host's name, or raises an OSError. May take long: call it in a thread."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError:  # a part of the name is too long, or empty

@@ -1,7 +1,4 @@
-"""Devices that TensorFlow finds, in a process of its own, as a broken driver can hang or kill it; and GPUs that the system has.
-
-No TensorFlow in this process.
-"""
+"""Devices that TensorFlow finds, in a process of its own, as a broken driver can hang or kill it; and GPUs of the system."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from tfdist.errors import truncate
 from tfdist.runtime import tensorflow_log
 
 _LIMIT = 60.0  # seconds for TensorFlow to load and look
-_DRIVER_LIMIT = 10.0
 _DRIVER = pathlib.Path("/proc/driver/nvidia/gpus")  # a folder for each GPU
 _PIPES: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
 _MARK = "tfdist-devices "
@@ -81,17 +77,14 @@ def gpus(environ: Mapping[str, str]) -> int:
     try:
         return len(list(_DRIVER.iterdir()))
     except OSError:
-        output = run(["nvidia-smi", "-L"], environ, _DRIVER_LIMIT)[1]
+        output = run(["nvidia-smi", "-L"], environ, 10.0)[1]
         return sum(line.startswith("GPU ") for line in output.splitlines())
 
 
 def run(command: list[str], environ: Mapping[str, str], limit: float) -> tuple[int | None, str, str]:
-    """Runs a command; returns its exit code, or None if it did not start or end within `limit` seconds, and both its outputs.
-
-    A process that a driver holds cannot be ended: the limit of the check then counts.
-    """
+    """Runs a command; returns its exit code, or None if it did not start or end within `limit` seconds, and both its outputs."""
     try:
         done = subprocess.run(command, env=dict(environ), timeout=limit, **_PIPES)
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):  # if a driver holds the process, the limit of the check counts
         return None, "", ""
     return done.returncode, done.stdout, done.stderr

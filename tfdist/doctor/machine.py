@@ -16,7 +16,6 @@ from tfdist.runtime.files import write_error_reason
 ROOT = pathlib.Path("/sys/fs/cgroup")
 _LEAST_MEMORY = 2**30  # bytes: what a task takes with a small model
 _LEAST_TEMPORARY, _LEAST_WORKDIR, _LEAST_SHARED = 100 * 2**20, 2**30, 128 * 2**20  # bytes
-_LEAST_FILES = 1024
 _NO_LIMIT = 2**60  # bytes; cgroups of version 1 write a number of this size where there is no limit
 
 
@@ -55,17 +54,12 @@ def open_files(limit: int) -> Finding:
     """Returns how many files this process may open."""
     if limit == resource.RLIM_INFINITY:
         return Finding(OK, "open files", "no limit")
-    few = limit < _LEAST_FILES
+    few = limit < 1024
     return Finding(WARNING if few else OK, "open files", str(limit), "ulimit -n 4096" if few else "")
 
 
 def cpu_quota(root: pathlib.Path = ROOT, own: str | None = None) -> float | None:
-    """Returns how many processors' time this process's cgroup gives it, or None.
-
-    Args:
-        root: Where cgroups are.
-        own: What `/proc/self/cgroup` says; None reads it.
-    """
+    """Returns how many processors' time this process's cgroup gives it, or None; `own` is the text of `/proc/self/cgroup`."""
     of_v2, of_v1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     pairs = [pair for names in (of_v2, of_v1) for pair in _numbers(root, "cpu", own, names) if len(pair) == 2]
     return min((quota / period for quota, period in pairs if quota > 0), default=None)

@@ -1,7 +1,4 @@
-"""Versions of Python and packages, files that hide a package, and variables that change how Keras, TensorFlow and NCCL work.
-
-No TensorFlow here.
-"""
+"""Versions of Python and packages, and variables that change how Keras, TensorFlow and NCCL work. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ _THREADS = "unset it to use all processors; all tasks must have the same"
 _NO_COUNT = "give a whole number, the same in all tasks; or unset it"
 _LESS_SURE = "unset it, unless all tasks need it and have the same"
 _LEGACY = "unset it: tf.keras is then Keras 2, whose models tfdist does not train; or write import keras"
-_OF_PROXIES = (
-    "nothing for tfdist, which reaches the cluster's hosts without them; your own servers: name them in no_proxy"
-)
+_OF_PROXIES = "nothing for tfdist, which goes around them; for your own servers: name them in no_proxy"
 _HIDDEN = "export TF_CPP_MIN_LOG_LEVEL=2: TensorFlow's errors are not shown now"
 # A variable's name and value, as regular expressions; the level of a finding, and what to do. The first row that matches counts.
 _TABLE = [
