@@ -55,6 +55,7 @@ class Job:
         for path in (self.folder / "phases").iterdir():
             path.unlink()
         count = ["--workers=2", *(["--ps=1"] if self.kind == KINDS[1] else [])]
+        launcher = "tools.netlab.launch" if self.hosts else "tfdist.launch"
         spaces = [f"--netns={','.join(space for space, _ in self.hosts)}"] if self.hosts else []
         told = json.dumps([dataclasses.asdict(fault) for fault in schedule])
         command = [sys.executable, "-m", "tests.chaos.training", self.kind, str(self.folder), told]
@@ -70,7 +71,7 @@ class Job:
         began, over = time.monotonic(), threading.Event()
         with (self.folder / "output").open("ab") as output:
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "tfdist.launch", *count, *own, *spaces, "--", *command],
+                [sys.executable, "-m", launcher, *count, *own, *spaces, "--", *command],
                 env=environ, cwd=self.folder, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         happening = [

@@ -33,7 +33,6 @@ ROOT = pathlib.Path(__file__).parents[2]
         ),
         (["--hosts=a,b", "-n", "2", "true"], "--hosts and --workers exclude each other"),
         (["--hostfile=f", "--ps=1", "true"], "--hostfile and --ps exclude each other: leave out --ps; name the hosts"),
-        (["--hosts=a,b", "--netns=x", "true"], "--hosts and --netns exclude each other"),
         (["--hosts=a,b", "--ps=1"], "The command is missing.\n--hosts and --ps exclude each other"),
         (["--hosts=a,b", "--ps=1", "true"], "\nthis host ("),
         (["--ps_hosts=c", "--task=ps:0", "true"], "--ps_hosts, --task: only with --hosts=A,B or --hostfile=FILE"),

@@ -94,7 +94,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
         (
             ["launch", "--max-restart=1", "--", "true"],
             "unknown flag '--max-restart'; did you mean '--max_restarts'? Known: --grace_seconds, --help, --hostfile, --hosts, --log_dir, "
-            "--max_restarts, --netns, --ps, --ps_hosts, --task, --workers, --workers_per_host.\n",
+            "--max_restarts, --ps, --ps_hosts, --task, --workers, --workers_per_host.\n",
         ),
         (["train", "--config=digit"], "tfdist: --config=digit: no such file, and no preset; did you mean 'digits'? "),
         (

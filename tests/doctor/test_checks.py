@@ -16,7 +16,8 @@ import pytest
 from tests.helpers.full_disk import mounted
 from tests.helpers.unprivileged import open_folder, unprivileged
 from tfdist.cluster import free_ports
-from tfdist.doctor import cluster, devices, folders, report, resources, settings, versions
+from tfdist.commands import doctor
+from tfdist.doctor import cluster, devices, machine, software
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, shorten
 from tfdist.runtime import progress
 
@@ -52,13 +53,13 @@ def found(check, environ):
     ],
 )
 def test_settings(environ, what, level, value):
-    findings = found(settings.check, environ)
+    findings = found(software.settings, environ)
     assert findings[what][:3] == (level, what, value)
     assert "secr" not in str(findings)
 
 
 def test_no_other_variable_is_shown():
-    assert "hunter2" not in str(list(settings.check({"API_TOKEN": "hunter2", "PASSWORD": "hunter2"})))
+    assert "hunter2" not in str(list(software.settings({"API_TOKEN": "hunter2", "PASSWORD": "hunter2"})))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_no_other_variable_is_shown():
 )
 def test_the_backend_of_keras_own_file(tmp_path, text, level):
     (tmp_path / "keras.json").write_text(text)
-    assert settings.keras_backend({"KERAS_HOME": str(tmp_path)}).level == level
+    assert software.keras_backend({"KERAS_HOME": str(tmp_path)}).level == level
 
 
 @pytest.mark.parametrize(
@@ -145,32 +146,32 @@ def test_limits_of_cgroups(tmp_path, own, files, quota, limit):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert resources.cpu_quota(tmp_path, own) == quota
-    assert resources.memory_limit(tmp_path, own) == limit
+    assert machine.cpu_quota(tmp_path, own) == quota
+    assert machine.memory_limit(tmp_path, own) == limit
 
 
 def test_resources():
-    assert resources.processors(4, 8, None)[:3] == (OK, "processors", "4 of 8")
-    few = resources.processors(4, 8, 1.5)
+    assert machine.processors(4, 8, None)[:3] == (OK, "processors", "4 of 8")
+    few = machine.processors(4, 8, 1.5)
     assert (few.level, "TF_NUM_INTRAOP_THREADS=1 " in few.remedy) == (NOTE, True)
-    assert resources.available_memory(2**34, 2**35, None).level == OK
-    assert resources.available_memory(2**34, 2**35, 2**29).level == WARNING
-    assert resources.available_memory(2**29, 2**35, 2**34).level == WARNING
-    assert resources.open_files(256).level == WARNING
-    assert resources.open_files(-1).level == OK
-    assert {"processors", "memory", "open files"} == found(resources.check, {}).keys()
+    assert machine.available_memory(2**34, 2**35, None).level == OK
+    assert machine.available_memory(2**34, 2**35, 2**29).level == WARNING
+    assert machine.available_memory(2**29, 2**35, 2**34).level == WARNING
+    assert machine.open_files(256).level == WARNING
+    assert machine.open_files(-1).level == OK
+    assert {"processors", "memory", "open files"} == found(machine.resources, {}).keys()
 
 
 def test_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    findings = found(folders.check, {"TMPDIR": str(tmp_path)})
+    findings = found(machine.folders, {"TMPDIR": str(tmp_path)})
     assert [findings[what].level for what in ("current folder", "TMPDIR")] == [OK, OK]
     assert "temporary files" not in findings
     assert not list(tmp_path.iterdir())
 
 
 def test_a_tmpdir_that_is_none(tmp_path):
-    findings = found(folders.check, {"TMPDIR": str(tmp_path / "gone")})
+    findings = found(machine.folders, {"TMPDIR": str(tmp_path / "gone")})
     assert findings["TMPDIR"].value == f"{shorten(str(tmp_path / 'gone'))} cannot be written: No such file or directory"
     assert findings["TMPDIR"].level == WARNING
     assert findings["temporary files"].level == OK, "Python takes the next one"
@@ -179,21 +180,21 @@ def test_a_tmpdir_that_is_none(tmp_path):
 def test_a_full_disk(tmp_path):
     with mounted(tmp_path, 8192):
         (tmp_path / "fills").write_bytes(bytes(8192))
-        assert folders.cannot_write(str(tmp_path)) == "No space left on device"
+        assert machine.cannot_write(str(tmp_path)) == "No space left on device"
 
 
 def test_a_folder_of_another_user():
     with open_folder() as folder:
         (folder / "closed").mkdir(mode=0o755)
         with unprivileged():
-            assert folders.cannot_write(str(folder)) == ""
-            assert folders.cannot_write(str(folder / "closed")) == ("Permission denied" if os.geteuid() else "")
+            assert machine.cannot_write(str(folder)) == ""
+            assert machine.cannot_write(str(folder / "closed")) == ("Permission denied" if os.geteuid() else "")
 
 
 def test_a_current_folder_that_is_gone(tmp_path):
     """In a process of its own, as others of this one need theirs."""
     (tmp_path / "gone").mkdir()
-    code = "import os, sys; os.rmdir(os.getcwd()); from tfdist.doctor import folders; print(next(iter(folders.check({}))).value)"
+    code = "import os, sys; os.rmdir(os.getcwd()); from tfdist.doctor import machine; print(next(iter(machine.folders({}))).value)"
     environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path / "gone", env=environ, capture_output=True, text=True, timeout=60)
@@ -201,20 +202,20 @@ def test_a_current_folder_that_is_gone(tmp_path):
 
 
 def test_versions(tmp_path, monkeypatch):
-    findings = found(versions.check, {})
+    findings = found(software.versions, {})
     assert {each.level for each in findings.values()} == {OK}
     older = tmp_path / "tensorflow-2.17.0.dist-info"
     older.mkdir()
     (older / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorflow\nVersion: 2.17.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    finding = found(versions.check, {})["TensorFlow"]
+    finding = found(software.versions, {})["TensorFlow"]
     assert (finding.level, finding.value.startswith("2.17.0; ")) == (WARNING, True)
     assert finding.remedy.startswith("pip install 'tensorflow<2.23,>=2.18")
     for name in ("keras", "keras-nightly"):
         folder = tmp_path / f"{name.replace('-', '_')}-3.14.0.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.14.0\n")
-    keras = next(each for each in versions.check({}) if each.what == "Keras")
+    keras = next(each for each in software.versions({}) if each.what == "Keras")
     assert (keras.level, keras.remedy) == (ERROR, "pip uninstall keras keras-nightly, and install one of them")
 
 
@@ -268,7 +269,7 @@ def test_a_check_that_hangs_or_fails_does_not_hold_up_the_others(tmp_path):
         "fails": (lambda environ: [1 / 0], 30),
         "ends": (lambda environ: [Finding(OK, "ends", "well")], 30),
     }
-    findings = report.examine(checks, {"KERAS_HOME": str(tmp_path)})
+    findings = doctor.examine(checks, {"KERAS_HOME": str(tmp_path)})
     assert [(each.level, each.what) for each in findings] == [(WARNING, "hangs"), (WARNING, "fails"), (OK, "ends")]
     assert "ZeroDivisionError" in findings[1].value
     (tmp_path / "keras.json").write_text("{}")  # lets the thread end
@@ -279,12 +280,12 @@ def test_a_check_that_hangs_or_fails_does_not_hold_up_the_others(tmp_path):
 
 def test_reports():
     findings = [Finding(OK, "a", "1"), Finding(WARNING, "b", "2", "wait")]
-    assert report.as_lines(findings) == "ok       a: 1\nwarning  b: 2 -> wait\nOK: 0 errors, 1 warning, 0 notes"
-    assert json.loads(report.as_json(findings)) == {
+    assert doctor.as_lines(findings) == "ok       a: 1\nwarning  b: 2 -> wait\nOK: 0 errors, 1 warning, 0 notes"
+    assert json.loads(doctor.as_json(findings)) == {
         "ok": True,
         "findings": [
             {"level": "ok", "what": "a", "value": "1", "remedy": ""},
             {"level": "warning", "what": "b", "value": "2", "remedy": "wait"},
         ],
     }
-    assert not report.is_ok([*findings, Finding(ERROR, "c", "3", "stop")])
+    assert not doctor.is_ok([*findings, Finding(ERROR, "c", "3", "stop")])

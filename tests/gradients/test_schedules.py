@@ -12,7 +12,7 @@ from tests.helpers import tiers
 from tfdist.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from tfdist.errors import ConfigError
 from tfdist.gradients.configured_optimizer import build_optimizer
-from tfdist.gradients.schedules import build_schedule
+from tfdist.gradients.schedules import WarmUp, build_schedule
 
 RATE, REPLICAS, BATCH, STEPS, EPOCHS = 0.01, 2, 8, 8, 3
 rng = np.random.default_rng(3)
@@ -94,6 +94,34 @@ def test_the_rate_of_each_update_is_that_of_plain_arithmetic(name, warmup, n):
     schedule = build_schedule(ScheduleConfig(name, warmup_steps=warmup, **SCHEDULES[name][0]), RATE, 4 * n, 4, n)
     found = [float(schedule(u * n + n - 1)) if callable(schedule) else schedule for u in range(16)]
     np.testing.assert_allclose(found, rates(name, RATE, 16, warmup), rtol=1e-5, atol=1e-9)
+
+
+def test_a_warm_up_is_of_a_class_of_its_own_that_its_configuration_makes_again():
+    config = ScheduleConfig("polynomial", warmup_steps=4)
+    schedule = build_schedule(config, RATE, 8, 2)
+    assert type(schedule) is schedule.__class__ is WarmUp
+    again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
+    assert type(again) is WarmUp
+    np.testing.assert_array_equal([again(u) for u in range(16)], [schedule(u) for u in range(16)])
+
+
+def test_a_warm_up_goes_on_after_a_model_was_saved_within_it(mirrored, tmp_path):
+    """The file holds Keras' schedule; the training that continues, and its graph, the warm-up."""
+    trainer = tfdist.Trainer(mirrored)
+    rates = {}
+    for saved in (False, True):
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+            schedule = build_schedule(ScheduleConfig("polynomial", warmup_steps=12), RATE, STEPS, EPOCHS)
+            model.compile(keras.optimizers.SGD(schedule), "mse")
+        path = str(tmp_path / "within.keras")
+        callbacks = [keras.callbacks.ModelCheckpoint(path, save_freq=1)] if saved else []
+        trainer.fit(model, X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        trainer.fit(model, X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        rates[saved] = float(model.optimizer.learning_rate), *model.get_weights()[0].ravel()
+    assert rates[True] == rates[False]
+    with zipfile.ZipFile(path) as archive:
+        assert b"tfdist" not in archive.read("config.json")
 
 
 def test_a_warm_up_may_be_given_in_epochs_and_rates_by_the_square_root():

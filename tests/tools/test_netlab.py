@@ -144,7 +144,7 @@ def test_two_stand_side_by_side(nothing_is_left):
 
 def test_the_launchers_tasks_run_on_the_hosts(tmp_path, nothing_is_left):
     script = "import json, os; print(os.environ['TF_CONFIG'], flush=True); os.system('ip -4 -o address show eth0'); print(os.sched_getaffinity(0))"
-    launch = [sys.executable, "-m", "tfdist.launch", "--workers=2", f"--log_dir={tmp_path}"]
+    launch = [sys.executable, "-m", "tools.netlab.launch", "--workers=2", f"--log_dir={tmp_path}"]
     with lab(*launch, "--", sys.executable, "-c", script) as p:
         output, _ = p.communicate(timeout=110)
     assert p.returncode == 0, output
@@ -163,7 +163,7 @@ def test_a_task_ends_when_all_have_received_its_part(tmp_path, nothing_is_left):
     """One has all at once, and a link of its own on which the other still waits for two seconds."""
     slow = f"nsenter --net=${{TFDIST_NETNS#*,}} {limit('eth0', '20mbit')}"
     program = f"{sys.executable} -m tests.helpers.last_collective 2000000"
-    launch = f"{sys.executable} -m tfdist.launch --workers=2 --log_dir={tmp_path} -- {program}"
+    launch = f"{sys.executable} -m tools.netlab.launch --workers=2 --log_dir={tmp_path} -- {program}"
     with lab("bash", "-c", f"{slow} && exec {launch}") as process:
         output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
@@ -174,7 +174,7 @@ def test_a_task_ends_when_all_have_received_its_part(tmp_path, nothing_is_left):
 @pytest.mark.timeout(200)
 def test_heartbeats_may_wait_behind_gradients(tmp_path, nothing_is_left):
     """On a slow link for longer than the 5 s that TensorFlow gives them, after which it ends the training."""
-    launch = [sys.executable, "-m", "tfdist.launch", "--workers=2", f"--log_dir={tmp_path}"]
+    launch = [sys.executable, "-m", "tools.netlab.launch", "--workers=2", f"--log_dir={tmp_path}"]
     with lab(
         *launch, "--", sys.executable, "-m", "tests.helpers.last_collective", "15000000", rate="20mbit"
     ) as process:
@@ -197,7 +197,10 @@ def test_bad_arguments_are_refused(hosts, rate, said):
 
 def test_a_namespace_that_is_not_there_is_named():
     done = subprocess.run(
-        [sys.executable, "-m", "tfdist.launch", "--netns=no-such", "--", "true"], capture_output=True, text=True
+        [sys.executable, "-m", "tools.netlab.launch", "--netns=no-such", "--", "true"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert "netns: 'no-such' cannot be used: nsenter: cannot open /run/netns/no-such" in done.stderr
@@ -205,6 +208,9 @@ def test_a_namespace_that_is_not_there_is_named():
 
 def test_no_namespace_at_all_is_refused():
     done = subprocess.run(
-        [sys.executable, "-m", "tfdist.launch", "--netns=,", "--", "true"], capture_output=True, text=True
+        [sys.executable, "-m", "tools.netlab.launch", "--netns=,", "--", "true"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and "netns must name network namespaces" in done.stderr

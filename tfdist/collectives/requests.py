@@ -49,8 +49,8 @@ class ReduceResult(NamedTuple):
     """What an exchange returns.
 
     Attributes:
-        totals: The sum over all ranks as far as it came through, for each value; the same to the bit on all ranks.
-        sent: What this rank has contributed to it: over all ranks these add up to the totals.
+        sums: The sum over all ranks as far as it came through, for each value; the same to the bit on all ranks.
+        contributions: What this rank has contributed to it: over all ranks these add up to the sums.
         states: What each value's state is from now on.
     """
 

@@ -8,29 +8,36 @@ run: `srun -n 4 tfdist doctor`.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from absl import flags
 
 from tfdist.config import command_line
-from tfdist.doctor import cluster, devices, folders, report, resources, settings, versions
-from tfdist.errors import ConfigError, printable_lines
+from tfdist.doctor import cluster, devices, machine, software
+from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable
+from tfdist.errors import ConfigError, describe_error, printable_lines
 from tfdist.runtime.log import print_always
 
+Check = Callable[[Mapping[str, str]], Iterable[Finding]]
+
 _LIMIT = 15.0  # seconds for each check; they run beside each other
+_STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
 # By subject, in the order of the table: the check, and the seconds that it may take.
-CHECKS: dict[str, tuple[report.Check, float]] = {
-    "versions": (versions.check, _LIMIT),
-    "processors and memory": (resources.check, _LIMIT),
-    "folders": (folders.check, _LIMIT),
+CHECKS: dict[str, tuple[Check, float]] = {
+    "versions": (software.versions, _LIMIT),
+    "processors and memory": (machine.resources, _LIMIT),
+    "folders": (machine.folders, _LIMIT),
     "devices": (devices.check, 90.0),
     "CUDA_VISIBLE_DEVICES": (devices.visible, _LIMIT),
     "host name": (cluster.host_name, _LIMIT),
     "cluster": (cluster.check, _LIMIT),
-    "settings": (settings.check, _LIMIT),
+    "settings": (software.settings, _LIMIT),
 }
 
 
@@ -52,18 +59,91 @@ def main(argv: Sequence[str]) -> int:
         return 0
     checks = {name: each for name, each in CHECKS.items() if name != "devices" or values.devices}
     try:
-        findings = report.examine(checks, dict(os.environ))
+        findings = examine(checks, dict(os.environ))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     if values.json:
-        print(report.as_json(findings))
-        return 0 if report.is_ok(findings) else 1
+        print(as_json(findings))
+        return 0 if is_ok(findings) else 1
     # mpirun gives its tasks a pseudo-terminal.
     in_terminal = bool(sys.stdout and sys.stdout.isatty()) and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    text = report.as_table(findings) if in_terminal else report.as_lines(findings)
+    text = as_table(findings) if in_terminal else as_lines(findings)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    return 0 if report.is_ok(findings) else 1
+    return 0 if is_ok(findings) else 1
+
+
+def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str]) -> list[Finding]:
+    """Returns the findings of all checks, in their order.
+
+    The checks run beside each other, each for a limited time: a file system or a name server that hangs holds up only its own
+    check.
+
+    Args:
+        checks: By subject: the check, and the seconds that it may take.
+        environ: The environment.
+    """
+    found: dict[str, list[Finding]] = {name: [] for name in checks}
+
+    def look(name: str, check: Check) -> None:
+        try:
+            for finding in check(environ):
+                found[name].append(finding)
+        except Exception as e:  # the others are worth more than this one
+            problem = f"cannot be looked at: {printable(describe_error(e))}"
+            found[name].append(Finding(WARNING, name, problem, "see the other findings"))
+
+    began = time.monotonic()
+    threads = {
+        name: threading.Thread(target=look, args=(name, check), daemon=True, name=f"tfdist-doctor-{name}")
+        for name, (check, _) in checks.items()
+    }
+    for thread in threads.values():
+        thread.start()
+    findings: list[Finding] = []
+    for name, (_, limit) in checks.items():
+        threads[name].join(max(0.0, began + limit - time.monotonic()))
+        findings += list(found[name])
+        if threads[name].is_alive():
+            remedy = "look whether a disk or name server hangs"
+            findings.append(Finding(WARNING, name, f"no answer within {limit:.0f} s", remedy))
+    return findings
+
+
+def as_table(findings: Sequence[Finding]) -> str:
+    """Returns the findings as a table for the terminal at standard output."""
+    from rich import console, table, text
+
+    shown = table.Table("", "what", table.Column("found", overflow="fold"), table.Column("do", overflow="fold"))
+    for level, *parts in findings:
+        shown.add_row(text.Text(level, style=_STYLES[level]), *map(text.Text, parts))
+    terminal = console.Console(markup=False, emoji=False, highlight=False)
+    with terminal.capture() as captured:
+        terminal.print(shown)
+    return captured.get() + _verdict(findings)
+
+
+def as_lines(findings: Sequence[Finding]) -> str:
+    """Returns a line for each finding: `level  what: value -> remedy`."""
+    width = max(map(len, _STYLES))
+    lines = [f"{level:{width}}  {what}: {value}" + f" -> {do}" * bool(do) for level, what, value, do in findings]
+    return "\n".join([*lines, _verdict(findings)])
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Returns the findings as one JSON object: `ok`, which is false after an error, and `findings`."""
+    return json.dumps({"ok": is_ok(findings), "findings": [each._asdict() for each in findings]}, indent=1)
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    counts = {level: sum(each.level == level for each in findings) for level in (ERROR, WARNING, NOTE)}
+    counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
+    return f"{'OK' if is_ok(findings) else 'NOT OK'}: {counted}"
+
+
+def is_ok(findings: Sequence[Finding]) -> bool:
+    """Returns whether nothing would stop a run."""
+    return all(each.level != ERROR for each in findings)
 
 
 if __name__ == "__main__":

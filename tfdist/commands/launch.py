@@ -27,11 +27,11 @@ from tfdist.runtime import process_end
 if __name__ == "__main__":
     process_end.before_imports()
 
+from tfdist.cluster import local_cluster
 from tfdist.cluster.resolvers import hosts
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, collect_errors, format_value, printable_lines
-from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime.log import logger, print_always
 
@@ -41,7 +41,6 @@ _OF_HOSTS = (*cluster_lib.FLAGS, "workers_per_host")
 _OF_THIS_MACHINE = {
     "workers": "each host gets --workers_per_host=N tasks, 1 by default",
     "ps": "name the hosts of the parameter servers: --ps_hosts=c,d",
-    "netns": "start the launcher in a namespace itself, and unset TFDIST_NETNS",
 }
 
 
@@ -94,8 +93,6 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
     flags.DEFINE_float("grace_seconds", 25.0, "Time to end after a signal before SIGKILL.", **at_least)
     flags.DEFINE_integer("max_restarts", 0, "Restarts that failures may cost.", **at_least)
-    netns = os.environ.get(network_namespaces.VARIABLE, "")
-    flags.DEFINE_string("netns", netns, network_namespaces.HELP, flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     return values
 
@@ -116,9 +113,9 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
                 _make_log_dir(values.log_dir)
                 return Launcher(command, found.cluster, values.log_dir, here=found.tasks, **limits)
     elif not faults:
-        cluster, prefixes = network_namespaces.assign_namespaces(values.workers, values.ps, values.netns)
+        cluster = local_cluster(values.workers, values.ps)
         _make_log_dir(values.log_dir)
-        return Launcher(command, cluster, values.log_dir, prefixes=prefixes, fresh_ports=True, **limits)
+        return Launcher(command, cluster, values.log_dir, fresh_ports=True, **limits)
     raise ConfigError(faults)
 
 
@@ -126,7 +123,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     """Yields what is wrong with a command line, except for the list of hosts itself."""
     if not command:
         yield (
-            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--netns=A,B] "
+            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] "
             "[--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--] COMMAND. The command is missing."
         )
     elif not shutil.which(command[0]):
@@ -135,7 +132,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
         yield f"--grace_seconds must be 0 or more, and finite. Received: {values.grace_seconds}."
     several = [name for name in ("hosts", "hostfile") if values[name].present]
     for name, remedy in _OF_THIS_MACHINE.items():
-        if several and (values[name].present or (name == "netns" and values.netns)):
+        if several and values[name].present:
             yield f"--{several[0]} and --{name} exclude each other: leave out --{name}; {remedy}."
     if unsuited := [f"--{name}" for name in _OF_HOSTS if values[name].present and not several]:
         yield f"{', '.join(unsuited)}: only with --hosts=A,B or --hostfile=FILE, which name all hosts of the training."

@@ -27,7 +27,7 @@ from tfdist.runtime import process_end
 if __name__ == "__main__":
     process_end.before_imports()
 
-from tfdist.cluster import task_versions
+from tfdist.cluster import local_cluster, task_versions
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterTask
@@ -37,7 +37,6 @@ from tfdist.config import TrainConfig, validation
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
-from tfdist.launch import network_namespaces
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime import late_removal, ownership, process_end, progress, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
@@ -271,12 +270,11 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
         )
     # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
-    netns = os.environ.get(network_namespaces.VARIABLE, "")
-    cluster, prefixes = network_namespaces.assign_namespaces(config.cluster.workers, config.cluster.ps, netns)
+    cluster = local_cluster(config.cluster.workers, config.cluster.ps)
     environ = {**os.environ, _SOURCE: "tf_config", ownership.JOB: ownership.this_run()}
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
     limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True, "must_finish": True}
-    code = Launcher(command, cluster, workdir / "logs", environ, prefixes=prefixes, **limits).run()
+    code = Launcher(command, cluster, workdir / "logs", environ, **limits).run()
     if code == 0:
         summary_table.print_summary(json.loads(read_file(workdir / "summary.json")), workdir)
     return code

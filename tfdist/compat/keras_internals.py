@@ -94,6 +94,7 @@ KERAS_UPDATE_STEP = "update_step"
 KERAS_MOVE_AVERAGES = "_update_model_variables_moving_average"
 KERAS_OVERWRITE = "_overwrite_model_variables_with_average_value"
 KERAS_TRAINABLE = "_trainable_variables"
+KERAS_RATE = "_learning_rate"
 
 
 def is_created_in_scope(optimizer: keras.optimizers.Optimizer, strategy: Any) -> bool:
@@ -118,6 +119,11 @@ def variable_index(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Returns the variable that counts an optimizer's steps; its property `iterations` counts updates."""
     return next(each for each in optimizer.variables if each.name == OPTIMIZER_SCALARS[0])
+
+
+def learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what an optimizer takes its learning rate from: a variable or a schedule. Its property `learning_rate` is the number."""
+    return getattr(getattr(optimizer, "inner_optimizer", optimizer), KERAS_RATE)
 
 
 def accumulators(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:

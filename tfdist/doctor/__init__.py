@@ -1,1 +1,1 @@
-"""Checks of this machine and environment: a file for each subject, whose `check(environ)` yields findings. No TensorFlow in this process."""
+"""Checks of this machine and environment: functions of the environment that yield findings. No TensorFlow in this process."""

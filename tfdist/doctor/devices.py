@@ -1,24 +1,21 @@
-"""Devices that TensorFlow finds, in a process of its own, as a broken driver can hang or kill it; and GPUs that the system has.
-
-No TensorFlow in this process.
-"""
+"""Devices that TensorFlow finds, in a process of its own, as a broken driver can hang or kill it; and GPUs of the system."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable, shorten
 from tfdist.errors import truncate
 from tfdist.runtime import tensorflow_log
 
 _LIMIT = 60.0  # seconds for TensorFlow to load and look
-_DRIVER_LIMIT = 10.0
 _DRIVER = pathlib.Path("/proc/driver/nvidia/gpus")  # a folder for each GPU
+_PIPES: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
 _MARK = "tfdist-devices "
 _LOOK = f"""
 import json
@@ -31,110 +28,63 @@ print("\\n{_MARK}" + json.dumps(found), flush=True)
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields which devices TensorFlow finds, or why it cannot be loaded."""
-    code, output, errors = run(
-        [sys.executable, "-c", _LOOK], {tensorflow_log.LEVEL: tensorflow_log.ERRORS_ONLY, **environ}, _LIMIT
-    )
-    lines = [line for line in output.splitlines() if line.startswith(_MARK)]
-    if not lines:
-        last_line = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "nothing is said")
-        why = (
-            f"gave no answer within {_LIMIT:.0f} s"
-            if code is None
-            else f"ended with {_ending(code)}: {truncate(printable(last_line))}"
-        )
-        remedy = (
-            "run python -c 'import tensorflow'; look at the driver, or set CUDA_VISIBLE_DEVICES= to train without GPUs"
-        )
-        yield Finding(ERROR, "devices", f"TensorFlow {why}", remedy)
+    quiet = {tensorflow_log.LEVEL: tensorflow_log.ERRORS_ONLY, **environ}
+    code, output, errors = run([sys.executable, "-c", _LOOK], quiet, _LIMIT)
+    answer = next((line.removeprefix(_MARK) for line in output.splitlines() if line.startswith(_MARK)), None)
+    if answer is None:
+        if code is None:
+            why = f"gave no answer within {_LIMIT:.0f} s"
+        else:
+            last_line = ["nothing is said", *(line.strip() for line in errors.splitlines() if line.strip())][-1]
+            ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+            why = f"ended with {ending}: {truncate(printable(last_line))}"
+        remedy = "look at the driver, or set CUDA_VISIBLE_DEVICES= to train without GPUs"
+        yield Finding(ERROR, "devices", f"TensorFlow {why}", f"run python -c 'import tensorflow'; {remedy}")
         return
-    found = json.loads(lines[-1].removeprefix(_MARK))
+    found = json.loads(answer)
     names = [f"{name} ({kind})" if kind else name for name, kind in found]
     yield Finding(OK, "devices", printable(", ".join(names)))
     present = gpus(environ)
     if present and environ.get("CUDA_VISIBLE_DEVICES") is None and not any(name.startswith("GPU") for name, _ in found):
-        yield Finding(
-            WARNING,
-            "GPUs",
-            f"the driver has {present}, and TensorFlow sees none",
-            "pip install 'tensorflow[and-cuda]'; see nvidia-smi",
-        )
+        remedy = "pip install 'tensorflow[and-cuda]'; see nvidia-smi"
+        yield Finding(WARNING, "GPUs", f"the driver has {present}, and TensorFlow sees none", remedy)
 
 
 def visible(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields what CUDA_VISIBLE_DEVICES leaves of the GPUs."""
     name = "CUDA_VISIBLE_DEVICES"
-    if (chosen := environ.get(name)) is None:
+    if name not in environ:
         return
-    present = gpus(environ)
-    named = [each.strip() for each in chosen.split(",") if each.strip()]
+    chosen, present = shorten(environ[name]), gpus(environ)
+    named = [each.strip() for each in environ[name].split(",") if each.strip()]
     if not named or named[0] == "-1":
-        level = WARNING if present else NOTE
-        yield Finding(
-            level,
-            name,
-            shorten(chosen),
-            f"unset it to train on GPUs{f': this machine has {present}' if present else ''}",
-        )
-        return
-    unknown = [each for each in named if each.isdecimal() and int(each[:9]) >= present]
-    if not present:
-        yield Finding(
-            NOTE,
-            name,
-            f"{shorten(chosen)}, and no NVIDIA driver is found",
-            "unset it, or look at the driver: nvidia-smi",
-        )
-    elif unknown:
-        yield Finding(
-            WARNING,
-            name,
-            f"{shorten(chosen)}; this machine has 0 to {present - 1}",
-            "correct it: CUDA leaves out a device that does not exist, and all after it",
-        )
+        has = f": this machine has {present}" if present else ""
+        yield Finding(WARNING if present else NOTE, name, chosen, f"unset it to train on GPUs{has}")
+    elif not present:
+        remedy = "unset it, or look at the driver: nvidia-smi"
+        yield Finding(NOTE, name, f"{chosen}, and no NVIDIA driver is found", remedy)
+    elif any(each.isdecimal() and int(each[:9]) >= present for each in named):
+        remedy = "correct it: CUDA leaves out a device that does not exist, and all after it"
+        yield Finding(WARNING, name, f"{chosen}; this machine has 0 to {present - 1}", remedy)
     elif len({*named}) < len(named):
-        yield Finding(WARNING, name, shorten(chosen), "name each device once: CUDA then shows none")
+        yield Finding(WARNING, name, chosen, "name each device once: CUDA then shows none")
     else:
-        yield Finding(OK, name, shorten(chosen))
+        yield Finding(OK, name, chosen)
 
 
 def gpus(environ: Mapping[str, str]) -> int:
     """Returns how many GPUs NVIDIA's driver has, whatever this process may see of them."""
-    with contextlib.suppress(OSError):
+    try:
         return len(list(_DRIVER.iterdir()))
-    with contextlib.suppress(OSError):  # there is no such program
-        _, output, _ = run(["nvidia-smi", "-L"], environ, _DRIVER_LIMIT)
+    except OSError:
+        output = run(["nvidia-smi", "-L"], environ, 10.0)[1]
         return sum(line.startswith("GPU ") for line in output.splitlines())
-    return 0
 
 
 def run(command: list[str], environ: Mapping[str, str], limit: float) -> tuple[int | None, str, str]:
-    """Runs a command; returns its exit code, or None where it was ended after `limit` seconds, and both its outputs.
-
-    Raises:
-        OSError: It cannot be started.
-    """
-    process = subprocess.Popen(
-        command,
-        env=dict(environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
+    """Runs a command; returns its exit code, or None if it did not start or end within `limit` seconds, and both its outputs."""
     try:
-        output, errors = process.communicate(timeout=limit)
-        return process.returncode, output, errors
-    except subprocess.TimeoutExpired:
+        done = subprocess.run(command, env=dict(environ), timeout=limit, **_PIPES)
+    except (OSError, subprocess.TimeoutExpired):  # if a driver holds the process, the limit of the check counts
         return None, "", ""
-    finally:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that a driver holds cannot be ended
-            process.wait(timeout=1)
-        for pipe in (process.stdout, process.stderr):
-            if pipe:
-                pipe.close()
-
-
-def _ending(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    return done.returncode, done.stdout, done.stderr

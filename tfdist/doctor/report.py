@@ -1,24 +1,14 @@
-"""The findings of `tfdist doctor`: it runs checks beside each other, and shows what they find as a table, lines or JSON.
-
-No TensorFlow here.
-"""
+"""The findings of `tfdist doctor`, and how they show what was found. No TensorFlow here."""
 
 from __future__ import annotations
 
-import io
-import json
 import re
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tfdist.errors import describe_error, truncate
 from tfdist.errors import printable as escaped
+from tfdist.errors import truncate
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
-_STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
 _PASSWORD = re.compile(r"[^\s'\"/=,]+:[^\s'\"/=,]*@")
 
 
@@ -36,97 +26,6 @@ class Finding(NamedTuple):
     what: str
     value: str
     remedy: str = ""
-
-
-Check = Callable[[Mapping[str, str]], Iterable[Finding]]
-
-
-def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str]) -> list[Finding]:
-    """Returns the findings of all checks, in their order.
-
-    The checks run beside each other, each for a limited time: a file system or a name server that hangs holds up only its own
-    check.
-
-    Args:
-        checks: By subject: the check, and the seconds that it may take.
-        environ: The environment.
-    """
-    found: dict[str, list[Finding]] = {name: [] for name in checks}
-    broken: dict[str, str] = {}
-
-    def look(name: str, check: Check) -> None:
-        try:
-            for finding in check(environ):
-                found[name].append(finding)
-        except Exception as e:  # the others are worth more than this one
-            broken[name] = printable(describe_error(e))
-
-    began = time.monotonic()
-    threads = {
-        name: threading.Thread(target=look, args=(name, check), daemon=True, name=f"tfdist-doctor-{name}")
-        for name, (check, _) in checks.items()
-    }
-    for thread in threads.values():
-        thread.start()
-    findings: list[Finding] = []
-    for name, (_, limit) in checks.items():
-        threads[name].join(max(0.0, began + limit - time.monotonic()))
-        findings += list(found[name])
-        if threads[name].is_alive():
-            findings.append(
-                Finding(WARNING, name, f"no answer within {limit:.0f} s", "look whether a disk or name server hangs")
-            )
-        elif name in broken:
-            findings.append(Finding(WARNING, name, f"cannot be looked at: {broken[name]}", "see the other findings"))
-    return findings
-
-
-def as_table(findings: Sequence[Finding]) -> str:
-    """Returns the findings as a table for the terminal at standard output."""
-    from rich import console, table, text
-
-    shown = table.Table("", "what", table.Column("found", overflow="fold"), table.Column("do", overflow="fold"))
-    for each in findings:
-        level = text.Text(each.level, style=_STYLES[each.level])
-        shown.add_row(level, *(text.Text(part) for part in each[1:]))
-    screen = _Screen()
-    console.Console(file=screen, markup=False, emoji=False, highlight=False).print(shown)
-    return screen.getvalue() + _verdict(findings)
-
-
-class _Screen(io.StringIO):
-    """A buffer for the terminal at standard output, with its encoding, width and colours."""
-
-    encoding = property(lambda self: sys.stdout.encoding)
-
-    def isatty(self) -> bool:
-        return True
-
-
-def as_lines(findings: Sequence[Finding]) -> str:
-    """Returns a line for each finding: `level  what: value. Do: remedy`."""
-    width = max(map(len, _STYLES))
-    lines = [
-        f"{each.level:{width}}  {each.what}: {each.value}" + f" -> {each.remedy}" * bool(each.remedy)
-        for each in findings
-    ]
-    return "\n".join([*lines, _verdict(findings)])
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """Returns the findings as one JSON object: `ok`, which is false after an error, and `findings`."""
-    return json.dumps({"ok": is_ok(findings), "findings": [each._asdict() for each in findings]}, indent=1)
-
-
-def _verdict(findings: Sequence[Finding]) -> str:
-    counts = {level: sum(each.level == level for each in findings) for level in (ERROR, WARNING, NOTE)}
-    counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
-    return f"{'OK' if is_ok(findings) else 'NOT OK'}: {counted}"
-
-
-def is_ok(findings: Sequence[Finding]) -> bool:
-    """Returns whether nothing would stop a run."""
-    return all(each.level != ERROR for each in findings)
 
 
 def shorten(value: str) -> str:

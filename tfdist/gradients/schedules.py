@@ -1,4 +1,4 @@
-"""Learning rates that change with the updates, in schedules that Keras itself can load.
+"""Learning rates that change with the updates, in schedules of which model files hold what Keras itself can load.
 
 Keras gives a schedule the number of steps, not of updates: with `gradient_accumulation_steps=n`, update `u` (from 0 on) comes at
 step `u * n + n - 1`. Schedules here are in such steps, so that the file of a model means the same where tfdist is not installed.
@@ -15,14 +15,15 @@ from tfdist.errors import ConfigError
 from tfdist.runtime.log import logger
 
 
+@keras.saving.register_keras_serializable(package="tfdist")
 class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises linearly, and goes on as another schedule of Keras' does. `CosineDecay` has a warm-up of its own.
+    """Rises linearly, and continues as another schedule of Keras. `CosineDecay` has its own warm-up.
 
-    A file of the model holds the other schedule, of Keras' own class, so that it loads without tfdist; it is this one once the
-    warm-up is over.
+    A file of a Trainer's model holds `after` instead, which plain Keras loads; both are the same once the warm-up is over. To load
+    another file with a `WarmUp`, import this module first.
 
     Args:
-        schedule: What holds after the warm-up; it counts steps from the beginning of the warm-up.
+        after: The schedule after the warm-up; it counts steps from the beginning of the warm-up.
         warmup_steps: Steps in which the rate rises.
         warmup_target: The rate that it rises to.
         initial_learning_rate: The rate that it rises from.
@@ -30,26 +31,35 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 
     def __init__(
         self,
-        schedule: keras.optimizers.schedules.LearningRateSchedule,
+        after: keras.optimizers.schedules.LearningRateSchedule,
         warmup_steps: int,
         warmup_target: float,
         initial_learning_rate: float = 0.0,
     ):
-        self._schedule = schedule
-        self._steps, self._from, self._to = warmup_steps, initial_learning_rate, warmup_target
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # which Keras writes into files
-        return type(self._schedule)
+        self.after = after
+        self.warmup_steps = warmup_steps
+        self.warmup_target = warmup_target
+        self.initial_learning_rate = initial_learning_rate
 
     def __call__(self, step: Any) -> Any:
-        after = self._schedule(step)
-        share = keras.ops.cast(step, after.dtype) / self._steps
-        return keras.ops.where(share < 1, self._from + (self._to - self._from) * share, after)
+        after = self.after(step)
+        share = keras.ops.cast(step, after.dtype) / self.warmup_steps
+        rising = self.initial_learning_rate + (self.warmup_target - self.initial_learning_rate) * share
+        return keras.ops.where(share < 1, rising, after)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the configuration of the schedule after the warm-up."""
-        return self._schedule.get_config()
+        """Returns the arguments of the constructor."""
+        return {
+            "after": keras.optimizers.schedules.serialize(self.after),
+            "warmup_steps": self.warmup_steps,
+            "warmup_target": self.warmup_target,
+            "initial_learning_rate": self.initial_learning_rate,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> WarmUp:
+        """Returns the schedule of a `get_config`."""
+        return cls(**{**config, "after": keras.optimizers.schedules.deserialize(config["after"])})
 
 
 def build_schedule(

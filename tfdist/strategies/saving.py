@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, reachability
-from tfdist.compat import tf_cluster, tf_internals
+from tfdist.compat import keras_internals, tf_cluster, tf_internals
 from tfdist.runtime import temporary
 from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.strategies.base import KerasStrategy
@@ -48,7 +48,8 @@ def keras_writer(keras_own: Method) -> Method:
     @functools.wraps(keras_own)
     def write(saveable: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         def save(path: Any) -> None:
-            outside_of_scopes(keras_own, saveable, path, *args, **kwargs)
+            with _portable_schedule(saveable):
+                outside_of_scopes(keras_own, saveable, path, *args, **kwargs)
 
         strategy = _strategy_of(saveable)
         if strategy is None or not isinstance(filepath, (str, os.PathLike)) or _PARTIAL in os.fspath(filepath):
@@ -68,6 +69,22 @@ def keras_writer(keras_own: Method) -> Method:
         return None
 
     return write
+
+
+@contextlib.contextmanager
+def _portable_schedule(saveable: Any) -> Iterator[None]:
+    """Replaces a `WarmUp` by the schedule after it, so that a model's file holds only classes that plain Keras loads."""
+    optimizer: Any = getattr(saveable, "optimizer", None)
+    schedule = keras_internals.learning_rate(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
+    after = getattr(schedule, "after", None)
+    if not isinstance(after, keras.optimizers.schedules.LearningRateSchedule):
+        yield
+        return
+    optimizer.learning_rate = after
+    try:
+        yield
+    finally:
+        optimizer.learning_rate = schedule
 
 
 def _strategy_of(saveable: Any) -> KerasStrategy | None:

@@ -1,6 +1,6 @@
 """Runs a benchmark's program as the tasks of a cluster of this machine, in a network laboratory where links matter.
 
-Without a laboratory tasks are pinned to cores if that is wanted, as a laboratory's are: by `network_namespaces.cores_for`.
+Without a laboratory tasks are pinned to cores if that is wanted, as a laboratory's are: by `cores_for`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.launch import network_namespaces
+from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
 from tools.netlab import Lab, goodput
+from tools.netlab.launch import assign_namespaces, cores_for
 
 ROOT = pathlib.Path(__file__).parents[2]
 # TensorFlow leaves oneDNN off on processors without AVX-512, on which its matrix products are twice as fast with it.
@@ -71,12 +72,11 @@ def run(
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        netns, reached = "", None
+        cluster, prefixes, reached = local_cluster(workers, ps), {}, None
         if rate is not None:
             lab = stack.enter_context(Lab(workers + ps + bool(ps), rate))
-            netns = ",".join(host.netns for host in lab.hosts)
+            cluster, prefixes = assign_namespaces(workers, ps, ",".join(host.netns for host in lab.hosts))
             reached = goodput(lab.hosts[0], lab.hosts[-1]) if workers > 1 else None
-        cluster, prefixes = network_namespaces.assign_namespaces(workers, ps, netns)
         environ = {**os.environ, **ENVIRON, "PYTHONPATH": str(ROOT), **(MEMORY if memory else {})}
         environ.pop("TF_CONFIG", None)
         words = [sys.executable, "-m", program, folder, json.dumps(options)]
@@ -102,7 +102,7 @@ def run(
 def _bindings(tasks: int) -> list[list[str]]:
     """Returns for each task the words that bind a command to its share of this process's cores."""
     cores = sorted(os.sched_getaffinity(0))
-    shares = [network_namespaces.cores_for(number, tasks, cores) for number in range(tasks)]
+    shares = [cores_for(number, tasks, cores) for number in range(tasks)]
     return [["taskset", "--cpu-list", ",".join(map(str, share))] for share in shares]
 
 

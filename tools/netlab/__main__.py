@@ -1,9 +1,9 @@
 """Runs a command beside hosts of its own, on links of a chosen rate; says what has crossed them.
 
-    python -m tools.netlab --hosts=4 --rate=100mbit -- tfdist launch --workers=4 -- python script.py
+    python -m tools.netlab --hosts=4 --rate=100mbit -- python -m tools.netlab.launch --workers=4 -- python script.py
 
-The command finds the hosts in TFDIST_NETNS, where `tfdist launch` and `tfdist train` look: each task runs on one of them. Any
-other program runs on one with `nsenter --net=PATH`. Exit code: the command's; 2 where there can be no laboratory.
+The command finds the hosts in TFDIST_NETNS, where `tools.netlab.launch` looks: each task runs on one of them. Any other program
+runs on one with `nsenter --net=PATH`. Exit code: the command's; 2 where there can be no laboratory.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Host:
     """One of a laboratory's hosts.
 
     Attributes:
-        netns: The path of its network namespace, as for `tfdist.launch --netns`.
+        netns: The path of its network namespace, as for `tools.netlab.launch --netns`.
         address: Its IPv4 address.
     """
 

@@ -1,22 +1,29 @@
-"""Tasks in network namespaces of this machine, which stand for hosts: `tfdist launch --netns`. No TensorFlow here."""
+"""Starts the tasks of a cluster as `tfdist launch` does, each on a host of a laboratory.
+
+    python -m tools.netlab --hosts=2 --rate=100mbit -- python -m tools.netlab.launch --workers=2 -- python script.py
+
+The tasks take the hosts in turn. `--netns` names the hosts' network namespaces by name or path; default: TFDIST_NETNS, which
+`python -m tools.netlab` sets. Each host gets an equal share of the cores. The further flags are those of `tfdist launch`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
 from tfdist.cluster.spec import split_address
-from tfdist.errors import ConfigError, format_value
+from tfdist.errors import ConfigError, format_value, printable_lines
+from tfdist.launch.launcher import Launcher
+from tfdist.runtime import process_end
+from tfdist.runtime.log import print_always
 
 VARIABLE = "TFDIST_NETNS"
-HELP = (
-    f"Network namespaces in which the tasks run in turn, by name or path, between commas; default: {VARIABLE}. Each gets an "
-    "equal share of the cores."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +51,11 @@ def assign_namespaces(workers: int, ps: int, netns: str) -> tuple[ClusterSpec, M
     Args:
         workers: As for `local_cluster`.
         ps: As for `local_cluster`.
-        netns: Namespaces by name or path, between commas; empty means none.
+        netns: Namespaces by name or path, between commas.
 
     Raises:
         ConfigError: With every fault of them.
     """
-    if not netns:
-        return local_cluster(workers, ps), {}
     names = [each.strip() for each in netns.split(",") if each.strip()]
     if not names:
         raise ConfigError(f"netns must name network namespaces, between commas. Received: {format_value(netns)}.")
@@ -105,3 +110,30 @@ def _find(names: Sequence[str]) -> list[Namespace]:
     if faults:
         raise ConfigError(faults)
     return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code: of `Launcher.run`, or 2 for a faulty command line."""
+    print_always()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--netns", default=os.environ.get(VARIABLE, ""))
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--ps", type=int, default=0)
+    parser.add_argument("--log_dir", default="logs")
+    parser.add_argument("--grace_seconds", type=float, default=25.0)
+    parser.add_argument("--max_restarts", type=int, default=0)
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args(argv[1:])
+    try:
+        cluster, prefixes = assign_namespaces(args.workers, args.ps, args.netns)
+    except ConfigError as e:
+        print(printable_lines(e), file=sys.stderr)
+        return 2
+    os.makedirs(args.log_dir, exist_ok=True)
+    limits = {"grace_seconds": args.grace_seconds, "max_restarts": args.max_restarts}
+    return Launcher(args.command, cluster, args.log_dir, prefixes=prefixes, fresh_ports=True, **limits).run()
+
+
+if __name__ == "__main__":
+    process_end.after_imports()
+    sys.exit(process_end.run_command(main, sys.argv))

@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from tfdist.launch.network_namespaces import cores_for
+from tools.netlab.launch import cores_for
 
 
 @pytest.mark.parametrize("cores", [[0], [2, 5], [0, 1, 2], list(range(8))])

@@ -1,4 +1,7 @@
-"""What the package can say to a user: the sentences of its errors and warnings, and those that it logs, found in its source."""
+"""The messages of the package, its errors, warnings and logs, found in its source; and the index of them in docs/troubleshooting.md.
+
+`make docs` writes the index where the page has `MARK`. A message names its remedy itself, or the page has a row for it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import functools
 import pathlib
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -30,17 +34,61 @@ _WORDS = 9
 _GAP = "\0"  # what is known when the message is made
 
 
+# What names a remedy: an imperative at the beginning of a clause, what is expected, or a question that tells what to look at.
+_VERBS = (
+    "accumulate|add|apply|ask|assign|average|build|call|change|check|choose|compile|compute|correct|create|declare|divide|draw|end|"
+    "evaluate|export|free|gather|give|have|increase|install|keep|leave|let|look|lower|make|mount|move|name|number|override|pad|pass|pip|"
+    "put|raise|read|remove|rename|repeat|reserve|restore|return|run|save|see|set|shorten|start|stop|train|try|turn|uninstall|unset|use|"
+    "wait|write"
+)
+_IMPERATIVE = re.compile(
+    rf"(?:^|[.;:,{_GAP}] |\) |\b(?:and|or|then|either|are|else|save) )(?:(?:and|or|first|then|either|to [^,:;]+,|for [\w-]+ [\w-]+) )?"
+    rf"(?:{_VERBS})\b",
+    re.IGNORECASE,
+)
+_EXPECTED = re.compile(
+    r"\b(?:must|expected|needs?|may be set|it takes|takes the|at most|Usage|Known|labels go from|It can)\b",
+    re.IGNORECASE,
+)
+_QUESTION = re.compile(r"\b(?:Is|Are|Do|Does) [^?]+\?")
+
+MARK = "<!-- make docs writes the index of all messages here -->\n"
+# Parts of the index: the packages whose messages they have.
+PARTS = {
+    "Command line and configuration": ("config", "commands", "tasks", "errors", "doctor", "__main__", "train"),
+    "Launcher": ("launch", "runtime"),
+    "Clusters": ("cluster",),
+    "Strategies and exchange of gradients": ("strategies", "collectives", "compat", "replicas", "engine"),
+    "Models, losses and optimizers": ("step", "gradients", "training", "parameter_server"),
+    "Data": ("data",),
+    "Compression and measurements": ("compression", "monitoring"),
+    "Backups": ("backup",),
+}
+_LONGEST = 160
+
+
 class Message(NamedTuple):
-    """A message: where it is made, and its text, with a gap for each value."""
+    """A message: where it is made, its text, with a gap for each value, and whether it reports only how the run goes."""
 
     where: str
     text: str
+    is_report: bool = False
 
     @property
     def beginning(self) -> str:
         """Its first words as a page shows them in a code span: "…" stands for a value."""
         shown = re.sub(rf"[{_GAP}…]+", "…", self.text).replace("`", "").replace("|", "/")
         return " ".join(shown.lstrip(" ;").split()[:_WORDS]).rstrip(" .,:;(")
+
+    @property
+    def remedy(self) -> str:
+        """Its remedy, from the first word that names one to its end; empty if it names none."""
+        found = [each for pattern in (_IMPERATIVE, _QUESTION) if (each := pattern.search(self.text))]
+        if not found and not (found := [each for each in (_EXPECTED.search(self.text),) if each]):
+            return ""
+        words = self.text[min(each.start() for each in found) :].split(" Received")[0]
+        shown = re.sub(rf"[{_GAP}…]+", "…", words).replace("`", "").replace("|", "/")
+        return " ".join(shown.strip(" .;:,)…").split())
 
 
 @functools.cache
@@ -93,16 +141,51 @@ def messages() -> list[Message]:
     """Returns every message of the package once."""
     found: dict[str, Message] = {}
     for path, tree in trees().items():
-        for line, text in _of_module(tree):
+        for line, text, is_report in _of_module(tree):
             if len(re.sub(r"[\W_]", "", text)) >= 7:  # letters; fewer are a value with brackets around it
-                message = Message(f"{path.relative_to(PACKAGE.parent)}:{line}", text)
+                message = Message(f"{path.relative_to(PACKAGE.parent)}:{line}", text, is_report)
                 found.setdefault(message.beginning, message)
     return list(found.values())
 
 
+def rows(page: str) -> dict[str, tuple[str, str]]:
+    """Returns the messages that a page's tables have: by beginning, the section and what to do."""
+    found: dict[str, tuple[str, str]] = {}
+    for section in re.split(r"^## ", page, flags=re.MULTILINE):
+        title, _, text = section.partition("\n")
+        for row in re.findall(r"^\| (`.*) \|$", text, re.MULTILINE):
+            shown, _, remedy = row.partition(" | ")
+            found |= {each: (title, remedy.strip()) for each in re.findall(r"`([^`]+)`", shown)}
+    return found
+
+
+def index(page: str) -> str:
+    """Returns the index of all messages, with the remedy of each, or a link to the section of the page that has its row."""
+    known = rows(page)
+    lines: list[str] = []
+    for part, packages in PARTS.items():
+        lines += ["", f"### {part}", "", "| message | do |", "|---|---|"]
+        of_part = [each for each in messages() if re.split(r"[/.]", each.where)[1] in packages]
+        for each in sorted(of_part, key=lambda each: each.beginning.lstrip("… ").lower()):
+            section, _ = known.get(each.beginning, ("", ""))
+            lines.append(f"| `{each.beginning}` | {_link(section) if section else _remedy(each)} |")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _link(section: str) -> str:
+    """Returns a link to a section of the page."""
+    return f"[{section}](#{re.sub(r'[^a-z0-9 -]', '', section.lower()).replace(' ', '-')})"
+
+
+def _remedy(message: Message) -> str:
+    """Returns the beginning of a message's remedy, in which Markdown sees no markup."""
+    text = textwrap.shorten(message.remedy, _LONGEST, placeholder=" …") or "a report of how the run goes"
+    return re.sub(r"([*_<>\[\]])", r"\\\1", text)
+
+
 def beginnings(source: str) -> list[str]:
     """Returns the beginnings of a source's messages."""
-    return [Message("", text).beginning for _, text in _of_module(ast.parse(source))]
+    return [Message("", text).beginning for _, text, _ in _of_module(ast.parse(source))]
 
 
 def raised_without_text() -> Iterator[str]:
@@ -116,16 +199,17 @@ def raised_without_text() -> Iterator[str]:
                         yield ast.unparse(node.args[0])
 
 
-def _of_module(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _of_module(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
     for scope in ast.walk(tree):
         if isinstance(scope, (ast.FunctionDef, ast.Module)):
             yield from _of_scope(scope)
 
 
-def _of_scope(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[int, str]]:
+def _of_scope(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[int, str, bool]]:
     local = _locals(scope)
     for node in _own(scope):
         said: ast.expr | None = None
+        name = ""
         if isinstance(node, ast.Call) and node.args:
             name = ast.unparse(node.func).rpartition(".")[2]
             owner = ast.unparse(node.func).rpartition(".")[0]
@@ -137,7 +221,7 @@ def _of_scope(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[int, str]]:
             ("faults =", "faults +=", "self._reasons[")
         ):
             said = node.value
-        yield from ((node.lineno, text) for text in texts(said, local))
+        yield from ((node.lineno, text, name == "info") for text in texts(said, local))
 
 
 def _locals(scope: ast.FunctionDef | ast.Module) -> dict[str, ast.expr]:

@@ -1,0 +1,135 @@
+"""What this process may use of the machine: processors, memory, open files, and folders to write to. No TensorFlow here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+
+from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, format_bytes, shorten
+from tfdist.runtime.files import write_error_reason
+
+ROOT = pathlib.Path("/sys/fs/cgroup")
+_LEAST_MEMORY = 2**30  # bytes: what a task takes with a small model
+_LEAST_TEMPORARY, _LEAST_WORKDIR, _LEAST_SHARED = 100 * 2**20, 2**30, 128 * 2**20  # bytes
+_NO_LIMIT = 2**60  # bytes; cgroups of version 1 write a number of this size where there is no limit
+
+
+def resources(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yields findings about processors, memory and the number of open files."""
+    import psutil
+
+    yield processors(len(os.sched_getaffinity(0)), os.cpu_count() or 1, cpu_quota())
+    memory = psutil.virtual_memory()
+    yield available_memory(memory.available, memory.total, memory_limit())
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def processors(usable: int, of_machine: int, quota: float | None) -> Finding:
+    """Returns how many processors this process may use, and for how many processors' time; None is no limit."""
+    value = f"{usable} of {of_machine}"
+    if quota is None or quota >= usable:
+        return Finding(OK, "processors", value)
+    remedy = f"raise the quota, or set TF_NUM_INTRAOP_THREADS={max(1, int(quota))} in all tasks"
+    value += f", for the time of {quota:g} (the quota of its cgroup)"
+    return Finding(NOTE, "processors", value, f"TensorFlow starts a thread for each of the {usable}: {remedy}")
+
+
+def available_memory(available: int, total: int, limit: int | None) -> Finding:
+    """Returns how many bytes the machine has free, and how many its cgroup may use; None is no limit."""
+    value = f"{format_bytes(available)} free of {format_bytes(total)}"
+    if limit is not None and limit < total:
+        value += f", limited to {format_bytes(limit)} by its cgroup"
+    if min(available, total if limit is None else limit) >= _LEAST_MEMORY:
+        return Finding(OK, "memory", value)
+    remedy = "a task needs about 1 GiB besides its model and data: end other programs, or ask for more"
+    return Finding(WARNING, "memory", value, remedy)
+
+
+def open_files(limit: int) -> Finding:
+    """Returns how many files this process may open."""
+    if limit == resource.RLIM_INFINITY:
+        return Finding(OK, "open files", "no limit")
+    few = limit < 1024
+    return Finding(WARNING if few else OK, "open files", str(limit), "ulimit -n 4096" if few else "")
+
+
+def cpu_quota(root: pathlib.Path = ROOT, own: str | None = None) -> float | None:
+    """Returns how many processors' time this process's cgroup gives it, or None; `own` is the text of `/proc/self/cgroup`."""
+    of_v2, of_v1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    pairs = [pair for names in (of_v2, of_v1) for pair in _numbers(root, "cpu", own, names) if len(pair) == 2]
+    return min((quota / period for quota, period in pairs if quota > 0), default=None)
+
+
+def memory_limit(root: pathlib.Path = ROOT, own: str | None = None) -> int | None:
+    """Returns how many bytes this process's cgroup may use, or None. Arguments as of `cpu_quota`."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    limits = [int(limit) for name in names for (limit,) in _numbers(root, "memory", own, (name,))]
+    return min((each for each in limits if each < _NO_LIMIT), default=None)
+
+
+def _numbers(root: pathlib.Path, controller: str, own: str | None, names: tuple[str, ...]) -> Iterator[list[float]]:
+    """Yields the numbers in these files of this process's cgroup and of those around it, each of which may set a limit.
+
+    In a container the path may be that of the host, of which the container sees only its own part, at the root.
+    """
+    with contextlib.suppress(OSError):
+        own = pathlib.Path("/proc/self/cgroup").read_text() if own is None else own
+    for line in (own or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or controller in controllers.split(","):
+            base = root / controller if controllers else root
+            here = base / path.strip("/")
+            for folder in (each for each in (here, *here.parents) if each == base or base in each.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                    yield [float(word) for name in names for word in (folder / name).read_text().split()]
+
+
+def folders(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yields findings about the current folder, that of temporary files and shared memory."""
+    try:
+        yield _writable("current folder", os.getcwd(), _LEAST_WORKDIR, "give --workdir a folder elsewhere")
+    except OSError:
+        yield Finding(ERROR, "current folder", "does not exist any more", "cd to a folder that exists")
+    elsewhere = "free the disk, or set TMPDIR to a folder that can be written"
+    named = environ.get("TMPDIR")
+    if named:
+        yield _writable("TMPDIR", named, _LEAST_TEMPORARY, elsewhere)
+    if not named or cannot_write(named):
+        tried = [environ.get("TEMP"), environ.get("TMP"), "/tmp", "/var/tmp", "/usr/tmp"]  # as Python's tempfile
+        candidates = [each for each in tried if each]
+        if usable := next((each for each in candidates if not cannot_write(each)), None):
+            yield _writable("temporary files", usable, _LEAST_TEMPORARY, elsewhere)
+        else:
+            shown = f"none of {', '.join(map(shorten, candidates))} can be written"
+            yield Finding(ERROR, "temporary files", shown, elsewhere)
+    if os.path.isdir("/dev/shm"):
+        remedy = "docker run --shm-size=1g: NCCL exchanges gradients there"
+        yield _writable("shared memory", "/dev/shm", _LEAST_SHARED, remedy)
+    else:
+        yield Finding(NOTE, "/dev/shm", "not there", "NCCL needs it for several GPUs: mount a tmpfs there")
+
+
+def _writable(what: str, folder: str, least: int, remedy: str) -> Finding:
+    if why := cannot_write(folder):
+        return Finding(WARNING, what, f"{shorten(folder)} cannot be written: {why}", remedy)
+    free = shutil.disk_usage(folder).free
+    value = f"{shorten(folder)}, {format_bytes(free)} free"
+    return Finding(OK, what, value) if free >= least else Finding(WARNING, what, value, remedy)
+
+
+def cannot_write(folder: str) -> str:
+    """Returns why no file can be written in a folder, or an empty text. Leaves none."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as e:
+        return write_error_reason(e)
+    except ValueError:  # a null byte
+        return "no name of a folder"
+    return ""
