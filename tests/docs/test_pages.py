@@ -45,6 +45,16 @@ def test_the_number_of_scripts_is_one():
     assert sum(map(bool, named.values())) >= 4
 
 
+def test_the_readmes_figures_are_those_of_the_scripts_and_benchmarks():
+    rows = [each.strip("| ").split(" | ") for each in PAGES["docs/scripts.md"].splitlines() if each.count(" | ") == 4]
+    equal = [sum(row[column].startswith("equal") for row in rows) for column in (2, 3)]
+    readme = prose("README.md")
+    assert f"{equal[0]} on two devices and {equal[1]} on two workers" in readme
+    _, _, table = (ROOT / "tools/bench/RESULTS.md").read_text().partition("| model mlp, workers 2, rate host |")
+    (ratio,) = re.findall(r"^\| none \|[^|]*\| ([\d.]+) ", table.partition("\n\n")[0], re.MULTILINE)
+    assert f"takes {ratio} times that of PyTorch DDP" in readme
+
+
 def test_the_quickstart_is_the_begin_of_the_readme():
     page = links_of_the_site.quickstart(PAGES["README.md"])
     assert page.startswith("# Quickstart\n") and "make demo" in page and "tfdist launch --workers=2" in page

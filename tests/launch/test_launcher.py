@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -281,3 +282,10 @@ def test_one_ctrl_c_ends_deaf_and_stopped_tasks_within_seconds_and_says_one_line
     assert not job.alive()
     said = job.output().removeprefix(before)
     assert said == "tfdist: SIGINT: ending all tasks; those left after 2 s are killed, or upon another signal\n"
+
+
+def test_a_standard_output_of_text_alone_shows_the_lines(tmp_path):
+    """As a notebook's."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert Launcher(["sh", "-c", "echo ä; echo b"], local_cluster(1), tmp_path / "logs").run() == 0
+    assert "ä\n" in shown.getvalue() and "b\n" in shown.getvalue()

@@ -32,7 +32,7 @@ them.
 
 """
 TAIL = """
-What cannot be split, as data from a Python generator, stock Keras cannot split either: a `PyDataset` or generator becomes a
+Stock Keras cannot split data from a Python generator either: a `PyDataset` or generator becomes a
 `tf.data.Dataset`, or a function of `tf.distribute.InputContext`.
 """
 

@@ -69,7 +69,7 @@ def accumulation(scope):
     return run(model, X[:18], Y[:18]), model.get_weights()
 
 
-@script("Moving averages of the weights: use_ema, SwapEMAWeights, ModelCheckpoint of what they are swapped for")
+@script("Moving averages of the weights: use_ema, SwapEMAWeights, ModelCheckpoint of the averages")
 def averages(scope):
     place = folder() / "averaged.weights.h5"
     with scope():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import collections
+import io
 import os
 import select
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import IO
+from typing import IO, Any, TextIO
 
 from tfdist.cluster import TaskSpec
 from tfdist.errors import printable
@@ -46,7 +48,7 @@ class LauncherOutput:
     """
 
     def __init__(self, stream: IO[bytes] | None, log_dir: str | os.PathLike[str]):
-        self._writer = BackgroundWriter(stream or (sys.stdout.buffer if sys.stdout else None))
+        self._writer = BackgroundWriter(stream or _standard_output())
         self._log_dir = log_dir
         self.is_interrupted = False
         self._faulty: set[str | os.PathLike[str]] = set()  # folders in which something could not be written
@@ -199,6 +201,28 @@ class LauncherOutput:
         self._spared, self._left_out, self._waiting_bytes = [], 0, 0
         self._waiting.clear()
         return lines
+
+
+def _standard_output() -> IO[bytes] | None:
+    if sys.stdout is None:  # it was closed before the start
+        return None
+    return getattr(sys.stdout, "buffer", None) or io.BufferedWriter(_TextOutput(sys.stdout))
+
+
+class _TextOutput(io.RawIOBase):
+    """A stream of bytes to one of text: a notebook's standard output has no bytes."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, chunk: Any) -> int:
+        self._stream.write(self._decode(bytes(chunk)))
+        self._stream.flush()
+        return len(chunk)
 
 
 class BackgroundWriter:
