@@ -25,6 +25,12 @@ class ConfigError(ValueError):
 
     Attributes:
         faults: The sentences, as a tuple; each is one line that can be printed, whatever was received.
+
+    Example:
+        >>> import tfdist
+        >>> tfdist.create_strategy("mirrord")
+        Traceback (most recent call last):
+        tfdist.errors.ConfigError: unknown strategy 'mirrord'; did you mean 'mirrored'? Known: ...
     """
 
     def __init__(self, faults: str | Iterable[str]):
@@ -41,11 +47,23 @@ class _OneLineError(RuntimeError):
 
 
 class ClusterError(_OneLineError):
-    """The cluster, at run time, is not what the configuration promised."""
+    """The cluster, at run time, is not what the configuration promised.
+
+    Example:
+        >>> import tfdist
+        >>> tfdist.ClusterError("worker:1 at host1:2222 has ended")
+        ClusterError('worker:1 at host1:2222 has ended')
+    """
 
 
 class BackupError(_OneLineError):
-    """A backup could not be written, or none of those that are there can be read."""
+    """A backup could not be written, or none of those that are there can be read.
+
+    Example:
+        >>> import tfdist
+        >>> tfdist.BackupError("the backup is damaged")
+        BackupError('the backup is damaged')
+    """
 
 
 def printable(text: str) -> str:

@@ -53,6 +53,13 @@ class BackupAndRestore(keras.callbacks.Callback):
     Attributes:
         options: The arguments; each is an attribute of the callback, too, which can be read.
         training_id: On the chief, what its backups call the last training; empty before any.
+
+    Example:
+        >>> import tempfile, tfdist
+        >>> backup = tfdist.BackupAndRestore(tempfile.mkdtemp(), save_freq=100)
+        >>> trainer = tfdist.Trainer("mirrored", backup=backup)
+        >>> backup.save_freq
+        100
     """
 
     def __init__(

@@ -26,6 +26,11 @@ def local_cluster(workers: int, ps: int = 0) -> ClusterSpec:
     Args:
         workers: Number of training tasks, at least 1. With parameter servers a chief comes on top.
         ps: Number of parameter servers.
+
+    Example:
+        >>> import tfdist.cluster
+        >>> len(tfdist.cluster.local_cluster(workers=2).tasks())
+        2
     """
     if workers < 1 or ps < 0:
         raise ConfigError(
@@ -49,6 +54,11 @@ def free_ports(count: int) -> list[int]:
     They lie below the range from which the kernel picks ports for outgoing connections: a port from that range may
     be taken again before the task that it is meant for has started. Nor does this function give them to another process of this user
     while this one lives, though nobody listens on them yet.
+
+    Example:
+        >>> import tfdist.cluster
+        >>> len(set(tfdist.cluster.free_ports(2)))
+        2
     """
     ports: list[int] = []
     holders: list[int] = []

@@ -18,6 +18,11 @@ class TaskSpec:
     Attributes:
         type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
         index: Its number within the job, from 0.
+
+    Example:
+        >>> import tfdist
+        >>> str(tfdist.TaskSpec("worker", 1))
+        'worker:1'
     """
 
     type: str
@@ -43,6 +48,12 @@ class ClusterSpec:
 
     Raises:
         ConfigError: With every fault of the jobs and addresses.
+
+    Example:
+        >>> import tfdist
+        >>> cluster = tfdist.ClusterSpec({"worker": ["host1:2222", "host2:2222"]})
+        >>> [str(task) for task in cluster.tasks()]
+        ['worker:0', 'worker:1']
     """
 
     jobs: Mapping[str, Sequence[str]]
@@ -104,6 +115,14 @@ def from_tf_config(text: str) -> ClusterTask:
 
     Raises:
         ConfigError: With every fault found.
+
+    Example:
+        >>> import tfdist.cluster
+        >>> cluster, task = tfdist.cluster.from_tf_config(
+        ...     '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 1}}'
+        ... )
+        >>> cluster.address(task)
+        'host2:2222'
     """
     try:
         config = json.loads(text)

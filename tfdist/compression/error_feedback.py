@@ -24,6 +24,11 @@ class ErrorFeedback(Wrapper):
 
     Raises:
         ConfigError: It is no compressor, or one that chooses by name.
+
+    Example:
+        >>> from tfdist.compression import ErrorFeedback, TopK
+        >>> ErrorFeedback(TopK(compress_ratio=0.01)).compressor.compress_ratio
+        0.01
     """
 
     def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:

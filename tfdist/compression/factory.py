@@ -23,6 +23,11 @@ def create(compression: Any) -> Any:
 
     Raises:
         ConfigError: There is no such compressor, or an argument is out of range.
+
+    Example:
+        >>> import tfdist.compression
+        >>> tfdist.compression.create(tfdist.CompressionConfig("int8", block=128)).block
+        128
     """
     if compression is None or isinstance(compression, Compressor):
         return compression

@@ -42,6 +42,11 @@ class Int8(Int8Options, Compressor):
     are added in one int32: no second rounding, but levels of 1 / (127 // ranks) of the largest number.
 
     Its arguments are the fields of `Int8Options`.
+
+    Example:
+        >>> from tfdist.compression import Int8
+        >>> Int8(block=128).block
+        128
     """
 
     @property

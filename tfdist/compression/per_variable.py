@@ -24,6 +24,11 @@ class PerVariable(Compressor):
 
     Raises:
         ConfigError: A rule is no regular expression, or has no compressor.
+
+    Example:
+        >>> from tfdist.compression import Int8, PerVariable, TopK
+        >>> PerVariable({"embedding": TopK()}, default=Int8()).default.block
+        256
     """
 
     rules: Mapping[str, Compressor | None]

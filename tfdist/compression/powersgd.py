@@ -25,6 +25,11 @@ class PowerSGD(PowerSGDOptions, Compressor):
     feedback around it.
 
     Its arguments are the fields of `PowerSGDOptions`.
+
+    Example:
+        >>> from tfdist.compression import PowerSGD
+        >>> PowerSGD(matrix_approximation_rank=2).matrix_approximation_rank
+        2
     """
 
     def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:

@@ -26,6 +26,11 @@ class TopK(TopKOptions, Compressor):
     takes fewer bytes than an all-reduce of 16 bits if `compress_ratio` is less than 1 / (2 N).
 
     Its arguments are the fields of `TopKOptions`.
+
+    Example:
+        >>> from tfdist.compression import TopK
+        >>> TopK(compress_ratio=0.02).compress_ratio
+        0.02
     """
 
     @property

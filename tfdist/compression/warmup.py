@@ -23,6 +23,11 @@ class Warmup(Wrapper):
 
     Raises:
         ConfigError: It is no compressor, or one that chooses by name; or the number is negative.
+
+    Example:
+        >>> from tfdist.compression import TopK, Warmup
+        >>> Warmup(TopK(), 100).start_step
+        100
     """
 
     steps: int = option(0, "0 or more", lambda steps: steps >= 0)

@@ -25,6 +25,11 @@ class BackupConfig:
         keep: How many backups to keep.
         delete_checkpoint: Whether to remove them once all results are written.
         save_before_preemption: On SIGTERM to any task, save on all and end with exit code 75.
+
+    Example:
+        >>> from tfdist.config import BackupConfig
+        >>> BackupConfig(save_freq="100").save_freq
+        '100'
     """
 
     save_freq: str = "epoch"

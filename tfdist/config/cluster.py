@@ -18,6 +18,11 @@ class ClusterConfig:
         hosts: Or the training tasks' addresses, as `host1:2222,host2:2222`; likewise `ps_hosts`, the parameter servers', or
             `hostfile`, a file with a line `host slots=2` for each host.
         task: Which of them this process is, as `worker:1`; empty means the one that is on this host.
+
+    Example:
+        >>> from tfdist.config import ClusterConfig
+        >>> ClusterConfig(workers=2).workers
+        2
     """
 
     workers: int = 1

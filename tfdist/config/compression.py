@@ -123,6 +123,11 @@ class CompressionConfig(NamedOptions):
 
     Attributes:
         name: One of `COMPRESSORS`, an installed one, or your own compressor as `package.module:Class`.
+
+    Example:
+        >>> import tfdist
+        >>> tfdist.CompressionConfig("powersgd", matrix_approximation_rank=2).matrix_approximation_rank
+        2
     """
 
     WHAT: ClassVar = "compression"

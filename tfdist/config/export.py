@@ -23,6 +23,11 @@ class ExportConfig:
         mode: Whether the metric shall fall (`min`) or rise (`max`); `auto` tells it by the metric's name.
         final: Whether the model at the end of the training is exported.
         dir: The folder; models go to `best/NUMBER` and `final/NUMBER` in it. Empty means `export` in the work directory.
+
+    Example:
+        >>> from tfdist.config import ExportConfig
+        >>> ExportConfig(best="val_loss").best
+        'val_loss'
     """
 
     best: str = ""

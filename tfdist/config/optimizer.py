@@ -121,6 +121,11 @@ class OptimizerConfig(NamedOptions):
         clipnorm: 0 means none; likewise `clipvalue` and `global_clipnorm`, of which one may be set.
         use_ema: Keep and, after training, use an exponential moving average of the weights.
         gradient_accumulation_steps: Steps whose mean gradient makes one update; 0 means each step's own does.
+
+    Example:
+        >>> from tfdist.config import OptimizerConfig
+        >>> OptimizerConfig("sgd", momentum=0.9).momentum
+        0.9
     """
 
     WHAT: ClassVar = "optimizer"

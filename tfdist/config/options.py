@@ -21,6 +21,15 @@ def option(default: Any, expected: str = "", holds: Callable[[Any], bool] = lamb
         default: Its default.
         expected: What it must be, for messages, as `"more than 0"`.
         holds: Whether a value of its type is that.
+
+    Example:
+        >>> import dataclasses
+        >>> from tfdist.compression import BF16, option
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Scaled(BF16):
+        ...     scale: float = option(1.0, "more than 0", lambda value: value > 0)
+        >>> Scaled(scale=2.0).scale
+        2.0
     """
     return dataclasses.field(default=default, metadata={"expected": expected, "holds": holds})
 

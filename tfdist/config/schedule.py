@@ -31,6 +31,11 @@ class ScheduleConfig:
         boundaries: For `step`: after how many updates of the run, warm-up included, the rate falls, as `3000,6000`. Numbers
             below 1 are shares of the run, as `0.5,0.75`.
         factor: For `step`: by what the rate is multiplied at each boundary: one number, or one for each, as `0.1,0.5`.
+
+    Example:
+        >>> from tfdist.config import ScheduleConfig
+        >>> ScheduleConfig("cosine", warmup_steps=100).warmup_steps
+        100
     """
 
     name: str = "constant"

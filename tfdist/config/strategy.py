@@ -45,6 +45,11 @@ class StrategyConfig:
         placement: Which server of `parameter_server` gets the next variable: `"round_robin"`, the next one, or
             `"by_bytes"`, the one with the fewest bytes.
         timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.
+
+    Example:
+        >>> import tfdist
+        >>> tfdist.StrategyConfig("mirrored", devices=2).name
+        'mirrored'
     """
 
     name: str = "one_device"

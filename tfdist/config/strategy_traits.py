@@ -27,6 +27,11 @@ class StrategyTraits:
             `"own"`, what only the factory can judge, such as an address.
         refuses: What a model or a configuration cannot have under it (`"jit_compile"`, `"mixed_float16"`, `"use_ema"`,
             `"gradient_accumulation_steps"`, `"Nadam"`), to the end of the sentence that says why, and what to do.
+
+    Example:
+        >>> from tfdist.config import STRATEGIES
+        >>> STRATEGIES["multi_worker_mirrored"].several_processes
+        True
     """
 
     factory: str = ""

@@ -60,6 +60,14 @@ class TrainConfig:
         export: Which models to export for TensorFlow Serving.
         max_restarts: Restarts that failures of tasks may cost, where this command starts them.
         monitoring: What is written for TensorBoard.
+
+    Example:
+        >>> import tfdist
+        >>> config = tfdist.TrainConfig(task="digits", epochs=3)
+        >>> config.optimizer.name = "sgd"
+        >>> config.optimizer.momentum = 0.9
+        >>> config.epochs
+        3
     """
 
     task: str = "digits"

@@ -57,6 +57,12 @@ def own_rows(x: Any, y: Any = None, sample_weight: Any = None) -> OwnRows:
 
     Returns:
         What `fit`, `evaluate` and `predict`, and `validation_data`, take in place of `x`. Their `batch_size` and `shuffle` hold.
+
+    Example:
+        >>> import numpy as np, tfdist.data
+        >>> rows = tfdist.data.own_rows(np.ones((3, 4)), np.ones(3))  # of this worker
+        >>> rows.x.shape
+        (3, 4)
     """
     return OwnRows(x, y, sample_weight)
 

@@ -52,6 +52,14 @@ def distribute_optimizer(
 
     Raises:
         ConfigError: There is no such compressor, an argument of its is out of range, or the strategy has no compression.
+
+    Example:
+        >>> import keras, tfdist
+        >>> strategy = tfdist.create_strategy("mirrored")
+        >>> with strategy.scope():
+        ...     optimizer = tfdist.distribute_optimizer(keras.optimizers.SGD(0.1), compression="bf16")
+        >>> round(float(optimizer.learning_rate), 3)
+        0.1
     """
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     leaf = optimizer.inner_optimizer if scaled else optimizer

@@ -63,6 +63,13 @@ class Launcher:
         failure: The failure that ended the last `run`, or None.
         lost_at: When the last failure was noticed, in seconds since the epoch, or None.
         restarts: When to start again.
+
+    Example:
+        >>> import sys, tempfile
+        >>> from tfdist.cluster import local_cluster
+        >>> from tfdist.launch import Launcher
+        >>> launcher = Launcher([sys.executable, "train.py"], local_cluster(workers=2), tempfile.mkdtemp(), max_restarts=3)
+        >>> # sys.exit(launcher.run())
     """
 
     def __init__(

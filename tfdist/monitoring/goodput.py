@@ -27,6 +27,11 @@ class Goodput(keras.callbacks.Callback):
 
     Args:
         path: A local file in which the parts outlive this process; on one task alone. None keeps none.
+
+    Example:
+        >>> from tfdist.monitoring import Goodput
+        >>> sorted(Goodput().report())
+        ['productive', 'seconds', 'wall_seconds']
     """
 
     only_observes = True

@@ -30,6 +30,11 @@ class WireBytes(keras.callbacks.Callback):
         task: This process's task.
         read: Returns the bytes sent by each interface.
         begins: Updates before compression begins, whose steps are counted apart.
+
+    Example:
+        >>> from tfdist.cluster import TaskSpec, local_cluster
+        >>> from tfdist.monitoring import WireBytes
+        >>> callback = WireBytes(local_cluster(workers=2), TaskSpec("worker", 0))  # fit(..., callbacks=[callback])
     """
 
     only_observes = True  # so that ranks need not agree after each step

@@ -66,6 +66,11 @@ class TensorBoard(keras.callbacks.Callback):
         log_dir: The folder.
         global_batch_size: Examples per step, or None.
         fit_batch_size: What `fit` knows of it.
+
+    Example:
+        >>> import tempfile
+        >>> from tfdist.monitoring import TensorBoard
+        >>> callback = TensorBoard(tempfile.mkdtemp(), hparams={"units": 8})  # fit(..., callbacks=[callback])
     """
 
     only_observes = True  # so that ranks need not agree after each step

@@ -22,6 +22,17 @@ class Throughput(keras.callbacks.Callback):
         steps: Steps seen.
         step_seconds: Seconds of each step but those of the first execution, which compiles. A step's time includes the
             callbacks' and the wait for data; steps of one execution share its time evenly.
+
+    Example:
+        >>> import keras, numpy as np, tfdist
+        >>> from tfdist.monitoring import Throughput
+        >>> trainer, throughput = tfdist.Trainer("mirrored"), Throughput(global_batch_size=4)
+        >>> with trainer.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = trainer.fit(model, np.ones((64, 4)), np.ones((64, 1)), batch_size=4, callbacks=[throughput], verbose=0)
+        >>> throughput.examples_per_second > 0
+        True
     """
 
     only_observes = True  # so that ranks need not agree after each step

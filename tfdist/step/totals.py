@@ -23,6 +23,11 @@ def total(value: Any) -> Any:
 
     Returns:
         What to use in its place.
+
+    Example:
+        >>> import tensorflow as tf, tfdist
+        >>> float(tfdist.total(tf.constant(3.0)))  # outside of a step there is one replica
+        3.0
     """
     context = step_context.current()
     if tf.is_tensor(value):

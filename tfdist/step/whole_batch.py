@@ -56,6 +56,11 @@ def whole_batch(tensor: Any) -> Any:
 
     Example:
         `self.queue.assign(keras.ops.concatenate([tfdist.whole_batch(keys), self.queue])[:4096])`
+
+    Example:
+        >>> import tensorflow as tf, tfdist
+        >>> tfdist.whole_batch(tf.constant([1.0, 2.0])).numpy().tolist()  # outside of a step: all rows are here
+        [1.0, 2.0]
     """
     step = step_context.current()
     if not (tf.is_tensor(tensor) or isinstance(tensor, keras.Variable)) or keras_internals.in_symbolic_scope():

@@ -67,6 +67,12 @@ def create_strategy(
         ClusterError: A task cannot be reached within `start_timeout`, or this one's port is taken.
         ConfigError: A name or option is unknown or does not fit, the cluster is faulty, TensorFlow was already in use,
             or there is no TPU.
+
+    Example:
+        >>> import tfdist
+        >>> strategy = tfdist.create_strategy("mirrored")
+        >>> strategy.num_replicas_in_sync
+        2
     """
     if isinstance(strategy, str):
         known = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}

@@ -29,6 +29,16 @@ class Task:
         Options: A dataclass with defaults: `--config.task_options.NAME=VALUE` sets its fields. A method `faults`, if it
             has one, yields a sentence for each fault. An attribute that is no field is taken for a misspelt one, unless
             it begins with `_`.
+
+    Example:
+        >>> import dataclasses, keras, tensorflow as tf, tfdist
+        >>> @dataclasses.dataclass
+        ... class Options:
+        ...     units: int = 8
+        >>> class Ones(tfdist.Task):
+        ...     Options = Options
+        ...     def model(self):
+        ...         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(self.options.units)])
     """
 
     Options: type = NoOptions

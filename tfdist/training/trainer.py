@@ -66,6 +66,16 @@ class Trainer:
 
     Raises:
         ConfigError: As `create_strategy`; or both `backup_dir` and `backup` are given.
+
+    Example:
+        >>> import keras, numpy as np, tfdist
+        >>> trainer = tfdist.Trainer("mirrored")
+        >>> with trainer.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> history = trainer.fit(model, np.ones((8, 4)), np.ones((8, 1)), batch_size=4, epochs=2, verbose=0)
+        >>> len(history.history["loss"])
+        2
     """
 
     def __init__(

@@ -91,6 +91,11 @@ def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | N
 
     Raises:
         ConfigError: As `resolve`.
+
+    Example:
+        >>> import tfdist
+        >>> tfdist.find_cluster() is None  # without TF_CONFIG, a scheduler or hosts
+        True
     """
     found = resolve(ps=ps, timeout=timeout)
     return found.apply() if found else None
