@@ -40,12 +40,7 @@ _DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weigh
 
 
 class ParameterServerEngine(Engine):
-    """Trains, evaluates and predicts on a cluster's workers.
-
-    Args:
-        strategy: The strategy.
-        compressor: None, as workers send gradients to the servers as they are.
-    """
+    """Trains, evaluates and predicts on a cluster's workers, which send gradients to the servers as they are: the compressor is None."""
 
     def __init__(self, strategy: ParameterServerStrategy, compressor: None = None):
         self.strategy = strategy
@@ -68,11 +63,7 @@ class ParameterServerEngine(Engine):
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
-        """Surrounds a loop, or a single step; explains what is lost.
-
-        Raises:
-            ClusterError: A parameter server is lost, or all workers are.
-        """
+        """Surrounds a loop, or a single step. Raises ClusterError where a parameter server is lost, or all workers are."""
         self._depth += 1
         try:
             with self.scheduler.explain_errors():
@@ -106,11 +97,7 @@ class ParameterServerEngine(Engine):
         return keras_loops.metrics_or_logs(model, logs)
 
     def predictor(self, model: keras.Model, passes: Passes, steps: int | None) -> Callable[[int], Any]:
-        """As of `Engine`: the workers compute some batches ahead of the loop.
-
-        Raises:
-            ConfigError: The model has no variables yet.
-        """
+        """As of `Engine`: the workers compute some batches ahead of the loop. Raises ConfigError where the model has no variables yet."""
         if not model.built:
             raise ConfigError(
                 f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
@@ -174,12 +161,7 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 class Predictor:
-    """A model's `predict_function`.
-
-    Args:
-        model: The model.
-        scheduler: Schedules its steps.
-    """
+    """A model's `predict_function`."""
 
     def __init__(self, model: keras.Model, scheduler: Scheduler):
         self.model = model

@@ -30,13 +30,7 @@ ROWS = MAX_IN_FLIGHT + MAX_REORDERED + _UNREAD_LEAST
 
 
 class Execution:
-    """Schedules the steps of an execution, and returns the logs so far.
-
-    Args:
-        model: The model.
-        engine: Attaches it, if it has been compiled anew.
-        scheduler: Schedules its steps.
-        step: Its `train_step` or `test_step`.
+    """Schedules the steps of an execution, and returns the logs so far. A model that was compiled anew is attached again.
 
     Attributes:
         measured: For TensorBoard, by its tags: how many steps were on their way as one was scheduled; how many others ended
@@ -75,18 +69,10 @@ class Execution:
         return found
 
     def run(self, iterator: Any, left: int | None = None) -> dict[str, Any] | None:
-        """Schedules the steps of an execution.
+        """Schedules the steps of an execution; returns the logs so far, or None if there is no batch left.
 
-        Args:
-            iterator: Of batches.
-            left: The number of steps left in the epoch or evaluation, or None if unknown.
-
-        Returns:
-            The logs so far; None if there is no batch left.
-
-        Raises:
-            ClusterError: A parameter server is lost, or all workers are.
-            ConfigError: The data do not fit; see `WorkerDataset` and `PipelinesIterator`.
+        The epoch or evaluation has `left` steps left, or None if unknown. Raises ClusterError as `ParameterServerEngine.running`,
+        and ConfigError where the data do not fit (see `WorkerDataset` and `PipelinesIterator`).
         """
         for number in range(self._steps if left is None else min(self._steps, left)):
             try:

@@ -44,12 +44,9 @@ _RESULTS_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
 
 
 class WorkerStep:
-    """A step as a function of the data and of the chief's inputs (`step_inputs`).
+    """A model's `train_step`, `test_step` or `predict_step` as a function of the data and of the chief's inputs (`step_inputs`).
 
-    Args:
-        model: The model, with all its variables.
-        step: Its `train_step`, `test_step` or `predict_step`.
-        rows: How many steps may be on their way or unread.
+    Of such steps, `rows` may be on their way or unread.
     """
 
     def __init__(self, model: keras.Model, step: Callable[[Any], Any], rows: int = 0):
@@ -92,10 +89,7 @@ class WorkerStep:
     def step_inputs(self, attempt_id: int, row: int, number: int) -> tf.Tensor:
         """Returns a step's inputs from the chief besides data, in one vector.
 
-        Args:
-            attempt_id: Its number in the results table (`new_attempt_id`).
-            row: Its row there.
-            number: Its number since `begin`, from 0. The optimizers' schedules, and the seeds, go by it.
+        `attempt_id` and `row` are its numbers in the results table; `number` counts steps since `begin`, from 0: schedules and seeds go by it.
         """
         scalars = [float(v.numpy()) for v in self._scalars]
         counts = [start + number * each for start, each in zip(self._started, self._per_step, strict=True)]
@@ -106,13 +100,9 @@ class WorkerStep:
     def trace(self, data: Any, returns: bool = False) -> TracedStep:
         """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
 
-        Args:
-            data: The form of the data. Keras weighs some logs by a batch size that it knows, so it must not know here
-                what it does not elsewhere.
-            returns: Whether the function returns what it counts instead of writing it to the results table.
-
-        Raises:
-            ConfigError: The step uses a variable that is on no server, or assigns one that is not the model's.
+        Keras weighs some logs by a batch size that it knows, so it must not know here what it does not elsewhere. If `returns`, the function returns
+        what it counts instead of writing it to the results table. Raises ConfigError where the step uses a variable that is on no server, or
+        assigns one that is not the model's.
         """
         if data is self._last[0] and returns == self._last[1]:
             return self._last[2]
@@ -146,9 +136,7 @@ class WorkerStep:
     def commit(self, traced: TracedStep, rows: np.ndarray) -> dict[str, float]:
         """Adds what steps have counted to the metrics and `iterations`; returns the logs that come from metrics.
 
-        Args:
-            traced: The steps.
-            rows: `[steps, numbers]` float64, in the order in which to add them.
+        `rows` is `[steps, numbers]` float64, in the order in which to add them.
         """
         end = sum(int(np.prod(v.shape)) for v in self._metrics)
         self._per_step = [int(number) for number in rows[-1][end : end + len(self._iterations)]]
@@ -241,11 +229,9 @@ class WorkerStep:
         return values
 
     def _assign(self, scope: keras.StatelessScope, sums: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
-        """Assigns to the servers' variables the values that the step has recorded.
+        """Assigns to the servers' variables the values that `scope` has recorded.
 
-        Args:
-            scope: What has recorded them.
-            sums: Variables to which the step's change is added, and their values when it began.
+        To the variables in `sums` it adds the step's change since the values there.
         """
         for variable, start in sums:
             if (new := scope.state_mapping[id(variable)]) is not start:
@@ -304,7 +290,6 @@ class TracedStep:
     """A step traced for data of one form.
 
     Attributes:
-        function: The concrete function of (data, inputs).
         results: The table to which it writes what it counts; None if it returns that.
         custom_logs: The structure of the logs that no metric computes.
         names: The names of all logs.
@@ -334,10 +319,6 @@ class ResultsTable:
     If steps returned their results, a worker that dies before its result is fetched would lose it, and fetching would cost two
     round trips for each step. A row on a server costs the step next to nothing, many are read at once, and a retried step
     overwrites its own row, so it is counted once.
-
-    Args:
-        rows: How many steps may be on their way or unread.
-        width: Numbers of a step.
     """
 
     def __init__(self, rows: int, width: int):
@@ -350,13 +331,7 @@ class ResultsTable:
         self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
 
     def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
-        """Writes a step's row. In the graph of the step.
-
-        Args:
-            attempt_id: The number of this attempt, `[]` float64.
-            row: The number of the row, `[]` float64.
-            numbers: `[width]` float64.
-        """
+        """Writes a step's row, `[width]` float64, in the graph of the step; the other two are scalars, float64."""
         place = tf.cast(tf.reshape(row, [1]), tf.int64)
         self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], place))
 
