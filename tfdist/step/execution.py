@@ -41,16 +41,8 @@ class Execution:
     one execution, compiles the collectives along with the replica's computation, and reduces each number of the logs
     separately.
 
-    Args:
-        model: The model.
-        compression: The compressor that sums its gradients, or None.
-        nan_policy: As of `Trainer`.
-        step: Its `train_step` or `test_step`.
-
     Attributes:
         agreed_flags: `strategy.notes`, averaged over the workers by the last call; None without notes.
-        logs: The result of the last call.
-        step_name: The name of `step`.
         measured: The mean time that a step waits for its batch.
         input_seconds: The total time that steps have waited for their batches.
     """
@@ -88,14 +80,7 @@ class Execution:
         return found
 
     def run(self, iterator: Any, left: int | None = None) -> Mapping[str, Any] | None:
-        """Runs an execution.
-
-        Args:
-            iterator: Of batches.
-            left: The number of steps left to run, or None if unknown.
-
-        Returns:
-            The logs of the last step, averaged over the replicas; None if there is no batch left.
+        """Runs an execution, of at most `left` steps. Returns the last step's logs, averaged over the replicas; None if there is no batch left.
 
         Raises:
             ConfigError: XLA cannot compile the model, a replica has no example for its BatchNormalization, a label is out of range
@@ -273,9 +258,6 @@ def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
 
     A graph that draws its own data gives no other measure of how long a step waits for its batch. The seconds are NaN
     where operations are deterministic: TensorFlow then has no clock.
-
-    Args:
-        get: Draws a batch, eagerly or while a step is traced.
     """
     if tf_internals.is_op_determinism_enabled():
         return get(), tf.constant(float("nan"), tf.float64)
@@ -289,13 +271,8 @@ def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
 
 @contextlib.contextmanager
 def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
-    """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
-
-    The batch of such a step has made moving statistics and metrics NaN, too.
-
-    Args:
-        replica: The step.
-        keeps_metrics: Whether metrics keep the values that the step has given them.
+    """The batch of such a step has made moving statistics and metrics NaN, too: restores variables to their values before the enclosed step if it
+    skipped an update. With `keeps_metrics` metrics keep the values that the step has given them. Outside of replicas.
     """
     model = replica.model
     counts = skipped_updates(model) if replica.trains else []
@@ -324,9 +301,6 @@ def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[Non
 class Prediction:
     """A model's `predict_function`: predicts batches, each on all replicas.
 
-    Args:
-        model: The model.
-
     Attributes:
         own_rows: Of each batch that no worker had in whole, the rows of each replica of this worker. For the caller to clear.
     """
@@ -343,15 +317,9 @@ class Prediction:
             self._run = tf.function(self._run_one, reduce_retracing=True, autograph=False)
 
     def __call__(self, batches: Sequence[Any], is_whole: bool = False) -> Any:
-        """Returns the outputs of a list of batches, as of one.
+        """Returns the outputs of a list of batches, as of one. If `is_whole`, every replica is given all of them, and takes its part.
 
-        Args:
-            batches: Of a distributed dataset.
-            is_whole: Whether every replica is given all of them, and takes its part.
-
-        Raises:
-            StopIteration: No example is left.
-            RuntimeError: The user's step raises StopIteration.
+        Raises StopIteration where no example is left, and RuntimeError where the user's step raises StopIteration.
         """
         each = []
         for batch in batches:
@@ -368,12 +336,7 @@ class Prediction:
         return each[0] if len(each) == 1 else tf.nest.map_structure(keras_loops.concatenate, *each)
 
     def _run_one(self, data: Any, is_whole: bool) -> Any:
-        """Predicts one batch.
-
-        Args:
-            data: A batch of a distributed dataset; or what all replicas are given, each of which takes its part.
-            is_whole: Whether it is the latter.
-        """
+        """Predicts one batch."""
         counts = equal_weights.guard(self._strategy, self._model.weights)
 
         def replica(data: Any) -> Any:
@@ -436,12 +399,7 @@ def _as_number(value: Any) -> Any:
 
 
 class SynchronousEngine(Engine):
-    """The engine of strategies whose replicas train in step: the sum of their gradients updates all weights.
-
-    Args:
-        strategy: The strategy.
-        compressor: The compressor that sums the gradients, or None.
-    """
+    """The engine of strategies whose replicas train in step: the sum of their gradients updates all weights."""
 
     def __init__(self, strategy: Any, compressor: Compressor | None = None):
         self.strategy = strategy

@@ -51,12 +51,7 @@ def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[
     - A number that an own step adds to a `keras.metrics.Mean` counts by this replica's share.
     - A metric that is no sum over examples is computed of the whole batch, too (`metrics`).
 
-    Args:
-        model: Compiled.
-        step: The context of the replica's step.
-
-    Raises:
-        ConfigError: Within it, if XLA would have to compile a collective.
+    Within a step, raises ConfigError if XLA would have to compile a collective.
     """
     if not step.is_alone:
         keras_losses.keep_added_losses_apart(model)

@@ -39,14 +39,10 @@ Kind = Literal["examples", "mean", "state"]
 def kind(metric: keras.metrics.Metric) -> Kind | None:
     """Returns how the replicas compute a metric; None if that depends on what its function returns.
 
-    Args:
-        metric: The metric.
-
-    Returns:
-        - `"examples"`: it counts each example by itself, so each replica counts its own. Keras' own classes do, and those that say so
-          by an attribute `sums_examples = True`.
-        - `"mean"`: it is the mean of a function, which is given the whole batch.
-        - `"state"`: its class updates its variables in its own way, with the whole batch.
+    - `"examples"`: it counts each example by itself, so each replica counts its own. Keras' own classes do, and those that say so
+      by an attribute `sums_examples = True`.
+    - `"mean"`: it is the mean of a function, which is given the whole batch.
+    - `"state"`: its class updates its variables in its own way, with the whole batch.
     """
     if getattr(metric, "sums_examples", False):
         return "examples"
@@ -61,11 +57,7 @@ def kind(metric: keras.metrics.Metric) -> Kind | None:
 
 
 def give_whole_batch(model: keras.Model) -> None:
-    """Makes a model's metrics right for a step on one of several replicas. In place.
-
-    Args:
-        model: Compiled.
-    """
+    """Makes a compiled model's metrics right for a step on one of several replicas. In place."""
     compiled = keras_metrics.compiled_metrics(model)
     if compiled is not None and not compiled.built and "build" not in vars(compiled):
         compiled.build = _BuildMetrics(compiled)

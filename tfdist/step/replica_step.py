@@ -46,14 +46,9 @@ class ReplicaStep:
         self.number: Any = 0  # of the step that is being traced among those of an execution
 
     def __call__(self, data: Any, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
-        """Runs the step.
+        """Runs the step on this replica's batch, or what it was dealt, of which `totals` are as of `batch_splitting.count_examples`.
 
-        Args:
-            data: This replica's batch, or what it was dealt.
-            totals: Of what was dealt, as of `batch_splitting.count_examples`.
-
-        Returns:
-            The packed logs, and the moves of statistics, as of `empty_replicas.snapshot_statistics`.
+        Returns the packed logs, and the moves of statistics, as of `empty_replicas.snapshot_statistics`.
         """
         # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
         given = tf.nest.flatten((data, totals), expand_composites=True)
@@ -68,8 +63,7 @@ class ReplicaStep:
     def check_counts(self, data: Any) -> None:
         """Traces the step on a batch of all replicas: eager values do not show whether they depend on data. Outside of replicas.
 
-        Raises:
-            ConfigError: An integer weight is assigned what depends on the data, or the step cannot be traced.
+        Raises ConfigError where an integer weight is assigned what depends on the data, or the step cannot be traced.
         """
         batch = data.batch if isinstance(data, batch_splitting.SplitBatch) else data
         local = self.model.distribute_strategy.experimental_local_results
@@ -128,14 +122,7 @@ class ReplicaStep:
         part: Callable[[], Any],
         place: Callable[[], tuple[tf.Tensor, Any]] | None,
     ) -> dict[str, tf.Tensor]:
-        """Runs the step.
-
-        Args:
-            data: A batch.
-            examples: How many of it count, a scalar.
-            part: Returns this replica's part in the mean over the batch of all.
-            place: As of `StepContext`.
-        """
+        """Runs the step on a batch, of which `examples` count; `part` returns this replica's part in the mean over the batch of all."""
         context = tf.distribute.get_replica_context()
         strategy = context.strategy
         if self._replicas == 1:
