@@ -42,8 +42,6 @@ class BackupSession:
     """One `fit` that is backed up. The loop calls its methods, after all callbacks.
 
     Attributes:
-        passes: The passes over the data; the loop sets them.
-        progress: Tells a supervisor how far the training is.
         resumed_logs: The logs of the last step before the place from which the training was resumed, in case there are no further
             ones in its epoch; else None.
         training: What the chief calls this training: the same after a restart, and another one for each new training.
@@ -120,11 +118,7 @@ class BackupSession:
                 callback.append = True
 
     def on_train_begin(self, planned: range) -> range:
-        """Restores the state, once all variables are built. Returns the epochs that are left.
-
-        Args:
-            planned: The epochs of the training, from 0.
-        """
+        """Restores the state, once all variables are built. Returns the planned epochs, from 0, that are left."""
         epochs = planned.stop
         progress.mark_backed_up()
         self._state = TrainingState(self._model, self._callbacks)
@@ -203,8 +197,7 @@ class BackupSession:
     def resumed(self, executions: Iterator[Any]) -> Iterator[Any]:
         """Yields the executions of an epoch that are left; restores the state once more, after what callbacks do as an epoch begins.
 
-        Args:
-            executions: Of the epoch; the first one opens the pass over the data.
+        The first execution opens the pass over the data.
         """
         first = next(executions, None)
         snapshot, self._resume_from = self._resume_from, None
@@ -218,12 +211,7 @@ class BackupSession:
             yield from executions
 
     def on_execution_end(self, logs: Any, new_steps: int) -> None:
-        """Saves after an execution of steps, if it is time to.
-
-        Args:
-            logs: Those of the last step.
-            new_steps: The number of steps.
-        """
+        """Saves after an execution of `new_steps` steps, if it is time to; `logs` are those of the last step."""
         self.writer.check()
         steps_done = self.passes.position.step
         steps_before = steps_done - new_steps
@@ -241,11 +229,7 @@ class BackupSession:
         return [*self._state.local_variables(), getattr(self._strategy, "notes", None), *gauges]
 
     def on_epoch_end(self, last: bool) -> None:
-        """Saves at the end of an epoch, if asked to, and at the end of the last one.
-
-        Args:
-            last: Whether it was the last one.
-        """
+        """Saves at the end of an epoch, if asked to, and at the end of the last one."""
         self.writer.check()
         self._warnings.on_epoch_end()
         if self._ranks.size == 1 and self._agreement.is_preempted:
@@ -290,11 +274,7 @@ class BackupSession:
             self.writer.start(lambda: self._snapshots.write(snapshot))
 
     def _save_and_exit(self, snapshot: Snapshot | None) -> None:
-        """Saves, and ends this process with the exit code that asks for another start.
-
-        Args:
-            snapshot: What to save, or None if the last backup holds it.
-        """
+        """Saves, and ends this process with the exit code that asks for another start. Without a snapshot, the last backup holds it."""
         self.writer.finish()
         if snapshot:
             self._snapshots.write(snapshot)
@@ -332,11 +312,7 @@ class BackupSession:
 
 @dataclasses.dataclass(frozen=True)
 class BackupOptions:
-    """How a training is backed up; `BackupAndRestore` describes the arguments, which are the same.
-
-    Raises:
-        ConfigError: A value is out of range, or `backup_dir` is a file.
-    """
+    """How a training is backed up; `BackupAndRestore` describes the arguments, and what raises, which are the same."""
 
     backup_dir: str
     save_freq: str | int
@@ -382,12 +358,7 @@ class SaveAgreement:
     Each rank writes two flags into `strategy.notes`: it is preempted, it is time to save. The training step sums them over the
     ranks, so that all ranks read the same flags at the same step.
 
-    Args:
-        ranks: The ranks.
-        strategy: The strategy.
-        preemption: The listener for SIGTERM, or None.
-        peer_preempted: Returns whether another task, which this one cannot do without, is preempted.
-        save_every_seconds: Seconds between two backups, or None.
+    `peer_preempted` returns whether another task, which this one cannot do without, is preempted.
     """
 
     def __init__(
@@ -422,19 +393,11 @@ class SaveAgreement:
         return bool(self._preemption and (self._preemption.requested or self._peer_preempted()))
 
     def can_agree(self, function: Any) -> bool:
-        """Returns whether the ranks can agree after an execution of steps.
-
-        Args:
-            function: What Keras calls for each execution of steps.
-        """
+        """Returns whether the ranks can agree after an execution of steps by `function`."""
         return self._ranks.size == 1 or hasattr(function, "agreed_flags")
 
     def agree(self, function: Any) -> tuple[bool, bool]:
-        """Returns whether to save and exit, and whether it is time to save; on all ranks the same at the same step.
-
-        Args:
-            function: What Keras calls for each execution of steps.
-        """
+        """Returns whether to save and exit, and whether it is time to save; on all ranks the same at the same step."""
         seconds = self._save_every_seconds
         should_save = bool(self._ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
         if self._ranks.size == 1:
@@ -455,11 +418,7 @@ class SaveAgreement:
 
 
 class ResumeWarnings:
-    """Warns once of each source of unsaved state: of the data before the training, of steps after the second execution.
-
-    Args:
-        enabled: Whether this process warns.
-    """
+    """Warns once of each source of unsaved state: of the data before the training, of steps after the second execution."""
 
     def __init__(self, enabled: bool):
         self._enabled = enabled
@@ -468,23 +427,13 @@ class ResumeWarnings:
         self._watch: unsaved_randomness.StepWatch | None = None
 
     def on_train_begin(self, passes: TrainingPasses, callbacks: Sequence[Any]) -> None:
-        """Warns of data whose random state cannot be saved.
-
-        Args:
-            passes: Over the data.
-            callbacks: The user's, which may draw while a thread reads the data.
-        """
+        """Warns of data whose random state cannot be saved; callbacks may draw while a thread reads the data."""
         if self._enabled:
             self._generators = () if passes.state.calls_python else PROCESS_GENERATORS
             unsaved_randomness.warn_if_inexact(list(passes.doubts(callbacks)))
 
     def on_execution_end(self, function: Any, known_variables: Callable[[], Sequence[Any]]) -> None:
-        """Watches the second execution of steps, and then warns of what it has changed.
-
-        Args:
-            function: What Keras calls for each execution of steps.
-            known_variables: Returns the variables that backups hold, or that hold no state.
-        """
+        """Watches the second execution of steps, and then warns of what it has changed besides variables that are saved or hold no state."""
         self._executions += 1
         if self._executions == 1 and self._enabled:
             self._watch = unsaved_randomness.StepWatch(function, known_variables(), self._generators)
