@@ -83,14 +83,7 @@ class _Synchronize(keras.callbacks.Callback):
 
 
 class _CheckConsistency(keras.callbacks.Callback):
-    """Comes last: lets all ranks do what one decided.
-
-    Args:
-        strategy: The strategy, likewise `ranks` and `check_weights` as of `wrap_callbacks`.
-        on_batches: Whether some rank has a callback that acts on batches.
-        alike: Whether all ranks have the same callbacks, except those that only observe. Where they have, unequal weights
-            are an error; where not, the chief's hold.
-    """
+    """Comes last: lets all ranks do what one decided."""
 
     def __init__(self, strategy: Any, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
         super().__init__()

@@ -38,13 +38,7 @@ _SETTLES_WITHIN = 3.0  # seconds in which what is being removed, or does not sho
 def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> None:
     """Evaluates the backups of a training that other processes run, on one device, until it has finished.
 
-    Args:
-        config: What is trained, checked by `validation.check`.
-        workdir: The training's work directory.
-        task: This task's name.
-
-    Raises:
-        ConfigError: There is no validation data.
+    Raises ConfigError without validation data.
     """
     trainer = Trainer("one_device", cluster=False)
     configured.prepare_process(config)
@@ -61,14 +55,7 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> N
 class Evaluator:
     """Follows the backups of a training in another process. It takes part in no collective, and writes no backup.
 
-    Args:
-        trainer: A trainer of one device.
-        model: The model of the training, compiled.
-        data: The validation data.
-        backup_dir: Where the training's backups are.
-        workdir: The run's work directory.
-        task: This task's name.
-        final_differs: Whether the trained model's weights are others than those of the last backup.
+    `final_differs` says whether the trained model's weights are others than those of the last backup.
     """
 
     def __init__(
@@ -171,11 +158,7 @@ class Evaluator:
 
 
 class EvaluationLog:
-    """What has been evaluated: one line of JSON for each evaluation of one training, which outlives the process; and its curves.
-
-    Args:
-        workdir: The run's work directory.
-        task: The name of the run in TensorBoard.
+    """What has been evaluated: one line of JSON for each evaluation of one training, which outlives the process; and its curves in TensorBoard.
 
     Attributes:
         rows: The lines: `step`, `epoch`, `backup`, `training`, `time` and `metrics`.
@@ -200,27 +183,13 @@ class EvaluationLog:
                     pass
 
     def contains(self, training: str, step: int, backup: str = "") -> bool:
-        """Returns whether a step of a training has been evaluated.
-
-        Args:
-            training: What its backups call it.
-            step: The step.
-            backup: Of which backup; empty means of any.
-        """
+        """Returns whether a step of a training has been evaluated; an empty `backup` means of any."""
         return any(
             (row["training"], row["step"]) == (training, step) and backup in ("", row["backup"]) for row in self.rows
         )
 
     def add(self, training: str, step: int, epoch: int, backup: str, metrics: dict[str, Any]) -> None:
-        """Writes a line; the lines and curves of another training are set aside.
-
-        Args:
-            training: What its backups call it.
-            step: The training's step.
-            epoch: The epochs that had ended by then.
-            backup: The name of the backup, or of the model's file.
-            metrics: What `evaluate` has returned.
-        """
+        """Writes a line; the lines and curves of another training are set aside."""
         if any(row["training"] != training for row in self.rows):
             self._path.replace(self._path.with_name("evaluations.before.jsonl"))
             self._try(self._run.set_aside)

@@ -113,10 +113,7 @@ def as_function(data: Any, batch_size: int | None, shuffle: Any = False) -> Any:
 def order_by_worker(outputs: Any, rows: list[list[int]], ranks: Ranks) -> Any:
     """Returns the outputs for the first worker's own rows, then those for the second one's, and so on. A collective.
 
-    Args:
-        outputs: Arrays, in the order of steps, in each of replicas within their workers, and in each of workers.
-        rows: The rows that each replica of this worker had, for each step.
-        ranks: The workers.
+    `outputs` are in the order of steps, within a step of replicas, within a replica of workers; `rows[step][replica]` counts this worker's.
     """
     mine = np.asarray(rows, np.int64)
     gathered = ranks.gather(*mine.ravel()).reshape(ranks.size, *mine.shape)
@@ -154,17 +151,7 @@ def batch_size(data: Any, arguments: dict[str, Any]) -> int | None:
 
 
 def bind_arguments(method: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Returns the arguments of a method by name.
-
-    Args:
-        method: Keras' method.
-        model: The model.
-        args: By place.
-        kwargs: By name.
-
-    Raises:
-        ConfigError: Numbers, class weights, callbacks or data are of another type or out of range. Keras would raise later, or not at all.
-    """
+    """Returns the arguments of a Keras method by name. Raises ConfigError for a wrong type or range, where Keras would raise later or not at all."""
     try:
         _, *others = inspect.signature(method).bind(model, *args, **kwargs).arguments.items()
     except TypeError:

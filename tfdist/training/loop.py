@@ -21,13 +21,7 @@ from tfdist.training import input_data
 
 
 class Hooks(keras.callbacks.CallbackList):
-    """The callbacks of a loop, and what a validation within a `fit` needs of that.
-
-    Args:
-        callbacks: The callbacks.
-        session: Backs the training up, or None.
-        progress: Tells a supervisor how far the training is, or None.
-        **options: As of `CallbackList`.
+    """The callbacks of a loop, and what surrounds them in a `fit`: `session` backs it up, `progress` tells a supervisor how far it is.
 
     Attributes:
         validation: The validation data of a `fit`, once a validation has begun.
@@ -124,16 +118,9 @@ def train(
     epoch_logs: Callable[[Any], dict[str, Any]],
     validate: Callable[[int], dict[str, Any]] = lambda epoch: {},
 ) -> Generator[int | None, Any, None]:
-    """Runs a training around its steps, which the caller runs.
+    """Runs a training around its steps, which the caller runs. Epochs count from 0.
 
-    Args:
-        model: The model.
-        hooks: The callbacks.
-        passes: The data.
-        initial_epoch: The first epoch, from 0.
-        epochs: The last epoch.
-        epoch_logs: Returns the logs of an epoch, given those of its last step.
-        validate: Returns the logs of the validation after an epoch.
+    `epoch_logs` returns the logs of an epoch, given those of its last step; `validate` those of the validation after an epoch.
 
     Yields:
         How many steps the epoch has left, or None if unknown, for each execution. Send the logs of its last step; None ends the pass.

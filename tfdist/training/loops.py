@@ -26,19 +26,10 @@ Method = Callable[..., Any]
 
 
 def run(context: LoopContext, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs a method of a model, with what surrounds it on this rank.
+    """Runs a method of a model, which is attached, with what surrounds it on this rank.
 
-    Args:
-        context: The context of the trainer's loops.
-        name: The method's name.
-        method: Keras' method, for the names of the arguments.
-        model: The model, checked and attached.
-        args: The arguments by position.
-        kwargs: The arguments by name.
-
-    Raises:
-        ClusterError: A task is lost that the others cannot do without.
-        ConfigError: Workers were given different arguments, or data that the strategy cannot use.
+    `method` is Keras' own, for the names of the arguments. Raises ClusterError where a task is lost that the others need, and ConfigError where
+    workers were given different arguments, or data that the strategy cannot use.
     """
     arguments = input_data.bind_arguments(method, model, args, kwargs)
     if name in LOOPS:
@@ -139,8 +130,7 @@ def _choose_backup(
 ) -> tuple[BackupAndRestore | None, list[keras.callbacks.Callback], bool]:
     """Chooses what backs a `fit` up: the user's callback, the trainer's backup, or one in place of Keras' own callback.
 
-    Returns:
-        What backs up, or None; the other callbacks; whether the backup is to be removed when `fit` ends, as Keras' is.
+    Returns it, or None; the other callbacks; and whether the backup is to be removed when `fit` ends, as Keras' is.
     """
     own = [each for each in callbacks if isinstance(each, BackupAndRestore)]
     of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.BackupAndRestore)]
