@@ -361,7 +361,6 @@ class Prediction:
             place = functools.partial(batch_splitting.place_in_batch, self._strategy, data.counts[0, 1])
         return StepContext(
             None if examples is None else tf.convert_to_tensor(examples),
-            lambda: None,
             rows=rows,
             place=place,
             is_compiled=self._model.jit_compile and not self._model.run_eagerly,
@@ -407,27 +406,22 @@ class SynchronousEngine(Engine):
         self.num_replicas = strategy.num_replicas_in_sync
 
     def attach(self, model: keras.Model) -> None:
-        """As of `Engine`."""
         attach(model, self.compressor, self.nan_policy)
 
     def source(self, dataset: Any, steps: int | None) -> DataSource:
-        """As of `Engine`."""
         source: DataSource = self.strategy.source(dataset, steps)
         return source
 
     def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
-        """As of `Engine`."""
         source: DataSource = self.strategy.source_from_function(make)
         return source
 
     def run(self, function: Any, iterator: Any, left: int | None) -> Any:
-        """As of `Engine`."""
         if isinstance(function, Execution):
             return function.run(iterator, left)
         return run_to_end(function, iterator)
 
     def run_batch(self, function: Any, batch: Any) -> Any:
-        """As of `Engine`."""
         return function.run_batch(batch) if isinstance(function, Execution) else function(iter([batch]))
 
     def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
@@ -440,7 +434,6 @@ class SynchronousEngine(Engine):
         return found
 
     def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Any]:
-        """As of `Engine`."""
 
         def predict(count: int) -> Any:
             batches: list[Any] = []
@@ -466,7 +459,6 @@ class SynchronousEngine(Engine):
         return data.with_options(options)
 
     def predict_batch(self, model: keras.Model, batch: Any) -> Any:
-        """As of `Engine`."""
         function = model.predict_function
         if isinstance(function, Prediction):
             return function([batch], is_whole=self.strategy.num_replicas_in_sync > 1)

@@ -68,7 +68,7 @@ class ReplicaStep:
         batch = data.batch if isinstance(data, batch_splitting.SplitBatch) else data
         local = self.model.distribute_strategy.experimental_local_results
         try:
-            with step_context.running(StepContext(None, _nothing, is_alone=True)):
+            with step_context.running(StepContext(None, is_alone=True)):
                 model_building.trace(self._step, self.model, tf.nest.map_structure(lambda v: local(v)[0], batch))
         except ConfigError:
             raise
@@ -126,7 +126,7 @@ class ReplicaStep:
         context = tf.distribute.get_replica_context()
         strategy = context.strategy
         if self._replicas == 1:
-            part = _nothing
+            part = lambda: None  # noqa: E731
         share = part() if self.trains or self._compiles else None
         strategy.decorrelate_random_numbers()  # a collective may have waited for the other replicas
         with strategy.as_one_replica():
@@ -219,7 +219,3 @@ class ReplicaStep:
 def _packed_dtype(value: tf.Tensor) -> tf.DType:
     narrow, wide = PACKED
     return narrow if value.dtype in (narrow, tf.float16, tf.bfloat16, tf.bool) else wide
-
-
-def _nothing() -> None:
-    return None
