@@ -438,13 +438,10 @@ class ResumeWarnings:
         if self._executions == 1 and self._enabled:
             self._watch = unsaved_randomness.StepWatch(function, known_variables(), self._generators)
         elif self._executions == 2:
-            self._warn_of_steps()
+            self.on_epoch_end()
 
     def on_epoch_end(self) -> None:
         """Warns of what has been watched: the epoch may have had one execution."""
-        self._warn_of_steps()
-
-    def _warn_of_steps(self) -> None:
         watch, self._watch = self._watch, None
         if watch:
             unsaved_randomness.warn_if_inexact(list(watch.doubts()))

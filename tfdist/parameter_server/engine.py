@@ -32,7 +32,7 @@ from tfdist.parameter_server import server
 from tfdist.parameter_server.execution import Execution, drain_first, drain_steps
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_server
-from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator, WorkerDataset
+from tfdist.parameter_server.worker_dataset import PipelinesIterator, WorkerDataset
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
 
 # Methods of a model that read what steps have counted.
@@ -81,19 +81,15 @@ class ParameterServerEngine(Engine):
     def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
         """As of `Engine`: each worker makes the data itself."""
         data = WorkerDataset(make, self.scheduler.workers)
-        pipelines = Pipelines(data)
-        return DataSource(pipelines, steps=data.total(), open_at=pipelines.open_at)
+        return DataSource(data, steps=data.total(), open_at=data.open_at)
 
     def run(self, function: Any, iterator: Any, left: int | None) -> Any:
-        """As of `Engine`."""
         return function.run(iterator, left) if isinstance(function, Execution) else run_to_end(function, iterator)
 
     def run_batch(self, function: Any, batch: Any) -> Any:
-        """As of `Engine`."""
         return function(iter([batch]))
 
     def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
-        """As of `Engine`."""
         return keras_loops.metrics_or_logs(model, logs)
 
     def predictor(self, model: keras.Model, passes: Passes, steps: int | None) -> Callable[[int], Any]:
@@ -113,7 +109,6 @@ class ParameterServerEngine(Engine):
         return predict
 
     def predict_batch(self, model: keras.Model, batch: Any) -> Any:
-        """As of `Engine`."""
         return model.predict_function([batch])
 
     def drain(self, model: keras.Model) -> None:

@@ -49,6 +49,13 @@ class WorkerDataset:
         self._sent: dict[Any, Any] = {}  # arrays, as tensors that all pipelines share
         self.element_spec = self.dataset(0).element_spec
 
+    def __iter__(self) -> PipelinesIterator:
+        return PipelinesIterator(self)
+
+    def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> PipelinesIterator:
+        """Returns a pass that leaves out as many batches of each pipeline as a worker has taken on average by `steps`."""
+        return PipelinesIterator(self, -(-steps // self.pipelines))
+
     def dataset(self, pipeline: int) -> tf.data.Dataset:
         """Makes the dataset of a pipeline, on the device that is in force."""
         with self._tracing:
@@ -119,22 +126,6 @@ class WorkerDataset:
                 "generator itself, which the chief then reads."
             )
         return traced
-
-
-class Pipelines:
-    """The workers' pipelines of a dataset function, as a loop sees them."""
-
-    def __init__(self, data: WorkerDataset):
-        self._data = data
-
-        self.element_spec = data.element_spec
-
-    def __iter__(self) -> PipelinesIterator:
-        return PipelinesIterator(self._data)
-
-    def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> PipelinesIterator:
-        """Returns a pass that leaves out as many batches of each pipeline as a worker has taken on average by `steps`."""
-        return PipelinesIterator(self._data, -(-steps // self._data.pipelines))
 
 
 class PipelinesIterator:

@@ -173,7 +173,7 @@ class WorkerStep:
         with generator.installed(), _Scope([*counted, *mapped, *sums], collect_losses=True) as scope:
             examples = batch_splitting.examples(data)
             examples = None if examples is None else tf.convert_to_tensor(examples)
-            alone = StepContext(examples, lambda: None, is_alone=True)
+            alone = StepContext(examples, is_alone=True)
             with losses.scale_losses_for_replica(self._model, alone):  # outputs' logs are means over examples
                 result = self._step(data)
             results = {} if self._predicts else self._model.get_metrics_result()

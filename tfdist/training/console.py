@@ -35,12 +35,6 @@ def verbosity(verbose: str | int, is_chief: bool) -> str | int:
     return verbose if redraws or verbose not in ("auto", 1) else 2
 
 
-def print_compression_faults(model: keras.Model) -> None:
-    """Logs the problems that the compressor of a trained model has had."""
-    for sentence in compression_report.faults(model):
-        logger.warning(sentence)
-
-
 def exchange_times(model: keras.Model, is_chief: bool) -> dict[str, Any]:
     """Returns `exchange_ms`, and warns on the chief if compression makes the exchange no faster. A collective."""
     times = compression_report.exchange_ms(model)

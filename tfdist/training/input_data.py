@@ -34,15 +34,14 @@ _NEEDED = ("epochs", "initial_epoch")  # Keras does not take None for them
 
 def open_source(
     engine: Engine,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
+    data: tuple[Any, Any, Any],
     batch_size: int | None,
     steps: int | None,
     shuffle: Any = False,
     class_weight: Any = None,
 ) -> DataSource:
-    """Returns the source of a loop over the data of `fit`, `evaluate` or `predict`; `x` may be a `DatasetFunction`."""
+    """Returns the source of a loop over `(x, y, sample_weight)`; `x` may be a `DatasetFunction`."""
+    x, y, sample_weight = data
     unsupported.check_data(engine.strategy, x)
     beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
     if isinstance(x, types.GeneratorType) and all(value is None for value in beside.values()):  # or Keras refuses them

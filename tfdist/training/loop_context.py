@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -24,29 +25,20 @@ _MUST_BE_THE_BACKUPS = {
 }  # arguments of `fit`
 
 
+@dataclasses.dataclass(eq=False)
 class LoopContext:
     """The context in which a trainer runs Keras' loops; `cluster` is None where this process trains alone."""
 
-    def __init__(
-        self,
-        strategy: Any,
-        engine: Engine,
-        ranks: Ranks,
-        cluster: ClusterSpec | None,
-        task: TaskSpec,
-        backup: BackupAndRestore | None,
-        check_weights: bool,
-    ):
-        self.strategy = strategy
-        self.engine = engine
-        self.ranks = ranks
-        self.cluster = cluster
-        self.task = task
-        self.backup = backup
-        self.check_weights = check_weights
-        self._depth = 0  # of nested calls that work on a model
-        self._has_printed_replicas = False
-        self._notices: set[str] = set()
+    strategy: Any
+    engine: Engine
+    ranks: Ranks
+    cluster: ClusterSpec | None
+    task: TaskSpec
+    backup: BackupAndRestore | None
+    check_weights: bool
+    _depth: int = 0  # of nested calls that work on a model
+    _has_printed_replicas: bool = False
+    _notices: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def is_chief(self) -> bool:

@@ -17,7 +17,8 @@ from tfdist.compat import unsupported
 from tfdist.data import worker_rows
 from tfdist.engine import Engine
 from tfdist.gradients.optimizer import skipped_updates
-from tfdist.monitoring import TensorBoard
+from tfdist.monitoring import TensorBoard, compression_report
+from tfdist.runtime.log import logger
 from tfdist.runtime.progress import Progress
 from tfdist.training import callback_kinds, callback_sync, checks, console, input_data, loop, single_steps
 from tfdist.training.loop_context import LoopContext
@@ -86,20 +87,21 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
             context.backup = None if ends_with_fit else backup
         if validation is not None:
             arguments["validation_data"] = validation
-        arguments["verbose"] = _verbosity(context, arguments)
+        arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
         arguments |= {"x": data, "callbacks": _in_order(context, callbacks), "session": session}
         yield {**arguments, "progress": session.progress if session else Progress(context.task.name)}
     if backup and ends_with_fit:
         context.delete_backup(backup)
     if context.is_chief:
-        console.print_compression_faults(model)
+        for fault in compression_report.faults(model):
+            logger.warning(fault)
         console.print_missing_update(model)
 
 
 def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
     unsupported.check_data(context.strategy, arguments.get("x"))
     data = _own_as_function(context, arguments.pop("x", None), arguments, takes_targets=True)
-    arguments["verbose"] = _verbosity(context, arguments)
+    arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
     with context.running(model):
         return loop.evaluate(context.engine, model, data, **arguments)
 
@@ -110,7 +112,7 @@ def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any])
     unsupported.check_data(context.strategy, data)
     own = worker_rows.is_own(data) and context.ranks.size > 1
     data = context.engine.data_to_predict(model, _own_as_function(context, data, arguments, takes_targets=False))
-    arguments["verbose"] = _verbosity(context, arguments)
+    arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
     with context.running(model):
         model.make_predict_function()
         # A model may have a function of its own.
@@ -204,8 +206,3 @@ def _own_as_function(context: LoopContext, data: Any, arguments: dict[str, Any],
         checks.check_data_consistency(context.ranks, data, arguments)
     batch_size = arguments.pop("batch_size", None) if isinstance(data, worker_rows.OwnRows) else None
     return input_data.as_function(data, batch_size)
-
-
-def _verbosity(context: LoopContext, arguments: dict[str, Any]) -> str | int:
-    """Takes `verbose` out of the arguments, and returns the one that Keras gets."""
-    return console.verbosity(arguments.pop("verbose", "auto"), context.is_chief)

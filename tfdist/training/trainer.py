@@ -305,7 +305,7 @@ class Trainer:
             kwargs: Its arguments by name.
         """
         if name in loops.LOOPS or not keras_internals.has_replaced_make_function(model):
-            self._attach(model)
+            self._context.attach(model, "fit")
         return loops.run(self._context, name, method, model, args, kwargs)
 
     def _take_models(self) -> None:
@@ -313,12 +313,9 @@ class Trainer:
         self.strategy.trainer, self.strategy.engine = self, self._context.engine
 
     def _run(self, name: str, model: keras.Model, args: Any, kwargs: Any) -> Any:
-        self._attach(model, name)
+        self._context.attach(model, name)
         method = getattr(type(model), name)
         if method is not getattr(keras.Model, name):  # it calls Keras' method, and so `call`
             self._take_models()
             return method(model, *args, **kwargs)
         return loops.run(self._context, name, model_methods.keras_own(name), model, args, kwargs)
-
-    def _attach(self, model: keras.Model, method: str = "fit") -> None:
-        self._context.attach(model, method)
