@@ -154,7 +154,9 @@ class _ReduceThenApply:
             return
         step = step_context.current()
         known = step is None or self._optimizer is step.optimizer
-        if not known and _replicas() > 1:  # a backup would not hold its variables
+        if (
+            not known and tf_internals.num_replicas(tf.distribute.get_strategy()) > 1
+        ):  # a backup would not hold its variables
             raise ConfigError(unsupported.UNBUILT.format(type(self._optimizer).__name__))
         if self._update.compressor or ((self._update.scaled or self._update.finite) and not tf.executing_eagerly()):
             kind = "with a loss scale" if self._update.scaled else "with a nan_policy"
@@ -318,8 +320,3 @@ def _update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | No
 
 def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(optimizer.apply, _ReduceThenApply)
-
-
-def _replicas() -> int:
-    """Returns the number of replicas, which the strategy itself hides within a step (`as_one_replica`)."""
-    return tf_internals.num_replicas(tf.distribute.get_strategy())

@@ -33,7 +33,8 @@ from tfdist.parameter_server.execution import Execution, drain_first, drain_step
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_server
 from tfdist.parameter_server.worker_dataset import PipelinesIterator, WorkerDataset
-from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
+from tfdist.replicas import batch_splitting
 
 # Methods of a model that read what steps have counted.
 _DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weights")
@@ -172,9 +173,10 @@ class Predictor:
         return concatenated([next(self.outputs([batch], batch)) for batch in batches])
 
     def all_outputs(self, iterator: Any, steps: int | None) -> Iterator[Any]:
-        """Yields the outputs of the batches of a pass, or of the first `steps`."""
+        """Returns the outputs of the batches of a pass, or of the first `steps`."""
         if isinstance(iterator, PipelinesIterator):
-            return self.worker_outputs(iterator, steps)
+            traced = self.step.trace(iterator.element_spec)
+            return map(traced.packed, iterator.run_all(self.step, traced, self.scheduler, steps))
         return self.outputs(itertools.islice(iterator, steps), iterator.element_spec)
 
     def outputs(self, batches: Iterable[Any], spec: Any) -> Iterator[Any]:
@@ -185,18 +187,12 @@ class Predictor:
         flight = InFlight(self.scheduler, ready.append, ordered=True)
         for number, batch in enumerate(batches):
             inputs = self.step.step_inputs(0, 0, number)
-            flight.add(functools.partial(self._run, traced, without_optionals(batch), inputs))
+            flight.add(functools.partial(self._run, traced, batch_splitting.without_optionals(batch), inputs))
             while ready:
                 yield traced.packed(ready.popleft())
         flight.drain()
         while ready:
             yield traced.packed(ready.popleft())
-
-    def worker_outputs(self, pipelines: PipelinesIterator, steps: int | None) -> Iterator[Any]:
-        """Yields the outputs of the workers' pipelines."""
-        traced = self.step.trace(pipelines.element_spec)
-        for arrays in pipelines.run_all(self.step, traced, self.scheduler, steps):
-            yield traced.packed(arrays)
 
     def _run(self, traced: TracedStep, batch: Any, inputs: tf.Tensor, worker: int) -> list[np.ndarray]:
         return self.step.call(traced, batch, inputs)

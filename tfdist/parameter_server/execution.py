@@ -22,7 +22,8 @@ from tfdist.compat import unsupported
 from tfdist.engine import Engine, RunningMeans
 from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
 from tfdist.parameter_server.worker_dataset import PipelinesIterator
-from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
+from tfdist.replicas import batch_splitting
 
 # Steps that have ended and are not in a batch hook's logs yet, as results are read together: for each worker, and at least.
 _UNREAD, _UNREAD_LEAST = 4, 10
@@ -123,7 +124,7 @@ class Execution:
             run = iterator.next
         else:
             began = time.perf_counter()
-            data = without_optionals(next(iterator))
+            data = batch_splitting.without_optionals(next(iterator))
             self.measured.add("perf/input_wait_ms", (time.perf_counter() - began) * 1000)
             run = functools.partial(_run_on, data)
             spec = data if spec is None else spec

@@ -235,14 +235,9 @@ class InFlight:
         while not self._results.empty():
             self._take()
 
-    @property
-    def is_drained(self) -> bool:
-        """True if nothing was committed since the last drain."""
-        return self._committed == self._drained
-
     def wait_for_first(self) -> None:
         """Waits until something has been committed since all was drained."""
-        while self.is_drained and self.count:
+        while self._committed == self._drained and self.count:
             self._take()
 
     def drain(self) -> None:

@@ -16,6 +16,7 @@ Gradients are applied within the step, by the optimizer's own arithmetic, on the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -108,7 +109,7 @@ class WorkerStep:
             return self._last[2]
         length = 3 + len(self._iterations) + len(self._scalars) + 2 * len(self._seeds)
         inputs = tf.TensorSpec([length], tf.float64)
-        form = without_optionals(data)
+        form = batch_splitting.without_optionals(data)
         try:
             function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, inputs))
         except StopIteration as e:
@@ -198,13 +199,11 @@ class WorkerStep:
         }
         numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(own)
         packed = tf.concat([tf.reshape(tf.cast(value, tf.float64), [-1]) for value in numbers], 0)
-        self._tracing = TracedStep(
-            None if returns else ResultsTable(self._rows, int(packed.shape[0])), own, list(result)
-        )
-        self._tracing.held, self._tracing.computed = held, computed
-        if returns:
+        results_table = None if returns else ResultsTable(self._rows, int(packed.shape[0]))
+        self._tracing = TracedStep(results_table, own, list(result), held, computed)
+        if results_table is None:
             return packed
-        self._tracing.results.write(inputs[0], inputs[1], packed)  # type: ignore[union-attr]
+        results_table.write(inputs[0], inputs[1], packed)
         return ()
 
     def _warn_of_metrics(self, scope: keras.StatelessScope, start: dict[int, tf.Tensor]) -> None:
@@ -286,6 +285,7 @@ class _Scope(keras.StatelessScope):
         return keras_internals.raw_value(variable) if value is None else value
 
 
+@dataclasses.dataclass(eq=False)
 class TracedStep:
     """A step traced for data of one form.
 
@@ -298,14 +298,13 @@ class TracedStep:
         count: Adds what steps have counted; returns what metrics and `computed` are then.
     """
 
-    def __init__(self, results: ResultsTable | None = None, custom_logs: Any = None, names: Sequence[str] = ()):
-        self.names = names
-        self.function: Any = None
-        self.results = results
-        self.custom_logs = custom_logs
-        self.held: dict[int, tf.Tensor] = {}
-        self.computed: dict[str, Any] = {}
-        self.count: Any = None
+    results: ResultsTable | None = None
+    custom_logs: Any = None
+    names: Sequence[str] = ()
+    held: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    computed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    function: Any = None
+    count: Any = None
 
     def packed(self, arrays: Sequence[np.ndarray]) -> Any:
         """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
@@ -356,12 +355,6 @@ def _unique(variables: Any) -> list[Any]:
 def run_outside_strategy_scope(function: Callable[[], Any]) -> Any:
     """Returns what `function` does where no strategy's scope is entered: a step is one device's."""
     return random_seeds.run_in_clean_thread(function) if tf.distribute.has_strategy() else function()
-
-
-def without_optionals(data: Any) -> Any:
-    """Returns Keras' data with None for what it marks as absent."""
-    absent = (tf.experimental.Optional, tf.OptionalSpec)
-    return tf.nest.map_structure(lambda v: None if isinstance(v, absent) else v, data)
 
 
 def to_python(value: Any) -> Any:

@@ -44,6 +44,12 @@ def examples(batch: Any) -> tf.Tensor | int | None:
     return int(first.shape[0]) if known else tf.shape(first)[0]
 
 
+def without_optionals(data: Any) -> Any:
+    """Returns Keras' data with None for what it marks as absent."""
+    absent = (tf.experimental.Optional, tf.OptionalSpec)
+    return tf.nest.map_structure(lambda v: None if isinstance(v, absent) else v, data)
+
+
 def is_splittable(spec: Any) -> bool:
     """Whether elements of a dataset are batches of rows that can be taken apart."""
     specs = tf.nest.flatten(spec)

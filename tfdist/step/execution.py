@@ -340,7 +340,7 @@ class Prediction:
         counts = equal_weights.guard(self._strategy, self._model.weights)
 
         def replica(data: Any) -> Any:
-            data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+            data = batch_splitting.without_optionals(data)
             if not isinstance(data, SplitBatch):
                 data = batch_splitting.part_of_batch(data, self._strategy) if is_whole else SplitBatch(data, None)
             context = self._context(data)

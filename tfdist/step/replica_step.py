@@ -53,7 +53,7 @@ class ReplicaStep:
         # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
         given = tf.nest.flatten((data, totals), expand_composites=True)
         with tf.control_dependencies([tensor for tensor in given if isinstance(tensor, tf.Tensor)]):
-            data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+            data = batch_splitting.without_optionals(data)
             return (
                 self._run_split_batch(data, totals)
                 if isinstance(data, batch_splitting.SplitBatch)

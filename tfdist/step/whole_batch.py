@@ -169,11 +169,8 @@ def _gather_obstacle(step: StepContext) -> str | None:
     return None
 
 
-def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int) -> str | None:
-    """Returns why a loss or metric, which computes in `dtype`, cannot be given the whole batch of `arguments`; None if it can.
-
-    `limit` is the most bytes of one example that may be sent.
-    """
+def obstacle(step: StepContext, dtype: Any, arguments: Any) -> str | None:
+    """Returns why a loss or metric, which computes in `dtype`, cannot be given the whole batch of `arguments`; None if it can."""
     if (why := _gather_obstacle(step)) is not None:
         return why
     given = [each for each in tf.nest.flatten(arguments, expand_composites=False) if each is not None]
@@ -185,6 +182,7 @@ def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int
     if step.place is None and not all(shape.is_fully_defined() for shape in shapes):
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     size = tf.as_dtype(dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
+    limit = getattr(tf.distribute.get_strategy(), "gather_loss_bytes", 0)
     if size > limit:
         return f"{size:,} bytes of an example are more than strategy.gather_loss_bytes ({limit:,}); raise it"
     return None
