@@ -71,7 +71,7 @@ def test_of_two_backups_of_a_step_the_one_of_the_epochs_end_is_newer(tmp_path):
     assert [point.folder for point in Storage(str(tmp_path), 0, 1).points()] == folders
     assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-10-end" / SHARED)
     found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
-    assert (found.step, found.epoch_ended) == (10, True)
+    assert found.point == SavePoint(10, True)
     storage_lib.set_damaged_aside(Storage(str(tmp_path), 0, 1), SavePoint(9, True))
     storage_lib.remove_damaged(str(tmp_path))
     assert {path.parent.name for path in tmp_path.rglob("manifest.json")} == {"step-9-end", "step-9"}

@@ -116,7 +116,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         storage = Storage(folder, ranks.rank, ranks.size)
         session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress, next_folder)
         try:
-            session.check_free()
             session.find_backup()
         except (ConfigError, BackupError):
             progress.mark_refusal()

@@ -31,18 +31,12 @@ _NO_SHARED = (
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What one backup holds; `epoch_ended` is as of `SavePoint`, `shared` holds tensors of all ranks, and `own` those of this rank alone, by name."""
+    """What one backup holds: in `shared` tensors of all ranks, and in `own` those of this rank alone, by name."""
 
-    step: int
-    epoch_ended: bool
+    point: SavePoint
     manifest: Mapping[str, Any]
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
-
-    @property
-    def point(self) -> SavePoint:
-        """When it was taken."""
-        return SavePoint(self.step, self.epoch_ended)
 
 
 def find_backup(storage: Storage, ranks: Ranks, replicas: int, had_backup: bool = False) -> Snapshot | None:
@@ -155,7 +149,7 @@ def _read(
     contents.check_manifest(manifest, point, storage.path(point, MANIFEST))
     shared, own = storage.read_part(point, SHARED), storage.read_part(point, storage.part)
     contents.check_tensors(manifest, shared, own, path)
-    return Snapshot(*point, manifest, shared, own)
+    return Snapshot(point, manifest, shared, own)
 
 
 def _of_chief(ranks: Ranks, mine: SavePoint) -> SavePoint:

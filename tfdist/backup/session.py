@@ -86,12 +86,12 @@ class BackupSession:
         self._last_point: SavePoint | None = None
         self.training = uuid.uuid4().hex
 
-    def check_free(self) -> None:
-        """Makes sure that the folder is no other run's; before `find_backup`. A collective."""
-        self._snapshots.check_free()
-
     def find_backup(self) -> None:
-        """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
+        """Reads the newest whole backup, if there is one, in a folder that is no other run's. A collective.
+
+        Call it before Keras builds anything from the random seed.
+        """
+        self._snapshots.check_free()
         had_backup = progress.had_backup(self._storage.folder)
         self._resume_from = find_backup(self._storage, self._ranks, self._strategy.num_replicas_in_sync, had_backup)
         current_seed = tf_internals.global_seed()
@@ -302,7 +302,7 @@ class BackupSession:
             "seed": self._seed,
             "about": self._about,
         }
-        return Snapshot(position.step, position.epoch_step == 0, manifest, shared, own)
+        return Snapshot(SavePoint(position.step, position.epoch_step == 0), manifest, shared, own)
 
     def _logs(self) -> Any:
         """Returns the last step's logs, as the epoch has them if there are no further steps in it."""

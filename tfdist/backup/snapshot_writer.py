@@ -77,7 +77,7 @@ class SnapshotWriter:
             remove_damaged(storage.folder)
             progress.note_backup(storage.folder)
             late_removal.keep(storage.folder)
-            self._progress.write(saved=snapshot.step)
+            self._progress.write(saved=point.step)
         else:
             storage.clean()
         self.saved = point
