@@ -1,14 +1,12 @@
-"""What the chief shows of a training run: its replicas, Keras' progress, and warnings about compression."""
+"""What the chief shows of a training run: its replicas, Keras' progress, and updates that are missing."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import keras
 
 from tfdist.compat import optimizer_search
-from tfdist.monitoring import compression_report
 from tfdist.runtime.log import is_terminal, logger
 
 
@@ -33,14 +31,6 @@ def verbosity(verbose: str | int, is_chief: bool) -> str | int:
     # A bar redraws its line, which only a terminal or a notebook shows as one.
     redraws = "ipykernel" in sys.modules or is_terminal()
     return verbose if redraws or verbose not in ("auto", 1) else 2
-
-
-def exchange_times(model: keras.Model, is_chief: bool) -> dict[str, Any]:
-    """Returns `exchange_ms`, and warns on the chief if compression makes the exchange no faster. A collective."""
-    times = compression_report.exchange_ms(model)
-    if times and times["compressed"] >= times["plain"] and is_chief:
-        logger.warning(compression_report.NO_GAIN_WARNING.format(**times))
-    return {"exchange_ms": times}
 
 
 def print_missing_update(model: keras.Model) -> None:

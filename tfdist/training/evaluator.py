@@ -49,18 +49,17 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> N
         raise ConfigError(f"The evaluator needs validation data, but eval_data() of task {config.task!r} returns None.")
     model = configured.build_model(trainer, config, trained, keras.optimizers.SGD)  # which it never uses
     backup_dir = backup_arguments(config, workdir)["backup_dir"]
-    Evaluator(trainer, model, data, backup_dir, workdir, task, final_differs=config.optimizer.use_ema).run()
+    Evaluator(model, data, backup_dir, workdir, task, final_differs=config.optimizer.use_ema).run()
 
 
 class Evaluator:
     """Follows the backups of a training in another process. It takes part in no collective, and writes no backup.
 
-    `final_differs` says whether the trained model's weights are others than those of the last backup.
+    The model was built in the scope of a trainer of one device, and compiled. `final_differs` says whether the trained model's weights are others than those of the last backup.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
         model: keras.Model,
         data: tf.data.Dataset,
         backup_dir: str,
@@ -68,7 +67,7 @@ class Evaluator:
         task: str,
         final_differs: bool,
     ):
-        self._trainer, self._model, self._data = trainer, model, data
+        self._model, self._data = model, data
         self._storage = Storage(backup_dir, 0, 1)
         self._workdir = workdir
         self._final_differs = final_differs
@@ -82,7 +81,7 @@ class Evaluator:
     def run(self) -> None:
         """Evaluates each complete backup, then the trained model; returns when the training has finished and all is evaluated."""
         if not self._model.built:
-            self._trainer.evaluate(self._model, self._data.take(1), verbose=0)
+            self._model.evaluate(self._data.take(1), verbose=0)
         logger.info(f"evaluating each backup that comes to {self._storage.folder}")
         while True:
             summary = self._summary()  # first: what the training wrote before is then seen below
@@ -151,7 +150,7 @@ class Evaluator:
     def _evaluate(self, training: str, step: int, epoch: int, backup: str, path: str) -> None:
         self._progress.write(done=step, epoch=epoch)
         arguments = {"verbose": 0, "return_dict": True, "callbacks": [self._signs_of_life]}
-        metrics = self._trainer.evaluate(self._model, self._data, **arguments)
+        metrics = self._model.evaluate(self._data, **arguments)
         self._log.add(training, step, epoch, backup, metrics)
         values = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items() if isinstance(value, float))
         logger.info(f"step {step} (epoch {epoch}): {values}, of {path}")

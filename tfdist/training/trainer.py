@@ -18,8 +18,10 @@ from tfdist.compat import keras_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
 from tfdist.errors import ConfigError
+from tfdist.monitoring import compression_report
+from tfdist.runtime.log import logger
 from tfdist.strategies import model_methods
-from tfdist.training import checks, console, loops, saving, startup
+from tfdist.training import checks, loops, saving, startup
 from tfdist.training.custom_step import Step
 
 
@@ -284,7 +286,10 @@ class Trainer:
             `exchange_ms`: milliseconds that the sum of all gradients takes, `compressed` and `plain`, measured now; None
             without a compressor. Prints a warning if compression makes it no faster.
         """
-        return console.exchange_times(model, self.is_chief)
+        times = compression_report.exchange_ms(model)
+        if times and times["compressed"] >= times["plain"] and self.is_chief:
+            logger.warning(compression_report.NO_GAIN_WARNING.format(**times))
+        return {"exchange_ms": times}
 
     def say_replicas(self, global_batch_size: int | None) -> None:
         """Prints, on the chief and once, on how many replicas it trains; `fit` does so by itself.
