@@ -154,9 +154,6 @@ class BackupAndRestore(keras.callbacks.Callback):
 
         No collective: the chief removes the files of all ranks, and the other ranks none. So a rank that saves alone neither waits
         nor damages a backup.
-
-        Args:
-            model: The model.
         """
         if not self.delete_checkpoint:
             return
