@@ -34,16 +34,8 @@ CHIEF_DEVICE = "/job:chief/replica:0/task:0/device:CPU:0"
 class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerStrategy):
     """Trains on the workers of a cluster, asynchronously; the variables are on its parameter servers.
 
-    Made in the chief's process, once all other tasks can be reached.
-
-    Args:
-        cluster: The cluster.
-        placement: On which server a variable goes: `"round_robin"`, the next one; `"by_bytes"`, the one with the fewest
-            bytes so far. Optimizer slots go where their variable is.
-        start_timeout: Seconds for which a server may be silent.
-
-    Attributes:
-        bytes_per_server: Bytes of the variables on each server.
+    Made in the chief's process, once all other tasks can be reached. `placement` says on which server a variable goes: `"round_robin"`, the next
+    one; `"by_bytes"`, the one with the fewest bytes so far. Optimizer slots go where their variable is. A server may be silent for `start_timeout` s.
     """
 
     def __init__(

@@ -271,8 +271,9 @@ def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
 
 @contextlib.contextmanager
 def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
-    """The batch of such a step has made moving statistics and metrics NaN, too: restores variables to their values before the enclosed step if it
-    skipped an update. With `keeps_metrics` metrics keep the values that the step has given them. Outside of replicas.
+    """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
+
+    The batch of such a step has made moving statistics and metrics NaN, too. With `keeps_metrics` metrics keep what the step has given them.
     """
     model = replica.model
     counts = skipped_updates(model) if replica.trains else []

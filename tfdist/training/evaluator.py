@@ -55,7 +55,8 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> N
 class Evaluator:
     """Follows the backups of a training in another process. It takes part in no collective, and writes no backup.
 
-    The model was built in the scope of a trainer of one device, and compiled. `final_differs` says whether the trained model's weights are others than those of the last backup.
+    The model was built in the scope of a trainer of one device, and compiled. `final_differs` says whether the trained model's weights are others
+    than those of the last backup.
     """
 
     def __init__(

@@ -253,9 +253,6 @@ class Trainer:
         """Removes the backups of the trainings of `model` that have come to their end; for its own `save` and `export`.
 
         No collective, as one worker may save alone: the chief's call removes them for all. During `fit` it does nothing.
-
-        Args:
-            model: The model, which has been written.
         """
         if self._context.backup and not self.is_at_work:
             self._context.backup.delete_of(model)
@@ -300,15 +297,7 @@ class Trainer:
         self._context.print_replicas(global_batch_size)
 
     def call(self, name: str, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
-        """Does what a model's own method is called for.
-
-        Args:
-            name: The method's name.
-            method: Keras' method.
-            model: The model.
-            args: Its arguments by place.
-            kwargs: Its arguments by name.
-        """
+        """Does what a model's own method is called for; `method` is Keras'."""
         if name in loops.LOOPS or not keras_internals.has_replaced_make_function(model):
             self._context.attach(model, "fit")
         return loops.run(self._context, name, method, model, args, kwargs)
