@@ -71,7 +71,7 @@ def test_of_two_backups_of_a_step_the_one_of_the_epochs_end_is_newer(tmp_path):
     assert [point.folder for point in Storage(str(tmp_path), 0, 1).points()] == folders
     assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-10-end" / SHARED)
     found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
-    assert (found.step, found.epoch_ended) == (10, True)
+    assert found.point == SavePoint(10, True)
     storage_lib.set_damaged_aside(Storage(str(tmp_path), 0, 1), SavePoint(9, True))
     storage_lib.remove_damaged(str(tmp_path))
     assert {path.parent.name for path in tmp_path.rglob("manifest.json")} == {"step-9-end", "step-9"}
@@ -121,7 +121,7 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
     write(tmp_path, 14)
     damage(kind, tmp_path / "step-14" / name)
     storage = Storage(str(tmp_path), 0, 1)
-    assert find_backup(storage, ALONE, 1).step == 7
+    assert find_backup(storage, ALONE, 1).point.step == 7
     line = capsys.readouterr().out
     assert "step-14" in line and "trying the backup before it" in line
     storage_lib.set_damaged_aside(storage, SEVEN)
@@ -137,7 +137,7 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
 def test_a_file_in_the_place_of_a_backup_is_passed_over(tmp_path, capsys):
     write(tmp_path, 7)
     (tmp_path / "step-99").write_text("")
-    assert find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1).step == 7
+    assert find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1).point.step == 7
 
 
 @pytest.mark.parametrize("name", FILES[1:])
@@ -162,7 +162,7 @@ def test_one_that_was_never_finished_is_no_backup(tmp_path, capsys):
     assert files(tmp_path) == []
     write(tmp_path, 7)
     one.write_part(FOURTEEN, one.part, {"own": np.zeros(3)})
-    assert find_backup(one, ALONE, 1).step == 7
+    assert find_backup(one, ALONE, 1).point.step == 7
     assert "step-14 was not finished" in capsys.readouterr().out
 
 

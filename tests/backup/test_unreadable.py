@@ -44,7 +44,7 @@ def test_it_is_refused_and_left(folder, capsys, name):
     Storage(str(folder), 0, 1).clean()
     path.chmod(0o755)
     assert files(folder) == before
-    assert find(folder).step == 14
+    assert find(folder).point.step == 14
 
 
 def test_an_older_one_is_not_removed_either(folder):
@@ -69,7 +69,7 @@ def test_one_that_cannot_be_read_for_a_moment_is_used(folder, monkeypatch, capsy
 
     # As soon as it is said that it is tried again.
     monkeypatch.setattr(search.logger, "filters", [free, *search.logger.filters])
-    assert find(folder).step == 14
+    assert find(folder).point.step == 14
     assert capsys.readouterr().out.count("trying again") == 1
 
 
@@ -93,7 +93,7 @@ def test_a_mount_that_is_gone_is_no_new_training(tmp_path, monkeypatch):
     if subprocess.run(["mount", "--bind", storage, mount], capture_output=True).returncode:
         pytest.skip("mounts are not allowed here")
     try:
-        assert find(mount / "backup").step == 7
+        assert find(mount / "backup").point.step == 7
         progress.note_backup(str(mount / "backup"))
     finally:
         subprocess.run(["umount", mount], check=True)

@@ -55,7 +55,7 @@ def evaluate(workdir, data=None):
     keras.backend.clear_session()
     trainer = tfdist.Trainer("one_device", cluster=False)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16) if data is None else data
-    Evaluator(trainer, build(trainer), data, str(workdir / "backup"), workdir, "evaluator-0", final_differs=False).run()
+    Evaluator(build(trainer), data, str(workdir / "backup"), workdir, "evaluator-0", final_differs=False).run()
     lines = (workdir / "evaluations.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 

@@ -110,20 +110,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         engine: Engine,
         task: str,
     ) -> Iterator[BackupSession]:
-        """Backs up the `fit` that is called inside; what was interrupted goes on. For the Trainer; a collective.
+        """Backs up the `fit` that is called inside; what was interrupted goes on. For the Trainer, whose loop calls the value; a collective.
 
-        The value is called by the loop.
-
-        Args:
-            model: The model.
-            ranks: This rank and the others.
-            arguments: Those of `fit` that must be the same in the run that goes on.
-            engine: Trains the model.
-            task: This task's name, as `worker-1`.
-
-        Raises:
-            ConfigError: The folder cannot be used, or holds backups of another training.
-            BackupError: None of the backups there is whole, or one cannot be read.
+        `arguments` are those of `fit` that must be the same in the run that goes on. Raises ConfigError where the folder cannot be used or holds
+        backups of another training, and BackupError where none of them is whole, or one cannot be read.
         """
         next_folder = os.path.join(self.backup_dir, f"fit-{self._fits + 2}")
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
@@ -133,7 +123,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         storage = Storage(folder, ranks.rank, ranks.size)
         session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress, next_folder)
         try:
-            session.check_free()
             session.find_backup()
         except (ConfigError, BackupError):
             progress.mark_refusal()
@@ -172,9 +161,6 @@ class BackupAndRestore(keras.callbacks.Callback):
 
         No collective: the chief removes the files of all ranks, and the other ranks none. So a rank that saves alone neither waits
         nor damages a backup.
-
-        Args:
-            model: The model.
         """
         if not self.delete_checkpoint:
             return

@@ -74,17 +74,7 @@ def differences(now: Any, then: Any, path: str = "") -> Iterator[str]:
 
 
 def check_same_training(now: Any, then: Any, path: str, folder: str) -> None:
-    """Checks that a backup is of this training.
-
-    Args:
-        now: The description of this training.
-        then: The description in the backup.
-        path: The backup.
-        folder: The folder of the backups.
-
-    Raises:
-        ConfigError: The descriptions differ.
-    """
+    """Raises ConfigError where the description of this training, `now`, differs from that in a backup, `then`."""
     if different := list(differences(now, then)):
         raise ConfigError(
             f"The backup {path} is of another training: {list_first(different, _NAMED, '; ')}. "

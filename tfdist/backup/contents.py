@@ -60,15 +60,7 @@ BEFORE_ALL = SavePoint(-1, False)  # less than that of any backup
 
 
 def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
-    """Returns a manifest whose checksum is right and which names the backup's files.
-
-    Args:
-        content: What is in the file.
-        path: The file, for messages.
-
-    Raises:
-        CorruptBackupError: It is not what was written.
-    """
+    """Returns the manifest in a file's content. Raises CorruptBackupError unless its checksum is right and it names the backup's files."""
     body = _json(content, path)
     try:
         is_intact = body.pop("crc32", None) == checksum(body)
@@ -84,16 +76,7 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
 
 
 def check_manifest(manifest: Mapping[str, Any], point: SavePoint, path: str) -> None:
-    """Checks that a manifest has all fields, and is of the backup in whose folder it lies.
-
-    Args:
-        manifest: What `parse_manifest` has returned.
-        point: When the backup was taken, by the name of its folder.
-        path: The manifest's file, for messages.
-
-    Raises:
-        CorruptBackupError: What is wrong.
-    """
+    """Raises CorruptBackupError unless a parsed manifest has all fields, and is of `point`, by which its folder is named."""
     _check_fields(
         manifest, {name: kind for name, kind in _FIELDS.items() if name in manifest or name not in _LATER}, path
     )
@@ -113,17 +96,7 @@ def check_manifest(manifest: Mapping[str, Any], point: SavePoint, path: str) -> 
 
 
 def check_tensors(manifest: Mapping[str, Any], shared: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
-    """Checks that a backup holds the variables that its manifest names, in their shapes and types, and what is no variable.
-
-    Args:
-        manifest: What `check_manifest` has checked.
-        shared: The tensors of all ranks.
-        own: The tensors of this rank.
-        path: The backup, for messages.
-
-    Raises:
-        CorruptBackupError: What is missing.
-    """
+    """Raises CorruptBackupError unless the tensors of all ranks and of this one are those that the manifest names, in their shapes and types."""
     for name, form in manifest["about"]["variables"].items():
         value = shared.get(name, own.get(f"{name}/0"))
         if value is None:

@@ -34,20 +34,9 @@ class LoopPosition:
 
 
 class TrainingPasses(Passes):
-    """The passes of a `fit`, whose position and random state backups hold.
+    """The passes of a `fit`, whose position and random state (`state`) backups hold.
 
     To resume, the passes before are replayed, and the present one begins after the steps that are done, which no callback sees again.
-
-    Args:
-        source: The data.
-        steps_per_epoch: As of `Passes`, likewise the others.
-        steps_per_execution: The number of steps between two hooks.
-        begin_pass: Called before each pass is opened.
-        is_backed_up: Whether backups are taken.
-
-    Attributes:
-        position: Where the training is.
-        state: The random state of the data.
     """
 
     def __init__(
@@ -65,12 +54,7 @@ class TrainingPasses(Passes):
         self._resumes = False
 
     def resume(self, position: LoopPosition, own: Mapping[str, Any]) -> None:
-        """Makes the next epoch go on from a place.
-
-        Args:
-            position: The place.
-            own: What this process had of its own there, the state of the data included.
-        """
+        """Makes the next epoch go on from a position; `own` is what this process had of its own there, the state of the data included."""
         self.position, self._resumes = position, True
         self.state.load(own, goes_on=position.epoch_step > 0)
 
@@ -84,11 +68,7 @@ class TrainingPasses(Passes):
             yield execution
 
     def on_steps_done(self, end_step: int) -> int:
-        """Says that an execution is done. Returns its number of steps.
-
-        Args:
-            end_step: The number of its last step in the epoch, by Keras' counting.
-        """
+        """Says that an execution is done, whose last step in the epoch is `end_step` by Keras' counting. Returns its number of steps."""
         place, steps = self.position, self.steps
         done = end_step + 1 if steps is None else min(end_step + 1, steps)
         new, place.epoch_step = done - place.epoch_step, done
@@ -97,11 +77,7 @@ class TrainingPasses(Passes):
         return new
 
     def progress(self, epochs: int) -> dict[str, Any]:
-        """Returns what `Progress.write` tells of the position.
-
-        Args:
-            epochs: The last epoch.
-        """
+        """Returns what `Progress.write` tells of the position."""
         place, steps = self.position, self.steps
         total = place.step - place.epoch_step + (epochs - place.epoch) * steps if steps else 0
         return {"done": place.step, "epoch": min(place.epoch + 1, epochs), "epochs": epochs, "total": total}
@@ -111,11 +87,7 @@ class TrainingPasses(Passes):
         self.position.epoch, self.position.epoch_step = epoch + 1, 0
 
     def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
-        """Yields why a resume will not be exact because of the data, and the remedies.
-
-        Args:
-            callbacks: The user's, which may draw while a thread reads the data.
-        """
+        """Yields why a resume will not be exact because of the data, and the remedies; callbacks may draw while a thread reads the data."""
         yield from unsaved_randomness.data_doubts(self.source.datasets)
         yield from self.state.doubts(callbacks)
 

@@ -65,11 +65,7 @@ def is_link(path: str) -> bool:
 
 
 def list_folder(path: str) -> list[str]:
-    """Returns the names in a folder; none if it is not there.
-
-    Raises:
-        UnreadableBackupError: It cannot be read.
-    """
+    """Returns the names in a folder, none if it is not there. Raises UnreadableBackupError."""
     try:
         return os.listdir(path) if is_local(path) else tf.io.gfile.listdir(path)
     except _ABSENT:
@@ -79,12 +75,7 @@ def list_folder(path: str) -> list[str]:
 
 
 def size(path: str) -> int | None:
-    """Returns the size of a regular file in bytes, or None if it is not there.
-
-    Raises:
-        CorruptBackupError: It is a link, a folder or anything else.
-        UnreadableBackupError: It cannot be told.
-    """
+    """Returns the size of a regular file in bytes, or None if it is not there. Raises CorruptBackupError for a link, a folder or anything else."""
     try:
         if not is_local(path):
             return int(tf.io.gfile.stat(path).length)
@@ -99,12 +90,7 @@ def size(path: str) -> int | None:
 
 
 def is_folder(path: str) -> bool:
-    """Returns whether a folder is there.
-
-    Raises:
-        CorruptBackupError: It is a link, a file or anything else.
-        UnreadableBackupError: It cannot be told.
-    """
+    """Returns whether a folder is there. Raises CorruptBackupError for a link, a file or anything else."""
     try:
         if not is_local(path):
             return bool(tf.io.gfile.stat(path).is_directory)
@@ -119,12 +105,7 @@ def is_folder(path: str) -> bool:
 
 
 def read(path: str) -> bytes:
-    """Returns what a regular file holds.
-
-    Raises:
-        CorruptBackupError: It is missing, or is a link, a folder or anything else.
-        UnreadableBackupError: It cannot be read.
-    """
+    """Returns what a regular file holds. Raises CorruptBackupError where it is missing, a link, a folder or anything else."""
     if size(path) is None:
         raise CorruptBackupError(f"{path} is missing")
     try:
@@ -135,11 +116,7 @@ def read(path: str) -> bytes:
 
 
 def check_readable(path: str) -> None:
-    """Reads a file to its end.
-
-    Raises:
-        UnreadableBackupError: It cannot be read.
-    """
+    """Reads a file to its end. Raises UnreadableBackupError."""
     try:
         with _open(path) as file:
             while file.read(_CHUNK):
@@ -149,16 +126,7 @@ def check_readable(path: str) -> None:
 
 
 def check_owners(folder: str, owners: Collection[int]) -> None:
-    """Checks that a folder and the files in it are of users that are trusted.
-
-    Args:
-        folder: The folder, or a file.
-        owners: The trusted users' numbers.
-
-    Raises:
-        ConfigError: Another user owns one of them.
-        UnreadableBackupError: It cannot be told.
-    """
+    """Raises ConfigError unless a folder, or file, and the files in it belong to trusted users, given by their numbers."""
     if not is_local(folder):
         return
     for path in (folder, *(os.path.join(folder, name) for name in list_folder(folder))):
@@ -176,12 +144,7 @@ def check_owners(folder: str, owners: Collection[int]) -> None:
 
 
 def replace(path: str, text: str) -> None:
-    """Writes a file in one go: a reader sees the old text or the new one, and a link at its place is replaced, not followed.
-
-    Args:
-        path: The file.
-        text: What it shall hold.
-    """
+    """Writes a file in one go: a reader sees the old text or the new one, and a link at its place is replaced, not followed."""
     if is_local(path):
         return write_file(path, text.encode())
     with tf.io.gfile.GFile(partial := f"{path}.partial", "w") as file:

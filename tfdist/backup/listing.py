@@ -21,7 +21,6 @@ class Listed:
     """One backup.
 
     Attributes:
-        point: When in the training it was taken.
         state: `"whole"`, `"unfinished"`, `"damaged"` or `"unreadable"`.
         why: Why it is not whole; empty where it is.
         written: When it was completed, in seconds since 1970; None where it was not.
@@ -55,14 +54,7 @@ class Listed:
 
 
 def read(folder: str) -> list[Listed]:
-    """Returns the backups of a folder, the newest first; all their files are read. One that is being removed is left out.
-
-    Args:
-        folder: The folder.
-
-    Raises:
-        BackupError: The folder cannot be read.
-    """
+    """Returns the backups of a folder, the newest first; all their files are read. One that is being removed is left out."""
     storage = Storage(folder, 0, 1)
     try:
         points = storage.points()
@@ -74,16 +66,7 @@ def read(folder: str) -> list[Listed]:
 
 
 def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:
-    """Returns a backup's manifest, once the files are there that it names, but for what these hold.
-
-    Args:
-        storage: Where it is.
-        point: When it was taken.
-
-    Raises:
-        CorruptBackupError: It is not whole.
-        UnreadableBackupError: It cannot be read, or another version of tfdist has written it.
-    """
+    """Returns a backup's manifest, once the files are there that it names, but for what these hold. Raises where it is not whole."""
     manifest = storage.read_manifest(point)
     if manifest.get("format") != FORMAT:
         raise UnreadableBackupError(f"{storage.path(point)} was written by another version of tfdist")

@@ -31,43 +31,19 @@ _NO_SHARED = (
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What one backup holds.
+    """What one backup holds: in `shared` tensors of all ranks, and in `own` those of this rank alone, by name."""
 
-    Attributes:
-        step: The steps done by then.
-        epoch_ended: Whether the epoch of the last step had ended, too.
-        manifest: What describes it.
-        shared: Tensors that all ranks share, by name.
-        own: Tensors of this rank alone, by name.
-    """
-
-    step: int
-    epoch_ended: bool
+    point: SavePoint
     manifest: Mapping[str, Any]
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
 
-    @property
-    def point(self) -> SavePoint:
-        """When it was taken."""
-        return SavePoint(self.step, self.epoch_ended)
-
 
 def find_backup(storage: Storage, ranks: Ranks, replicas: int, had_backup: bool = False) -> Snapshot | None:
-    """Reads the newest whole backup. A collective.
+    """Reads the newest whole backup; returns None if there has never been one. A collective.
 
-    Args:
-        storage: Where to look.
-        ranks: This rank and the others.
-        replicas: The number of replicas over all ranks.
-        had_backup: Whether there must be one, as this run has written one there before it was restarted.
-
-    Returns:
-        The backup, or None if there has never been one.
-
-    Raises:
-        ConfigError: The folder cannot be used, or a backup is of another cluster or another user.
-        BackupError: There have been backups, and none is whole; or one cannot be read.
+    `had_backup` says that this run has written one before it was restarted. Raises ConfigError where the folder cannot be used, or a backup is of
+    another cluster or user, and BackupError where there have been backups, and none is whole, or one cannot be read.
     """
     owners = _check_folder(storage, ranks)
     listed = _agreed(ranks, storage.folder, _attempt(lambda: _list_backups(storage, owners)))
@@ -139,9 +115,7 @@ def _attempt(read: Callable[[], Any]) -> _Outcome:
 def _agreed(ranks: Ranks, path: str, mine: _Outcome) -> Any:
     """Returns what this rank has read if all ranks have, and None if it is torn for any of them. A collective.
 
-    Raises:
-        ConfigError: It is refused on any rank.
-        BackupError: Any rank cannot read it.
+    Raises, on all ranks, ConfigError where any rank refuses it, and BackupError where any cannot read it.
     """
     codes = ranks.gather(float(mine.code))[:, 0]
     worst = int(codes.max())
@@ -175,7 +149,7 @@ def _read(
     contents.check_manifest(manifest, point, storage.path(point, MANIFEST))
     shared, own = storage.read_part(point, SHARED), storage.read_part(point, storage.part)
     contents.check_tensors(manifest, shared, own, path)
-    return Snapshot(*point, manifest, shared, own)
+    return Snapshot(point, manifest, shared, own)
 
 
 def _of_chief(ranks: Ranks, mine: SavePoint) -> SavePoint:

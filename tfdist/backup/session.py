@@ -42,8 +42,6 @@ class BackupSession:
     """One `fit` that is backed up. The loop calls its methods, after all callbacks.
 
     Attributes:
-        passes: The passes over the data; the loop sets them.
-        progress: Tells a supervisor how far the training is.
         resumed_logs: The logs of the last step before the place from which the training was resumed, in case there are no further
             ones in its epoch; else None.
         training: What the chief calls this training: the same after a restart, and another one for each new training.
@@ -88,12 +86,12 @@ class BackupSession:
         self._last_point: SavePoint | None = None
         self.training = uuid.uuid4().hex
 
-    def check_free(self) -> None:
-        """Makes sure that the folder is no other run's; before `find_backup`. A collective."""
-        self._snapshots.check_free()
-
     def find_backup(self) -> None:
-        """Reads the newest whole backup, if there is one; before Keras builds anything from the random seed."""
+        """Reads the newest whole backup, if there is one, in a folder that is no other run's. A collective.
+
+        Call it before Keras builds anything from the random seed.
+        """
+        self._snapshots.check_free()
         had_backup = progress.had_backup(self._storage.folder)
         self._resume_from = find_backup(self._storage, self._ranks, self._strategy.num_replicas_in_sync, had_backup)
         current_seed = tf_internals.global_seed()
@@ -120,11 +118,7 @@ class BackupSession:
                 callback.append = True
 
     def on_train_begin(self, planned: range) -> range:
-        """Restores the state, once all variables are built. Returns the epochs that are left.
-
-        Args:
-            planned: The epochs of the training, from 0.
-        """
+        """Restores the state, once all variables are built. Returns the planned epochs, from 0, that are left."""
         epochs = planned.stop
         progress.mark_backed_up()
         self._state = TrainingState(self._model, self._callbacks)
@@ -203,8 +197,7 @@ class BackupSession:
     def resumed(self, executions: Iterator[Any]) -> Iterator[Any]:
         """Yields the executions of an epoch that are left; restores the state once more, after what callbacks do as an epoch begins.
 
-        Args:
-            executions: Of the epoch; the first one opens the pass over the data.
+        The first execution opens the pass over the data.
         """
         first = next(executions, None)
         snapshot, self._resume_from = self._resume_from, None
@@ -218,12 +211,7 @@ class BackupSession:
             yield from executions
 
     def on_execution_end(self, logs: Any, new_steps: int) -> None:
-        """Saves after an execution of steps, if it is time to.
-
-        Args:
-            logs: Those of the last step.
-            new_steps: The number of steps.
-        """
+        """Saves after an execution of `new_steps` steps, if it is time to; `logs` are those of the last step."""
         self.writer.check()
         steps_done = self.passes.position.step
         steps_before = steps_done - new_steps
@@ -241,11 +229,7 @@ class BackupSession:
         return [*self._state.local_variables(), getattr(self._strategy, "notes", None), *gauges]
 
     def on_epoch_end(self, last: bool) -> None:
-        """Saves at the end of an epoch, if asked to, and at the end of the last one.
-
-        Args:
-            last: Whether it was the last one.
-        """
+        """Saves at the end of an epoch, if asked to, and at the end of the last one."""
         self.writer.check()
         self._warnings.on_epoch_end()
         if self._ranks.size == 1 and self._agreement.is_preempted:
@@ -290,11 +274,7 @@ class BackupSession:
             self.writer.start(lambda: self._snapshots.write(snapshot))
 
     def _save_and_exit(self, snapshot: Snapshot | None) -> None:
-        """Saves, and ends this process with the exit code that asks for another start.
-
-        Args:
-            snapshot: What to save, or None if the last backup holds it.
-        """
+        """Saves, and ends this process with the exit code that asks for another start. Without a snapshot, the last backup holds it."""
         self.writer.finish()
         if snapshot:
             self._snapshots.write(snapshot)
@@ -322,7 +302,7 @@ class BackupSession:
             "seed": self._seed,
             "about": self._about,
         }
-        return Snapshot(position.step, position.epoch_step == 0, manifest, shared, own)
+        return Snapshot(SavePoint(position.step, position.epoch_step == 0), manifest, shared, own)
 
     def _logs(self) -> Any:
         """Returns the last step's logs, as the epoch has them if there are no further steps in it."""
@@ -332,11 +312,7 @@ class BackupSession:
 
 @dataclasses.dataclass(frozen=True)
 class BackupOptions:
-    """How a training is backed up; `BackupAndRestore` describes the arguments, which are the same.
-
-    Raises:
-        ConfigError: A value is out of range, or `backup_dir` is a file.
-    """
+    """How a training is backed up; `BackupAndRestore` describes the arguments, and what raises, which are the same."""
 
     backup_dir: str
     save_freq: str | int
@@ -376,72 +352,52 @@ class BackupOptions:
             yield f"grace_seconds must be more than 0. Received: {self.grace_seconds!r}."
 
 
+@dataclasses.dataclass(eq=False)
 class SaveAgreement:
     """All ranks' agreement to save, or to save and exit, after the same execution of steps.
 
     Each rank writes two flags into `strategy.notes`: it is preempted, it is time to save. The training step sums them over the
     ranks, so that all ranks read the same flags at the same step.
 
-    Args:
-        ranks: The ranks.
-        strategy: The strategy.
-        preemption: The listener for SIGTERM, or None.
-        peer_preempted: Returns whether another task, which this one cannot do without, is preempted.
-        save_every_seconds: Seconds between two backups, or None.
+    `peer_preempted` returns whether another task, which this one cannot do without, is preempted.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        strategy: Any,
-        preemption: Preemption | None,
-        peer_preempted: Callable[[], bool],
-        save_every_seconds: float | None,
-    ):
-        self._ranks = ranks
-        self._strategy = strategy
-        self._preemption = preemption
-        self._peer_preempted = peer_preempted
-        self._save_every_seconds = save_every_seconds
-        self._saved_at = time.monotonic()
+    ranks: Ranks
+    strategy: Any
+    preemption: Preemption | None
+    peer_preempted: Callable[[], bool]
+    save_every_seconds: float | None
+    _saved_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def prepare(self, model: keras.Model) -> None:
         """Makes the variable of the flags, which the model's step reads."""
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             return
-        if self._strategy.notes is None:
+        if self.strategy.notes is None:
             with tf.device("CPU:0"):
-                self._strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
+                self.strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
             # A step that was traced before does not read the flags.
             model.train_function = model.test_function = None
-        self._strategy.notes.assign(tf.zeros(2))
+        self.strategy.notes.assign(tf.zeros(2))
 
     @property
     def is_preempted(self) -> bool:
         """Whether this rank, or a task that it needs, was told to exit."""
-        return bool(self._preemption and (self._preemption.requested or self._peer_preempted()))
+        return bool(self.preemption and (self.preemption.requested or self.peer_preempted()))
 
     def can_agree(self, function: Any) -> bool:
-        """Returns whether the ranks can agree after an execution of steps.
-
-        Args:
-            function: What Keras calls for each execution of steps.
-        """
-        return self._ranks.size == 1 or hasattr(function, "agreed_flags")
+        """Returns whether the ranks can agree after an execution of steps by `function`."""
+        return self.ranks.size == 1 or hasattr(function, "agreed_flags")
 
     def agree(self, function: Any) -> tuple[bool, bool]:
-        """Returns whether to save and exit, and whether it is time to save; on all ranks the same at the same step.
-
-        Args:
-            function: What Keras calls for each execution of steps.
-        """
-        seconds = self._save_every_seconds
-        should_save = bool(self._ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
-        if self._ranks.size == 1:
+        """Returns whether to save and exit, and whether it is time to save; on all ranks the same at the same step."""
+        seconds = self.save_every_seconds
+        should_save = bool(self.ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
+        if self.ranks.size == 1:
             return self.is_preempted, should_save
         flags = getattr(function, "agreed_flags", None)
         if self.is_preempted or should_save:
-            self._strategy.notes.assign([float(self.is_preempted), float(should_save)])
+            self.strategy.notes.assign([float(self.is_preempted), float(should_save)])
         if flags is None:
             return False, False
         should_stop, should_save = (flags.numpy() > 0).tolist()
@@ -450,16 +406,12 @@ class SaveAgreement:
     def on_save(self) -> None:
         """Restarts the time until the next backup, and resets the flag that asks for one."""
         self._saved_at = time.monotonic()
-        if self._ranks.size > 1:
-            self._strategy.notes.assign([float(self.is_preempted), 0.0])
+        if self.ranks.size > 1:
+            self.strategy.notes.assign([float(self.is_preempted), 0.0])
 
 
 class ResumeWarnings:
-    """Warns once of each source of unsaved state: of the data before the training, of steps after the second execution.
-
-    Args:
-        enabled: Whether this process warns.
-    """
+    """Warns once of each source of unsaved state: of the data before the training, of steps after the second execution."""
 
     def __init__(self, enabled: bool):
         self._enabled = enabled
@@ -468,34 +420,21 @@ class ResumeWarnings:
         self._watch: unsaved_randomness.StepWatch | None = None
 
     def on_train_begin(self, passes: TrainingPasses, callbacks: Sequence[Any]) -> None:
-        """Warns of data whose random state cannot be saved.
-
-        Args:
-            passes: Over the data.
-            callbacks: The user's, which may draw while a thread reads the data.
-        """
+        """Warns of data whose random state cannot be saved; callbacks may draw while a thread reads the data."""
         if self._enabled:
             self._generators = () if passes.state.calls_python else PROCESS_GENERATORS
             unsaved_randomness.warn_if_inexact(list(passes.doubts(callbacks)))
 
     def on_execution_end(self, function: Any, known_variables: Callable[[], Sequence[Any]]) -> None:
-        """Watches the second execution of steps, and then warns of what it has changed.
-
-        Args:
-            function: What Keras calls for each execution of steps.
-            known_variables: Returns the variables that backups hold, or that hold no state.
-        """
+        """Watches the second execution of steps, and then warns of what it has changed besides variables that are saved or hold no state."""
         self._executions += 1
         if self._executions == 1 and self._enabled:
             self._watch = unsaved_randomness.StepWatch(function, known_variables(), self._generators)
         elif self._executions == 2:
-            self._warn_of_steps()
+            self.on_epoch_end()
 
     def on_epoch_end(self) -> None:
         """Warns of what has been watched: the epoch may have had one execution."""
-        self._warn_of_steps()
-
-    def _warn_of_steps(self) -> None:
         watch, self._watch = self._watch, None
         if watch:
             unsaved_randomness.warn_if_inexact(list(watch.doubts()))

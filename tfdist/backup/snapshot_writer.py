@@ -20,17 +20,7 @@ from tfdist.runtime.ownership import Ownership
 
 
 class SnapshotWriter:
-    """Writes snapshots to a folder that it owns.
-
-    Args:
-        storage: The folder.
-        ranks: The ranks.
-        keep: How many backups to keep.
-        task_progress: Reports the last backup to the supervisor.
-
-    Attributes:
-        saved: When the newest backup was taken, or None.
-    """
+    """Writes snapshots to a folder that it owns, and reports the last to the supervisor. `saved` says when the newest was taken, or None."""
 
     def __init__(self, storage: Storage, ranks: Ranks, keep: int, task_progress: progress.Progress):
         self._storage = storage
@@ -41,11 +31,7 @@ class SnapshotWriter:
         self.saved: SavePoint | None = None
 
     def check_free(self) -> None:
-        """Makes sure that no other run of the chief's host has the folder. A collective.
-
-        Raises:
-            ConfigError: One has.
-        """
+        """Raises ConfigError if another run of the chief's host has the folder. A collective."""
         why = ""
         if self._ranks.is_chief:
             try:
@@ -60,11 +46,7 @@ class SnapshotWriter:
     def take_folder(self, after: SavePoint) -> None:
         """Takes the folder over from other runs, sets damaged later backups aside, and removes this rank's unfinished ones. A collective.
 
-        Args:
-            after: When the backup was taken that the run goes on from, or `BEFORE_ALL`.
-
-        Raises:
-            BackupError: The folder cannot be changed.
+        The run goes on from the backup `after`, or `BEFORE_ALL`. Raises BackupError where the folder cannot be changed.
         """
         why = ""
         if self._ranks.is_chief:
@@ -81,11 +63,7 @@ class SnapshotWriter:
         self._ranks.barrier()
 
     def write(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot, unless it is there already.
-
-        Raises:
-            ConfigError: Another run has taken the folder over.
-        """
+        """Writes a snapshot, unless it is there already. Raises ConfigError if another run has taken the folder over."""
         if (point := snapshot.point) == self.saved:  # the same on all ranks
             return
         storage = self._storage
@@ -99,7 +77,7 @@ class SnapshotWriter:
             remove_damaged(storage.folder)
             progress.note_backup(storage.folder)
             late_removal.keep(storage.folder)
-            self._progress.write(saved=snapshot.step)
+            self._progress.write(saved=point.step)
         else:
             storage.clean()
         self.saved = point
@@ -122,9 +100,6 @@ class OwnershipMarker(Ownership):
     Remote folders have no locks, nor do all file systems lock across hosts. There the run that started last has the folder, and the
     other one stops at its next backup. So a run that was thought dead, and was started again elsewhere, does no harm when it wakes up.
     A supervisor does not restart a run that was denied the folder: it would take the folder back.
-
-    Args:
-        folder: The folder.
     """
 
     def __init__(self, folder: str):

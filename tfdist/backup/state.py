@@ -25,13 +25,7 @@ _ARRAY, _PAIRS = "array:", "pairs:"
 
 
 class TrainingState:
-    """The state of a model in training, which can be taken and put back.
-
-    Args:
-        model: Built and compiled, its metrics, too.
-        callbacks: Those of the training on this rank. Besides Keras' own, those count that have `state_dict()`, which
-            returns plain values and arrays, and `load_state_dict(state)`.
-    """
+    """The state of a built and compiled model in training, and of its callbacks on this rank, which can be taken and put back."""
 
     def __init__(self, model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]):
         self._strategy = model.distribute_strategy
@@ -52,13 +46,9 @@ class TrainingState:
         return {name: f"{v.dtype.name}{list(v.shape)}" for name, v in self._variables.items()}
 
     def capture(self, logs: Any = None, to_host: bool = True) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Returns what all ranks share, and what is this rank's own.
+        """Returns what all ranks share, the last step's logs included, and what is this rank's own; `to_host` copies it from other devices.
 
         Nothing is copied within a device: TensorFlow copies a variable whose value is held when it next changes it.
-
-        Args:
-            logs: The last step's, which are taken, too.
-            to_host: Whether to copy what is on other devices to the host; else it is held where it is.
         """
         shared: dict[str, tf.Tensor] = {}
         own: dict[str, tf.Tensor] = {}
@@ -85,11 +75,7 @@ class TrainingState:
         return shared, own
 
     def check(self) -> None:
-        """Raises if what callbacks remember now cannot be backed up.
-
-        Raises:
-            ConfigError: Which of it.
-        """
+        """Raises ConfigError if what callbacks remember now cannot be backed up."""
         for name, callback in self._callbacks.items():
             _to_json(_get_state(callback), name, {})
 
@@ -238,13 +224,9 @@ def csv_loggers(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.cal
 
 
 def cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Removes the rows of the epochs that are trained again from a log that is open, so that it continues where the backup was.
+    """Removes the rows from `epoch` on, which is trained again, from a log that is open, so that it continues where the backup was.
 
     Where that fails, the log stays whole.
-
-    Args:
-        callback: The callback that writes the log.
-        epoch: The first epoch that is trained again.
     """
 
     def is_before(line: str) -> bool:

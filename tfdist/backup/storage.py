@@ -47,13 +47,7 @@ _REMOVED = "removed"  # the manifest of a backup that is being removed
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """The backups of one training.
-
-    Args:
-        folder: Where they are; all ranks must see the same.
-        rank: This task's number among `ranks`; 0 is the chief.
-        ranks: The number of tasks.
-    """
+    """The backups of one training, in a folder that all ranks share. Rank 0 is the chief; `ranks` is the number of tasks."""
 
     folder: str
     rank: int
@@ -65,21 +59,13 @@ class Storage:
         return f"rank-{self.rank}"
 
     def points(self) -> list[SavePoint]:
-        """Returns the save points of all backups, whole or not, the newest first.
-
-        Raises:
-            UnreadableBackupError: The folder cannot be read.
-        """
+        """Returns the save points of all backups, whole or not, the newest first."""
         points = map(SavePoint.of_folder, files.list_folder(self.folder))
         local = files.is_local(self.folder)
         return sorted({p for p in points if p and not (local and os.path.isfile(self.path(p)))}, reverse=True)
 
     def completed(self) -> set[SavePoint]:
-        """Returns the save points of the backups that were whole once.
-
-        Raises:
-            UnreadableBackupError: The folder, or the list of its backups, cannot be read.
-        """
+        """Returns the save points of the backups that were whole once."""
         try:
             state = files.read(os.path.join(self.folder, STATE_FILE)).decode(errors="replace")
         except CorruptBackupError:
@@ -94,11 +80,7 @@ class Storage:
         return os.path.join(self.folder, point.folder, name).rstrip("/")
 
     def write_part(self, point: SavePoint, part: str, tensors: Mapping[str, Any]) -> None:
-        """Writes a part: `shared`, or `rank-<rank>`.
-
-        Raises:
-            BackupError: It cannot be written.
-        """
+        """Writes a part: `shared`, or `rank-<rank>`. Raises BackupError where it cannot."""
         prefix = self.path(point, part)
         try:
             tf.io.gfile.makedirs(self.path(point))
@@ -114,12 +96,7 @@ class Storage:
             raise _write_error(prefix, e) from e
 
     def read_part(self, point: SavePoint, part: str) -> dict[str, np.ndarray]:
-        """Returns what `write_part` wrote.
-
-        Raises:
-            CorruptBackupError: Some of it is missing, or is not what was written.
-            UnreadableBackupError: Some of it cannot be read.
-        """
+        """Returns what `write_part` wrote. Raises CorruptBackupError where it is not that, and UnreadableBackupError where it cannot be read."""
         prefix = self.path(point, part)
         names = [name for name in files.list_folder(self.path(point)) if name.startswith(f"{part}.")]
         if not names:
@@ -140,15 +117,9 @@ class Storage:
         raise AssertionError
 
     def write_manifest(self, point: SavePoint, values: Mapping[str, Any], keep: int) -> None:
-        """Makes a backup valid, once all ranks have written their parts; removes what is too old. On the chief.
+        """Makes a backup valid, once all ranks have written their parts, and keeps the newest `keep` backups. On the chief.
 
-        Args:
-            point: When it was taken.
-            values: What to write into the manifest.
-            keep: How many backups to keep.
-
-        Raises:
-            BackupError: It cannot be written, or another rank's part does not come within 300 s.
+        Raises BackupError where it cannot be written, or another rank's part does not come within 300 s.
         """
         path = self.path(point, MANIFEST)
         try:
@@ -177,12 +148,7 @@ class Storage:
         files.replace(path, "\n".join(lines) + "\n")
 
     def read_manifest(self, point: SavePoint) -> dict[str, Any]:
-        """Returns a backup's manifest, once its files are there and have the sizes it names.
-
-        Raises:
-            CorruptBackupError: It is not whole.
-            UnreadableBackupError: It cannot be read.
-        """
+        """Returns a backup's manifest, once its files are there and have the sizes it names. Raises as `read_part`."""
         path = self.path(point, MANIFEST)
         if files.size(path) is None:
             raise self._missing(point, path)
@@ -205,11 +171,9 @@ class Storage:
         return UnreadableBackupError(f"{self.path(point)} cannot be read: it is not there any more")
 
     def clean(self, after: SavePoint | None = None) -> None:
-        """Removes this rank's files from backups that do not count.
+        """Removes this rank's files from backups without a manifest: of those after `after`, from which the training goes on.
 
-        Args:
-            after: The backup that the training goes on from: those after it without a manifest do not count. None means that those
-                before the newest one with a manifest do not.
+        None means of those before the newest one with a manifest.
         """
         try:
             points = self.points()
@@ -311,16 +275,7 @@ class Storage:
 def set_damaged_aside(storage: Storage, after: SavePoint) -> None:
     """Renames the backups after the one that a run goes on from, so that no new one is written into their folders.
 
-    Those that were never complete are left to `Storage.clean`.
-
-    Args:
-        storage: The backups.
-        after: The backup that the run goes on from.
-
-    Raises:
-        OSError: One cannot be renamed.
-        OpError: One cannot be renamed.
-        UnreadableBackupError: The folder cannot be read.
+    Those that were never complete are left to `Storage.clean`. Raises OSError or OpError where one cannot be renamed.
     """
     completed = storage.completed()
     for point in storage.points():
@@ -332,11 +287,7 @@ def set_damaged_aside(storage: Storage, after: SavePoint) -> None:
 
 
 def remove_damaged(folder: str) -> None:
-    """Removes what `set_damaged_aside` has renamed; what cannot be removed is left, with a warning.
-
-    Args:
-        folder: The folder of the backups.
-    """
+    """Removes what `set_damaged_aside` has renamed; what cannot be removed is left, with a warning."""
     path = folder
     try:
         for name in files.list_folder(folder):

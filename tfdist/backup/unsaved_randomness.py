@@ -49,13 +49,7 @@ def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
 
 
 class StepWatch:
-    """Watches the first two executions of steps for what a backup does not hold.
-
-    Args:
-        function: What Keras calls for each execution.
-        known: The variables that a backup holds, and those that need not be in it.
-        generators: Those of Python code that a backup holds.
-    """
+    """Watches the first two executions of steps for what a backup does not hold; `known` are variables that it holds or need not hold."""
 
     def __init__(self, function: Any, known: Sequence[tf.Variable], generators: Sequence[Any]):
         self._function, self._generators = function, generators
@@ -77,11 +71,7 @@ class StepWatch:
 
 
 def step_doubts(function: Any) -> Iterator[str]:
-    """Yields what steps draw from counters that TensorFlow keeps for itself, and the remedy.
-
-    Args:
-        function: What Keras calls for each execution of steps, once it has run.
-    """
+    """Yields what steps draw from counters that TensorFlow keeps for itself, and the remedy, once `function` has run."""
     found = dict.fromkeys(place for traced in graphs(function) for place in _user_lines(traced))
     if found:
         yield f"the step draws with {list_first(list(found), _NAMED)}, whose state TensorFlow keeps to itself; draw with keras.random instead"

@@ -16,15 +16,9 @@ from tfdist.gradients import schedules
 def build_optimizer(
     config: TrainConfig, replicas: int = 1, steps_per_epoch: int | None = None
 ) -> keras.optimizers.Optimizer:
-    """Returns the Keras optimizer that `config` asks for.
+    """Returns the Keras optimizer that `config` asks for, for so many replicas in step. `steps_per_epoch` is None where it is not known.
 
-    Args:
-        config: The configuration: `optimizer`, `learning_rate`, `learning_rate_scaling`, `schedule`, `epochs` and `precision` count.
-        replicas: Replicas that train in step.
-        steps_per_epoch: Steps of an epoch; None where they are not known.
-
-    Raises:
-        ConfigError: The installed Keras has no such optimizer; the schedule needs the number of steps, which is not known; or the function that `optimizer.name` names does not return an optimizer.
+    Raises ConfigError where there is no such optimizer, its function does not return one, or the schedule needs a number of steps that is not known.
     """
     name = config.optimizer.name
     arguments = config.optimizer.arguments()

@@ -83,13 +83,15 @@ def distribute_optimizer(
             check_compresses(tf.distribute.get_strategy())
         _warn_if_adaptive(leaf, compressor)
         update.compressor = compressor
-        leaf.build = _BuildCompressionState(leaf, compressor, update)
+        if leaf.built:
+            _create_compression_state(leaf, update, update.variables)
+        leaf.build = functools.partial(_build_with_compression, leaf.build, leaf, update)
     keras_internals.replace_reduction(leaf, list)
     if scaled:
-        leaf.apply = _ApplyReduced(leaf)
+        leaf.apply = functools.partial(_apply_reduced, leaf.apply, leaf)
     keras_internals.replace_update(leaf, update)
     optimizer.apply = _ReduceThenApply(optimizer, update)
-    optimizer.scale_loss = _WeightedLoss(optimizer)
+    optimizer.scale_loss = functools.partial(_scale_and_weigh_loss, optimizer.scale_loss, optimizer)
     return optimizer
 
 
@@ -160,7 +162,9 @@ class _ReduceThenApply:
             return
         step = step_context.current()
         known = step is None or self._optimizer is step.optimizer
-        if not known and _replicas() > 1:  # a backup would not hold its variables
+        if (
+            not known and tf_internals.num_replicas(tf.distribute.get_strategy()) > 1
+        ):  # a backup would not hold its variables
             raise ConfigError(unsupported.UNBUILT.format(type(self._optimizer).__name__))
         if self._update.compressor or ((self._update.scaled or self._update.finite) and not tf.executing_eagerly()):
             kind = "with a loss scale" if self._update.scaled else "with a nan_policy"
@@ -226,69 +230,57 @@ class _ReduceThenApply:
             tf.cond(finite, each, lambda: None)
 
 
-class _ApplyReduced:
+def _apply_reduced(
+    apply: Callable[..., None],
+    optimizer: keras.optimizers.Optimizer,
+    grads: Sequence[Any],
+    trainable_variables: Sequence[Any] | None = None,
+) -> None:
     """`apply` of an optimizer that a `LossScaleOptimizer` wraps: the wrapper reduces, and alone may call it in a step."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
-        self._optimizer = optimizer
-        self._apply = optimizer.apply
-
-    def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        step = step_context.current()
-        if step is not None and not step.is_applying:
-            raise ConfigError(
-                f"The training step applies {type(self._optimizer).__name__}, which a LossScaleOptimizer wraps, so that "
-                "its gradients are neither reduced nor unscaled: apply the LossScaleOptimizer (model.optimizer)."
-            )
-        self._apply(grads, trainable_variables)
-
-
-class _WeightedLoss:
-    """`scale_loss`, which Keras calls before it computes gradients."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
-        self._optimizer = optimizer
-        self._scale_loss = optimizer.scale_loss
-
-    def __call__(self, loss: Any) -> Any:
-        loss = self._scale_loss(loss)
-        step = step_context.current()
-        if step is None or not step.weighs_loss or step.optimizer is not self._optimizer:
-            return loss
-        if (weight := step.gradient_weight) is None:
-            return loss
-        if not loss.shape.rank:
-            return loss * gradient_lists.factor(weight, loss.dtype)
-        if not tf.is_tensor(weight):
-            return loss
-        # The gradient of a vector is that of its sum. A replica without examples must not send one through the moments of a
-        # synchronized BatchNormalization.
-        return tf.math.multiply_no_nan(loss, tf.cast(weight > 0, loss.dtype))
-
-
-class _BuildCompressionState:
-    """`build` of the optimizer: creates the compressor's state, too, which is kept beside the optimizer's."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer, compression: Compressor, update: AccumulatingUpdate):
-        self._optimizer = optimizer
-        self._build = optimizer.build
-        self._compression = compression
-        self._update = update
-        if optimizer.built:
-            self._create_state(update.variables)
-
-    def __call__(self, variables: Sequence[Any]) -> None:
-        self._build(variables)
-        self._create_state(variables)
-
-    def _create_state(self, variables: Sequence[Any]) -> None:
-        strategy = variables and getattr(variables[0].value, "distribute_strategy", None)
-        if not strategy or strategy.num_replicas_in_sync == 1:
-            return  # it has nobody to send to
-        self._update.reduction = reduction = Reduction(self._compression, variables)
-        self._optimizer.compression_state = (
-            reduction  # TensorFlow tracks it, so that checkpoints and backups hold its variables
+    step = step_context.current()
+    if step is not None and not step.is_applying:
+        raise ConfigError(
+            f"The training step applies {type(optimizer).__name__}, which a LossScaleOptimizer wraps, so that "
+            "its gradients are neither reduced nor unscaled: apply the LossScaleOptimizer (model.optimizer)."
         )
+    apply(grads, trainable_variables)
+
+
+def _scale_and_weigh_loss(scale_loss: Callable[[Any], Any], optimizer: keras.optimizers.Optimizer, loss: Any) -> Any:
+    """`scale_loss`, which Keras calls before it computes gradients."""
+    loss = scale_loss(loss)
+    step = step_context.current()
+    if step is None or not step.weighs_loss or step.optimizer is not optimizer:
+        return loss
+    if (weight := step.gradient_weight) is None:
+        return loss
+    if not loss.shape.rank:
+        return loss * gradient_lists.factor(weight, loss.dtype)
+    if not tf.is_tensor(weight):
+        return loss
+    # The gradient of a vector is that of its sum. A replica without examples must not send one through the moments of a
+    # synchronized BatchNormalization.
+    return tf.math.multiply_no_nan(loss, tf.cast(weight > 0, loss.dtype))
+
+
+def _build_with_compression(
+    build: Callable[..., None],
+    optimizer: keras.optimizers.Optimizer,
+    update: AccumulatingUpdate,
+    variables: Sequence[Any],
+) -> None:
+    """`build` of an optimizer that compresses."""
+    build(variables)
+    _create_compression_state(optimizer, update, variables)
+
+
+def _create_compression_state(
+    optimizer: keras.optimizers.Optimizer, update: AccumulatingUpdate, variables: Sequence[Any]
+) -> None:
+    """Creates the compressor's state beside the optimizer's: TensorFlow tracks it, so that checkpoints and backups hold its variables."""
+    strategy = variables and getattr(variables[0].value, "distribute_strategy", None)
+    if update.compressor and strategy and strategy.num_replicas_in_sync > 1:  # else it has nobody to send to
+        update.reduction = optimizer.compression_state = Reduction(update.compressor, variables)
 
 
 def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
@@ -336,8 +328,3 @@ def _update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | No
 
 def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(optimizer.apply, _ReduceThenApply)
-
-
-def _replicas() -> int:
-    """Returns the number of replicas, which the strategy itself hides within a step (`as_one_replica`)."""
-    return tf_internals.num_replicas(tf.distribute.get_strategy())

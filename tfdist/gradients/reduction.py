@@ -25,16 +25,10 @@ _NOTES, _OTHERS = -1, -2  # lanes beside those of buckets
 
 
 class Reduction(tf.Module):
-    """The sums of gradients over all replicas.
-
-    Args:
-        compressor: What compresses.
-        variables: Those of the optimizer, in its order; made in the strategy's scope.
+    """The sums of gradients over all replicas, through a compressor, for an optimizer's variables in its order.
 
     Attributes:
-        compressor: The compressor.
         slots: What the compressor keeps for each variable, by its number.
-        states: The state variables.
         left_out: How many updates this process has left out, as a gradient was not finite.
     """
 
@@ -67,11 +61,8 @@ class Reduction(tf.Module):
     ) -> tuple[list[Any], tf.Tensor]:
         """Returns the gradients' sums, and whether all of them are finite. In cross-replica context.
 
-        Args:
-            grads: A value per replica for each gradient, dense or `tf.IndexedSlices`.
-            numbers: Which variable each is of.
-            step: How many updates there have been.
-            scale: By what the gradients are multiplied: errors that are fed back are kept without it. None means 1.
+        `grads` has a value per replica for each gradient, dense or `tf.IndexedSlices`; `numbers` says of which variable each is. `step` counts
+        updates. Gradients are multiplied by `scale`, without which errors that are fed back are kept; None means 1.
         """
         local = self._strategy.experimental_local_results
         mine = [[local(grad)[place] for grad in grads] for place in range(len(self._group.ranks))]
@@ -142,11 +133,7 @@ class Reduction(tf.Module):
         return [reduced.sums for reduced in self._group.run(exchanges, lane)]
 
     def seconds(self, repeats: int = 3) -> tuple[float, float]:
-        """Returns how long gradients take to be summed through the compressor, and how long without. A collective.
-
-        Args:
-            repeats: Of how many exchanges the median is taken.
-        """
+        """Returns the median times of `repeats` sums of gradients through the compressor, and without. A collective."""
 
         def timed(layout: BucketedReduction) -> float:
             @functools.partial(tf.function, autograph=False)
@@ -184,13 +171,7 @@ def uses_bucketed_all_reduce(strategy: tf.distribute.Strategy) -> bool:
 
 
 def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Any], step: tf.Tensor) -> list[Any]:
-    """Returns the gradients' sums over all replicas, in buckets. In cross-replica context.
-
-    Args:
-        strategy: The strategy, of several processes.
-        grads: A value per replica for each gradient, dense or `tf.IndexedSlices`.
-        step: How many updates there have been.
-    """
+    """Returns the gradients' sums over all replicas of several processes, in buckets; arguments as of `Reduction`. In cross-replica context."""
     group, local = communicator_for(strategy), strategy.experimental_local_results
     mine = [[local(grad)[place] for grad in grads] for place in range(len(group.ranks))]
     dense = [place for place, grad in enumerate(mine[0]) if not isinstance(grad, tf.IndexedSlices)]
@@ -207,14 +188,10 @@ def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Any], 
 
 
 def gather_rows_in_process(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[Any]:
-    """Returns the rows of all replicas of one process. In cross-replica context.
+    """Returns the rows of all replicas of one process, for gradients that are `tf.IndexedSlices`. In cross-replica context.
 
     TensorFlow gathers them by a collective, which keeps the number of rows of an execution's first step: the step after it,
     of another number, ends in "Shape mismatch in the collective instance".
-
-    Args:
-        strategy: Mirrored.
-        grads: A value per replica for each gradient, `tf.IndexedSlices`.
     """
     group, local = communicator_for(strategy), strategy.experimental_local_results
     step = tf.zeros([], tf.int64)
@@ -224,14 +201,7 @@ def gather_rows_in_process(strategy: tf.distribute.Strategy, grads: Sequence[Any
 def gather_deduplicated_rows(
     group: Communicator, slices: Sequence[tf.IndexedSlices], rows: RowCodec, step: tf.Tensor
 ) -> list[tf.IndexedSlices]:
-    """Returns all ranks' rows of a gradient, which stay rows, for each of this process's ranks.
-
-    Args:
-        group: All ranks.
-        slices: The rows of each of this process's.
-        rows: How they travel.
-        step: How many updates there have been.
-    """
+    """Returns all ranks' rows of a gradient, which stay rows, for each of this process's ranks, whose rows `slices` holds."""
     shape = slices[0].values.shape[1:]
     width = shape.num_elements()
     flat = [tf.IndexedSlices(rows.pack(tf.reshape(s.values, [-1, width])), s.indices, s.dense_shape) for s in slices]

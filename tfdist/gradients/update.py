@@ -40,10 +40,7 @@ class AccumulatingUpdate:
     What Keras does under a condition happens outside of the replicas here, where variables of all of them can be
     assigned.
 
-    Args:
-        optimizer: The optimizer that updates.
-        scaled: Whether a `LossScaleOptimizer` wraps it.
-        clips_after_reduce: Whether it clips the reduced gradient.
+    `scaled` says that a `LossScaleOptimizer` wraps the optimizer, `clips_after_reduce` that it clips the reduced gradient.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_after_reduce: bool):
@@ -78,13 +75,7 @@ class AccumulatingUpdate:
         return keras_internals.trainable_variables(self._optimizer)
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any], scale: Any = None) -> tuple[list[Any], tf.Tensor]:
-        """Returns the sums of values per replica, and whether all are finite. In cross-replica context.
-
-        Args:
-            grads: A value per replica for each gradient.
-            variables: Of each.
-            scale: By what the gradients are multiplied, or None.
-        """
+        """Returns the sums of values per replica, multiplied by `scale`, and whether all are finite. In cross-replica context."""
         numbers = [self._number(variable) for variable in variables]
         assert self.reduction is not None  # noqa: S101 (for the type checker: who calls this has looked)
         return self.reduction(grads, numbers, self._optimizer.iterations, scale)
@@ -199,13 +190,8 @@ class AccumulatingUpdate:
 class FiniteUpdates:
     """Skips updates whose reduced gradients are not finite, and counts them, for the NaN policies `stop` and `skip`.
 
-    All replicas decide the same, on the sum over all of them, so the update may hold collectives.
-
-    Args:
-        strategy: The strategy of the model.
-
-    Attributes:
-        skipped: The number of updates that this process has skipped.
+    All replicas decide the same, on the sum over all of them, so the update may hold collectives. `skipped` is the number that this process has
+    skipped.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -221,14 +207,7 @@ class FiniteUpdates:
         grads: Sequence[Any],
         finite: tf.Tensor | None = None,
     ) -> None:
-        """Makes an update if its gradients are finite. In cross-replica context.
-
-        Args:
-            strategy: The strategy.
-            update: Makes it on all replicas.
-            grads: The reduced gradients, a value per replica for each.
-            finite: Whether they are finite, if that is known.
-        """
+        """Makes an update, by `update` on all replicas, if its reduced gradients are finite, which may be known. In cross-replica context."""
         local = strategy.experimental_local_results
         if finite is None:
             finite = tf.math.is_finite(gradient_lists.nan_unless_finite([local(grad)[0] for grad in grads]))
@@ -245,14 +224,9 @@ def _may_differ_between_workers(
 ) -> bool:
     """Whether an update may give different bits on different workers.
 
-    All workers apply one gradient. An optimizer that works on each number by itself gives the same result everywhere.
-    One that sums over a variable (a norm, a matrix product) may round differently on another processor, see
-    `collectives.hardware`.
-
-    Args:
-        optimizer: The optimizer; a custom one counts as one that sums.
-        strategy: Under which it updates.
-        clips: Whether it clips the reduced gradient by its norm.
+    All workers apply one gradient. An optimizer that works on each number by itself gives the same result everywhere. One that sums over a
+    variable (a norm, a matrix product) may round differently on another processor, see `collectives.hardware`. An optimizer of the user's counts
+    as one that sums. `clips`: by the reduced gradient's norm.
     """
     if not (hardware.describe_difference(strategy) and uses_bucketed_all_reduce(strategy)):
         return False
@@ -261,12 +235,7 @@ def _may_differ_between_workers(
 
 
 def _broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer) -> None:
-    """Sends the chief's updated variables to all workers, which would drift apart. A cross-replica collective.
-
-    Args:
-        strategy: The strategy.
-        optimizer: The optimizer, whose variables are sent with those that it trains.
-    """
+    """Sends the chief's updated variables to all workers, which would drift apart. A cross-replica collective."""
     warnings.warn(
         f"The workers differ in {hardware.describe_difference(strategy)}, by which {type(optimizer).__name__}'s sums are rounded: the "
         "chief's variables are sent to all of them after each update. To save that, set TF_NUM_INTRAOP_THREADS to the same "

@@ -32,20 +32,16 @@ from tfdist.parameter_server import server
 from tfdist.parameter_server.execution import Execution, drain_first, drain_steps
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_server
-from tfdist.parameter_server.worker_dataset import Pipelines, PipelinesIterator, WorkerDataset
-from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
+from tfdist.parameter_server.worker_dataset import PipelinesIterator, WorkerDataset
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
+from tfdist.replicas import batch_splitting
 
 # Methods of a model that read what steps have counted.
 _DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weights")
 
 
 class ParameterServerEngine(Engine):
-    """Trains, evaluates and predicts on a cluster's workers.
-
-    Args:
-        strategy: The strategy.
-        compressor: None, as workers send gradients to the servers as they are.
-    """
+    """Trains, evaluates and predicts on a cluster's workers, which send gradients to the servers as they are: the compressor is None."""
 
     def __init__(self, strategy: ParameterServerStrategy, compressor: None = None):
         self.strategy = strategy
@@ -68,11 +64,7 @@ class ParameterServerEngine(Engine):
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
-        """Surrounds a loop, or a single step; explains what is lost.
-
-        Raises:
-            ClusterError: A parameter server is lost, or all workers are.
-        """
+        """Surrounds a loop, or a single step. Raises ClusterError where a parameter server is lost, or all workers are."""
         self._depth += 1
         try:
             with self.scheduler.explain_errors():
@@ -90,27 +82,19 @@ class ParameterServerEngine(Engine):
     def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
         """As of `Engine`: each worker makes the data itself."""
         data = WorkerDataset(make, self.scheduler.workers)
-        pipelines = Pipelines(data)
-        return DataSource(pipelines, steps=data.total(), open_at=pipelines.open_at)
+        return DataSource(data, steps=data.total(), open_at=data.open_at)
 
     def run(self, function: Any, iterator: Any, left: int | None) -> Any:
-        """As of `Engine`."""
         return function.run(iterator, left) if isinstance(function, Execution) else run_to_end(function, iterator)
 
     def run_batch(self, function: Any, batch: Any) -> Any:
-        """As of `Engine`."""
         return function(iter([batch]))
 
     def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
-        """As of `Engine`."""
         return keras_loops.metrics_or_logs(model, logs)
 
     def predictor(self, model: keras.Model, passes: Passes, steps: int | None) -> Callable[[int], Any]:
-        """As of `Engine`: the workers compute some batches ahead of the loop.
-
-        Raises:
-            ConfigError: The model has no variables yet.
-        """
+        """As of `Engine`: the workers compute some batches ahead of the loop. Raises ConfigError where the model has no variables yet."""
         if not model.built:
             raise ConfigError(
                 f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
@@ -126,7 +110,6 @@ class ParameterServerEngine(Engine):
         return predict
 
     def predict_batch(self, model: keras.Model, batch: Any) -> Any:
-        """As of `Engine`."""
         return model.predict_function([batch])
 
     def drain(self, model: keras.Model) -> None:
@@ -174,12 +157,7 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 class Predictor:
-    """A model's `predict_function`.
-
-    Args:
-        model: The model.
-        scheduler: Schedules its steps.
-    """
+    """A model's `predict_function`."""
 
     def __init__(self, model: keras.Model, scheduler: Scheduler):
         self.model = model
@@ -195,9 +173,10 @@ class Predictor:
         return concatenated([next(self.outputs([batch], batch)) for batch in batches])
 
     def all_outputs(self, iterator: Any, steps: int | None) -> Iterator[Any]:
-        """Yields the outputs of the batches of a pass, or of the first `steps`."""
+        """Returns the outputs of the batches of a pass, or of the first `steps`."""
         if isinstance(iterator, PipelinesIterator):
-            return self.worker_outputs(iterator, steps)
+            traced = self.step.trace(iterator.element_spec)
+            return map(traced.packed, iterator.run_all(self.step, traced, self.scheduler, steps))
         return self.outputs(itertools.islice(iterator, steps), iterator.element_spec)
 
     def outputs(self, batches: Iterable[Any], spec: Any) -> Iterator[Any]:
@@ -208,18 +187,12 @@ class Predictor:
         flight = InFlight(self.scheduler, ready.append, ordered=True)
         for number, batch in enumerate(batches):
             inputs = self.step.step_inputs(0, 0, number)
-            flight.add(functools.partial(self._run, traced, without_optionals(batch), inputs))
+            flight.add(functools.partial(self._run, traced, batch_splitting.without_optionals(batch), inputs))
             while ready:
                 yield traced.packed(ready.popleft())
         flight.drain()
         while ready:
             yield traced.packed(ready.popleft())
-
-    def worker_outputs(self, pipelines: PipelinesIterator, steps: int | None) -> Iterator[Any]:
-        """Yields the outputs of the workers' pipelines."""
-        traced = self.step.trace(pipelines.element_spec)
-        for arrays in pipelines.run_all(self.step, traced, self.scheduler, steps):
-            yield traced.packed(arrays)
 
     def _run(self, traced: TracedStep, batch: Any, inputs: tf.Tensor, worker: int) -> list[np.ndarray]:
         return self.step.call(traced, batch, inputs)

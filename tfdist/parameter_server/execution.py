@@ -22,7 +22,8 @@ from tfdist.compat import unsupported
 from tfdist.engine import Engine, RunningMeans
 from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
 from tfdist.parameter_server.worker_dataset import PipelinesIterator
-from tfdist.parameter_server.worker_step import TracedStep, WorkerStep, without_optionals
+from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
+from tfdist.replicas import batch_splitting
 
 # Steps that have ended and are not in a batch hook's logs yet, as results are read together: for each worker, and at least.
 _UNREAD, _UNREAD_LEAST = 4, 10
@@ -30,13 +31,7 @@ ROWS = MAX_IN_FLIGHT + MAX_REORDERED + _UNREAD_LEAST
 
 
 class Execution:
-    """Schedules the steps of an execution, and returns the logs so far.
-
-    Args:
-        model: The model.
-        engine: Attaches it, if it has been compiled anew.
-        scheduler: Schedules its steps.
-        step: Its `train_step` or `test_step`.
+    """Schedules the steps of an execution, and returns the logs so far. A model that was compiled anew is attached again.
 
     Attributes:
         measured: For TensorBoard, by its tags: how many steps were on their way as one was scheduled; how many others ended
@@ -75,18 +70,10 @@ class Execution:
         return found
 
     def run(self, iterator: Any, left: int | None = None) -> dict[str, Any] | None:
-        """Schedules the steps of an execution.
+        """Schedules the steps of an execution; returns the logs so far, or None if there is no batch left.
 
-        Args:
-            iterator: Of batches.
-            left: The number of steps left in the epoch or evaluation, or None if unknown.
-
-        Returns:
-            The logs so far; None if there is no batch left.
-
-        Raises:
-            ClusterError: A parameter server is lost, or all workers are.
-            ConfigError: The data do not fit; see `WorkerDataset` and `PipelinesIterator`.
+        The epoch or evaluation has `left` steps left, or None if unknown. Raises ClusterError as `ParameterServerEngine.running`,
+        and ConfigError where the data do not fit (see `WorkerDataset` and `PipelinesIterator`).
         """
         for number in range(self._steps if left is None else min(self._steps, left)):
             try:
@@ -137,7 +124,7 @@ class Execution:
             run = iterator.next
         else:
             began = time.perf_counter()
-            data = without_optionals(next(iterator))
+            data = batch_splitting.without_optionals(next(iterator))
             self.measured.add("perf/input_wait_ms", (time.perf_counter() - began) * 1000)
             run = functools.partial(_run_on, data)
             spec = data if spec is None else spec

@@ -41,11 +41,7 @@ _NO_WORKER_TIMEOUT = preflight.START_TIMEOUT
 class Scheduler:
     """Schedules functions, and knows which tasks are lost.
 
-    Args:
-        strategy: The strategy.
-
     Attributes:
-        workers: The number of workers.
         retried_steps: Training steps that ran again because their worker was lost. The lost worker's update may have
             been applied in whole, in part, or not at all.
     """
@@ -96,11 +92,7 @@ class Scheduler:
             self._cluster.schedule(run, None, None)
 
     def take(self, results: queue.SimpleQueue[Any]) -> tuple[Any, Any, Exception | None, int]:
-        """Waits for what comes next into `results`.
-
-        Raises:
-            ClusterError: A parameter server is lost, or all workers are, for 300 s.
-        """
+        """Waits for what comes next into `results`. Raises ClusterError where a parameter server is lost, or all workers are, for 300 s."""
         begun = looked = time.monotonic()
         while True:
             try:
@@ -210,10 +202,7 @@ def _deduplicate_message(error: Exception) -> Exception:
 class InFlight:
     """The functions of one pass that are scheduled, and what becomes of their results.
 
-    Args:
-        scheduler: Runs them.
-        commit: Called in the main thread with each result.
-        ordered: Whether results are committed in the order of their scheduling, or as they come.
+    The main thread calls `commit` with each result, in the order of their scheduling if `ordered`, else as they come.
 
     Attributes:
         retries: How often functions ran again because their worker was lost.
@@ -246,14 +235,9 @@ class InFlight:
         while not self._results.empty():
             self._take()
 
-    @property
-    def is_drained(self) -> bool:
-        """True if nothing was committed since the last drain."""
-        return self._committed == self._drained
-
     def wait_for_first(self) -> None:
         """Waits until something has been committed since all was drained."""
-        while self.is_drained and self.count:
+        while self._committed == self._drained and self.count:
             self._take()
 
     def drain(self) -> None:

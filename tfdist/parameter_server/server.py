@@ -37,19 +37,10 @@ def serve(
 ) -> NoReturn:
     """Serves until the chief has started and ended; then exits this process with the chief's exit code.
 
-    TensorFlow's servers never end by themselves. SIGINT ends this one, too. On SIGTERM it keeps serving until the chief
-    has saved and exited, at most `grace_seconds`. A parameter server, without which the others cannot continue, notifies the
-    chief. A chief that was killed publishes no exit code: this task then exits with 75 after SIGTERM, and otherwise with 1, so
-    that schedulers start it again, too.
-
-    Args:
-        cluster: The cluster, which has a chief.
-        task: This process's task.
-        start_timeout: Seconds to wait for the chief, and later for one whose host does not answer.
-        grace_seconds: How long the process may take to end after SIGTERM.
-
-    Raises:
-        ClusterError: The task's port is taken, or the chief has not been there in time.
+    TensorFlow's servers never end by themselves. SIGINT ends this one, too. On SIGTERM it keeps serving until the chief has saved and exited, at
+    most `grace_seconds`. A parameter server, without which the others cannot continue, notifies the chief. A chief that was killed publishes no
+    exit code: this task then exits with 75 after SIGTERM, and otherwise with 1, so that schedulers start it again, too. Raises ClusterError where
+    the port is taken, or the chief is not there within `start_timeout`.
     """
     signal.signal(signal.SIGINT, lambda *_: process_end.end(128 + signal.SIGINT, flush=False))
     options = tf.compat.v1.ConfigProto()
@@ -87,12 +78,7 @@ def serve(
 
 
 def announce_preemption(cluster: ClusterSpec, task: TaskSpec) -> None:
-    """Lets a `PreemptionListener` on the chief return True; does nothing if the chief cannot be reached.
-
-    Args:
-        cluster: The cluster.
-        task: This process's task.
-    """
+    """Lets a `PreemptionListener` on the chief return True; does nothing if the chief cannot be reached."""
     _send(cluster, cluster.chief, _PREEMPTION_QUEUE, str(task))
 
 

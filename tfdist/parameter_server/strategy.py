@@ -34,18 +34,8 @@ CHIEF_DEVICE = "/job:chief/replica:0/task:0/device:CPU:0"
 class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerStrategy):
     """Trains on the workers of a cluster, asynchronously; the variables are on its parameter servers.
 
-    Made in the chief's process, once all other tasks can be reached.
-
-    Args:
-        cluster: The cluster.
-        placement: On which server a variable goes: `"round_robin"`, the next one; `"by_bytes"`, the one with the fewest
-            bytes so far. Optimizer slots go where their variable is.
-        start_timeout: Seconds for which a server may be silent.
-
-    Attributes:
-        cluster: The cluster.
-        start_timeout: As given.
-        bytes_per_server: Bytes of the variables on each server.
+    Made in the chief's process, once all other tasks can be reached. `placement` says on which server a variable goes: `"round_robin"`, the next
+    one; `"by_bytes"`, the one with the fewest bytes so far. Optimizer slots go where their variable is. A server may be silent for `start_timeout` s.
     """
 
     def __init__(
@@ -125,18 +115,10 @@ def _anchor(device: str) -> tf.Variable:
 def parameter_server(
     config: StrategyConfig, cluster: ClusterTask | None, start_timeout: float, grace_seconds: float
 ) -> tf.distribute.Strategy:
-    """Connects the chief with workers and servers, and returns the strategy on the chief.
+    """Connects the chief with workers and servers, and returns the strategy on the chief. The factory of its row in `STRATEGIES`.
 
     In a worker or a server this call serves the chief. It ends the process when the chief has exited, with the chief's exit code.
-
-    Args:
-        config: The configuration: `placement` says how variables are placed on the servers.
-        cluster: The cluster and this process's task in it.
-        start_timeout: Seconds to wait for the other tasks, and later for a server that does not answer.
-        grace_seconds: How long workers and servers that get SIGTERM wait for the chief to save.
-
-    Returns:
-        A `ParameterServerStrategy`.
+    `grace_seconds` is how long those that get SIGTERM wait for the chief to save.
 
     Raises:
         ClusterError: A task cannot be reached in time, this task's port is taken, or tasks run different versions.

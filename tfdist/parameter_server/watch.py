@@ -39,11 +39,7 @@ Endpoint = tuple[str, int]  # address and port
 
 
 class Watch:
-    """Asks workers and servers, in a thread, until the process ends.
-
-    Args:
-        cluster: The cluster.
-        server_timeout: Seconds without an answer within which a server is given up; at least 10.
+    """Asks workers and servers, in a thread, until the process ends; gives a server up after `server_timeout` s, at least 10, without an answer.
 
     Attributes:
         given_up: The tasks that are given up, with the reason: workers until they answer again.
@@ -118,10 +114,9 @@ def resolve_endpoints(address: str) -> set[Endpoint]:
 
 
 def shut_down_connections(endpoints: set[Endpoint]) -> int:
-    """Shuts down this process's TCP connections to `endpoints`, also those that are being made.
+    """Shuts down this process's TCP connections to `endpoints`, also those that are being made. Returns how many there were.
 
-    Returns:
-        How many there were. 0 on systems without `/proc/self/net`, which are not Linux.
+    It returns 0 on systems without `/proc/self/net`, which are not Linux.
     """
     inodes = {inode for remote, inode in _list_connections() if remote in endpoints}
     count = 0

@@ -36,17 +36,9 @@ def _bytes(constant: tf.Operation) -> int:
 
 
 class WorkerDataset:
-    """The pipelines of a dataset function; each worker makes its own.
+    """The pipelines of a dataset function, which is traced on the chief and runs on workers; each worker makes its own.
 
-    Args:
-        function: The dataset function. It is traced on the chief, and runs on workers.
-        pipelines: Their number.
-
-    Attributes:
-        element_spec: The form of a batch.
-
-    Raises:
-        ConfigError: The function returns no dataset, calls Python, or uses what is on the chief.
+    Raises ConfigError where the function returns no dataset, calls Python, or uses what is on the chief.
     """
 
     def __init__(self, function: Callable[[tf.distribute.InputContext], tf.data.Dataset], pipelines: int):
@@ -56,6 +48,13 @@ class WorkerDataset:
         self._tracing = threading.Lock()
         self._sent: dict[Any, Any] = {}  # arrays, as tensors that all pipelines share
         self.element_spec = self.dataset(0).element_spec
+
+    def __iter__(self) -> PipelinesIterator:
+        return PipelinesIterator(self)
+
+    def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> PipelinesIterator:
+        """Returns a pass that leaves out as many batches of each pipeline as a worker has taken on average by `steps`."""
+        return PipelinesIterator(self, -(-steps // self.pipelines))
 
     def dataset(self, pipeline: int) -> tf.data.Dataset:
         """Makes the dataset of a pipeline, on the device that is in force."""
@@ -129,31 +128,11 @@ class WorkerDataset:
         return traced
 
 
-class Pipelines:
-    """The workers' pipelines of a dataset function, as a loop sees them."""
-
-    def __init__(self, data: WorkerDataset):
-        self._data = data
-
-        self.element_spec = data.element_spec
-
-    def __iter__(self) -> PipelinesIterator:
-        return PipelinesIterator(self._data)
-
-    def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> PipelinesIterator:
-        """Returns a pass that leaves out as many batches of each pipeline as a worker has taken on average by `steps`."""
-        return PipelinesIterator(self._data, -(-steps // self._data.pipelines))
-
-
 class PipelinesIterator:
-    """One pass over the pipelines.
+    """One pass over the pipelines, without the first `skipped` batches of each.
 
     In training each worker has an iterator of its own, and a new one after it was lost. In evaluation and prediction any
     worker runs any pipeline whole, and again if the worker before was lost, so that each batch counts once.
-
-    Args:
-        data: The pipelines.
-        skipped: Batches of each to leave out.
 
     Attributes:
         results: What an evaluation has left of its results; None before it has begun.
@@ -172,11 +151,7 @@ class PipelinesIterator:
         return self._data.example_batch()  # for shapes that are not known; steps take theirs on the workers
 
     def check(self, steps: int | None) -> None:
-        """Checks that the data suffice for an epoch.
-
-        Raises:
-            ConfigError: `steps` is None, or more than a pipeline has batches.
-        """
+        """Raises ConfigError unless the data suffice for an epoch of `steps`, which must be known."""
         if self._is_checked:
             return
         if steps is None:
@@ -208,8 +183,7 @@ class PipelinesIterator:
     ) -> Iterator[list[np.ndarray]]:
         """Runs `step` on every batch, or on the first `steps` of all pipelines dealt in turn; yields the results in order.
 
-        Raises:
-            ConfigError: The data are endless, and `steps` is None.
+        Raises ConfigError where the data are endless, and `steps` is None.
         """
         if steps is None and self._data.is_endless():
             raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")

@@ -16,6 +16,7 @@ Gradients are applied within the step, by the optimizer's own arithmetic, on the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -44,12 +45,9 @@ _RESULTS_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
 
 
 class WorkerStep:
-    """A step as a function of the data and of the chief's inputs (`step_inputs`).
+    """A model's `train_step`, `test_step` or `predict_step` as a function of the data and of the chief's inputs (`step_inputs`).
 
-    Args:
-        model: The model, with all its variables.
-        step: Its `train_step`, `test_step` or `predict_step`.
-        rows: How many steps may be on their way or unread.
+    Of such steps, `rows` may be on their way or unread.
     """
 
     def __init__(self, model: keras.Model, step: Callable[[Any], Any], rows: int = 0):
@@ -92,10 +90,7 @@ class WorkerStep:
     def step_inputs(self, attempt_id: int, row: int, number: int) -> tf.Tensor:
         """Returns a step's inputs from the chief besides data, in one vector.
 
-        Args:
-            attempt_id: Its number in the results table (`new_attempt_id`).
-            row: Its row there.
-            number: Its number since `begin`, from 0. The optimizers' schedules, and the seeds, go by it.
+        `attempt_id` and `row` are its numbers in the results table; `number` counts steps since `begin`, from 0: schedules and seeds go by it.
         """
         scalars = [float(v.numpy()) for v in self._scalars]
         counts = [start + number * each for start, each in zip(self._started, self._per_step, strict=True)]
@@ -106,19 +101,15 @@ class WorkerStep:
     def trace(self, data: Any, returns: bool = False) -> TracedStep:
         """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
 
-        Args:
-            data: The form of the data. Keras weighs some logs by a batch size that it knows, so it must not know here
-                what it does not elsewhere.
-            returns: Whether the function returns what it counts instead of writing it to the results table.
-
-        Raises:
-            ConfigError: The step uses a variable that is on no server, or assigns one that is not the model's.
+        Keras weighs some logs by a batch size that it knows, so it must not know here what it does not elsewhere. If `returns`, the function returns
+        what it counts instead of writing it to the results table. Raises ConfigError where the step uses a variable that is on no server, or
+        assigns one that is not the model's.
         """
         if data is self._last[0] and returns == self._last[1]:
             return self._last[2]
         length = 3 + len(self._iterations) + len(self._scalars) + 2 * len(self._seeds)
         inputs = tf.TensorSpec([length], tf.float64)
-        form = without_optionals(data)
+        form = batch_splitting.without_optionals(data)
         try:
             function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, inputs))
         except StopIteration as e:
@@ -146,9 +137,7 @@ class WorkerStep:
     def commit(self, traced: TracedStep, rows: np.ndarray) -> dict[str, float]:
         """Adds what steps have counted to the metrics and `iterations`; returns the logs that come from metrics.
 
-        Args:
-            traced: The steps.
-            rows: `[steps, numbers]` float64, in the order in which to add them.
+        `rows` is `[steps, numbers]` float64, in the order in which to add them.
         """
         end = sum(int(np.prod(v.shape)) for v in self._metrics)
         self._per_step = [int(number) for number in rows[-1][end : end + len(self._iterations)]]
@@ -185,7 +174,7 @@ class WorkerStep:
         with generator.installed(), _Scope([*counted, *mapped, *sums], collect_losses=True) as scope:
             examples = batch_splitting.examples(data)
             examples = None if examples is None else tf.convert_to_tensor(examples)
-            alone = StepContext(examples, lambda: None, is_alone=True)
+            alone = StepContext(examples, is_alone=True)
             with losses.scale_losses_for_replica(self._model, alone):  # outputs' logs are means over examples
                 result = self._step(data)
             results = {} if self._predicts else self._model.get_metrics_result()
@@ -210,13 +199,11 @@ class WorkerStep:
         }
         numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(own)
         packed = tf.concat([tf.reshape(tf.cast(value, tf.float64), [-1]) for value in numbers], 0)
-        self._tracing = TracedStep(
-            None if returns else ResultsTable(self._rows, int(packed.shape[0])), own, list(result)
-        )
-        self._tracing.held, self._tracing.computed = held, computed
-        if returns:
+        results_table = None if returns else ResultsTable(self._rows, int(packed.shape[0]))
+        self._tracing = TracedStep(results_table, own, list(result), held, computed)
+        if results_table is None:
             return packed
-        self._tracing.results.write(inputs[0], inputs[1], packed)  # type: ignore[union-attr]
+        results_table.write(inputs[0], inputs[1], packed)
         return ()
 
     def _warn_of_metrics(self, scope: keras.StatelessScope, start: dict[int, tf.Tensor]) -> None:
@@ -241,11 +228,9 @@ class WorkerStep:
         return values
 
     def _assign(self, scope: keras.StatelessScope, sums: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
-        """Assigns to the servers' variables the values that the step has recorded.
+        """Assigns to the servers' variables the values that `scope` has recorded.
 
-        Args:
-            scope: What has recorded them.
-            sums: Variables to which the step's change is added, and their values when it began.
+        To the variables in `sums` it adds the step's change since the values there.
         """
         for variable, start in sums:
             if (new := scope.state_mapping[id(variable)]) is not start:
@@ -300,11 +285,11 @@ class _Scope(keras.StatelessScope):
         return keras_internals.raw_value(variable) if value is None else value
 
 
+@dataclasses.dataclass(eq=False)
 class TracedStep:
     """A step traced for data of one form.
 
     Attributes:
-        function: The concrete function of (data, inputs).
         results: The table to which it writes what it counts; None if it returns that.
         custom_logs: The structure of the logs that no metric computes.
         names: The names of all logs.
@@ -313,14 +298,13 @@ class TracedStep:
         count: Adds what steps have counted; returns what metrics and `computed` are then.
     """
 
-    def __init__(self, results: ResultsTable | None = None, custom_logs: Any = None, names: Sequence[str] = ()):
-        self.names = names
-        self.function: Any = None
-        self.results = results
-        self.custom_logs = custom_logs
-        self.held: dict[int, tf.Tensor] = {}
-        self.computed: dict[str, Any] = {}
-        self.count: Any = None
+    results: ResultsTable | None = None
+    custom_logs: Any = None
+    names: Sequence[str] = ()
+    held: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    computed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    function: Any = None
+    count: Any = None
 
     def packed(self, arrays: Sequence[np.ndarray]) -> Any:
         """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
@@ -334,10 +318,6 @@ class ResultsTable:
     If steps returned their results, a worker that dies before its result is fetched would lose it, and fetching would cost two
     round trips for each step. A row on a server costs the step next to nothing, many are read at once, and a retried step
     overwrites its own row, so it is counted once.
-
-    Args:
-        rows: How many steps may be on their way or unread.
-        width: Numbers of a step.
     """
 
     def __init__(self, rows: int, width: int):
@@ -350,13 +330,7 @@ class ResultsTable:
         self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
 
     def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
-        """Writes a step's row. In the graph of the step.
-
-        Args:
-            attempt_id: The number of this attempt, `[]` float64.
-            row: The number of the row, `[]` float64.
-            numbers: `[width]` float64.
-        """
+        """Writes a step's row, `[width]` float64, in the graph of the step; the other two are scalars, float64."""
         place = tf.cast(tf.reshape(row, [1]), tf.int64)
         self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], place))
 
@@ -381,12 +355,6 @@ def _unique(variables: Any) -> list[Any]:
 def run_outside_strategy_scope(function: Callable[[], Any]) -> Any:
     """Returns what `function` does where no strategy's scope is entered: a step is one device's."""
     return random_seeds.run_in_clean_thread(function) if tf.distribute.has_strategy() else function()
-
-
-def without_optionals(data: Any) -> Any:
-    """Returns Keras' data with None for what it marks as absent."""
-    absent = (tf.experimental.Optional, tf.OptionalSpec)
-    return tf.nest.map_structure(lambda v: None if isinstance(v, absent) else v, data)
 
 
 def to_python(value: Any) -> Any:

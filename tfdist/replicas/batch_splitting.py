@@ -44,6 +44,12 @@ def examples(batch: Any) -> tf.Tensor | int | None:
     return int(first.shape[0]) if known else tf.shape(first)[0]
 
 
+def without_optionals(data: Any) -> Any:
+    """Returns Keras' data with None for what it marks as absent."""
+    absent = (tf.experimental.Optional, tf.OptionalSpec)
+    return tf.nest.map_structure(lambda v: None if isinstance(v, absent) else v, data)
+
+
 def is_splittable(spec: Any) -> bool:
     """Whether elements of a dataset are batches of rows that can be taken apart."""
     specs = tf.nest.flatten(spec)
@@ -58,16 +64,7 @@ def static_batch_size(spec: Any) -> int | None:
 
 
 def split_batches(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int]) -> tf.data.Dataset:
-    """Splits each batch of a dataset evenly, in order.
-
-    Args:
-        dataset: Of batches for all replicas.
-        replicas: The number of parts.
-        parts: The parts that are wanted, from 0.
-
-    Returns:
-        A dataset of `SplitBatch`, one for each of `parts` in turn.
-    """
+    """Splits each batch of a dataset, for all replicas, evenly and in order. Returns `SplitBatch`es: for each batch, those `parts` in turn."""
 
     @tf.autograph.experimental.do_not_convert
     def take(part: Any, *element: Any) -> SplitBatch:
@@ -90,8 +87,7 @@ def split_batches(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int])
 def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Makes a worker's dataset, of batches for one replica each, go on with an example that does not count.
 
-    Returns:
-        An endless dataset of `SplitBatch`: when the counts of all replicas are 0, all workers have come to their end.
+    The dataset of `SplitBatch` is endless: when the counts of all replicas are 0, all workers have come to their end.
     """
     spec = dataset.element_spec
     nothing = tf.nest.map_structure(_nothing, spec)
@@ -118,10 +114,8 @@ def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def count_examples(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Tensor:
     """Returns `[examples of all replicas, replicas that have some]`, int64, outside of replicas.
 
-    A collective where no replica knows the others' (see `repeat_empty_batches`).
-
-    Raises:
-        InvalidArgumentError: With `ENDED_EARLY`, where TensorFlow has nothing for this worker, and something for another one.
+    A collective where no replica knows the others' (see `repeat_empty_batches`). Raises InvalidArgumentError, with `ENDED_EARLY`, where TensorFlow
+    has nothing for this worker, and something for another one.
     """
     mine = strategy.experimental_local_results(dealt.counts)[0]
     if mine.shape[1] == 3:
@@ -131,11 +125,9 @@ def count_examples(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Te
 
 
 def is_over(batch: Any, strategy: tf.distribute.Strategy) -> bool:
-    """Whether no replica has an example of a batch, as the data of all workers have ended. A collective, as `count_examples`.
+    """Whether no replica has an example of a batch of a distributed iterator: the data of all workers have ended.
 
-    Args:
-        batch: What a distributed iterator has given.
-        strategy: Its strategy.
+    A collective, as `count_examples`.
     """
     return isinstance(batch, SplitBatch) and int(count_examples(batch, strategy)[0]) == 0
 

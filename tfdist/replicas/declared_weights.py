@@ -32,13 +32,9 @@ _NOT_COMBINED = (
 
 
 def declare(strategy: Any, variable: tf.Variable, kind: Kind, name: str) -> None:
-    """Notes what a weight declares. A replica may assign it within `combining` alone. In place.
+    """Notes what a weight, with a copy on each replica, declares. A replica may assign it within `combining` alone. In place.
 
-    Args:
-        strategy: In whose scope it has been created.
-        variable: The variable, of which each replica has a copy.
-        kind: What it declares. A mean needs nothing further (see `MovingStatistics`).
-        name: Its name, for messages.
+    A mean needs nothing further (see `MovingStatistics`). `name` is for messages.
     """
     setattr(variable, _KIND, kind)
     if kind == "mean":
@@ -65,10 +61,8 @@ def declared(variable: Any) -> Kind | None:
 def combined_variables(model: keras.Model, trains: bool = True) -> list[tf.Variable]:
     """Returns a model's variables whose copies become one at the end of each step.
 
-    Args:
-        model: The model.
-        trains: Whether it is a training step. Means become one at the end of the others, as only training has them averaged when they
-            are read (see `MovingStatistics.synchronized`).
+    Means become one at the end of steps that do not train, as only training has them averaged when they are read (see
+    `MovingStatistics.synchronized`).
     """
     kinds = ("sum", "only_first_replica") if trains else ("sum", "only_first_replica", "mean")
     return [weight.value for weight in model.non_trainable_variables if declared(weight.value) in kinds]
@@ -80,11 +74,6 @@ def combining(strategy: Any, model: keras.Model, trains: bool) -> Iterator[Calla
 
     `"sum"`: the value before the step, and the sum of what each replica has added to it. `"only_first_replica"`: the value of replica 0.
     `"mean"`: the mean over the replicas that have examples.
-
-    Args:
-        strategy: The strategy.
-        model: The model.
-        trains: As of `combined_variables`.
 
     Yields:
         A function to call after the step, a collective if the model has such weights. It takes how many examples each replica had, a

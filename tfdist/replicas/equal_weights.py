@@ -47,12 +47,7 @@ _BY_HAND = (
 def guard(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> bool:
     """Makes weights without an aggregation note that a replica assigns them, and integers raise if that depends on data. In place.
 
-    Args:
-        strategy: In whose replicas they are assigned.
-        weights: Keras variables of a model.
-
-    Returns:
-        Whether there are integers among them: the step must then be traced with an unknown batch size, as a known one is a constant.
+    Returns whether there are integers among them: the step must then be traced with an unknown batch size, as a known one is a constant.
     """
     integers = False
     for weight in weights:
@@ -111,14 +106,8 @@ def _depends_on_data(values: Iterable[Any]) -> bool:
 def watch_averages(strategy: Any, model: keras.Model) -> bool:
     """Makes untrained floating-point weights of custom classes note if a replica assigns them what depends on the data. In place.
 
-    Those that declare an aggregation are left alone, and what Keras' own layers assign.
-
-    Args:
-        strategy: Whose statistics the weights are.
-        model: Built.
-
-    Returns:
-        Whether there are such weights: the step must then be traced with an unknown batch size, as of `guard`.
+    Those that declare an aggregation are left alone, and what Keras' own layers assign. Returns whether there are such weights: the step must then
+    be traced with an unknown batch size, as of `guard`.
     """
     watched = False
     if num_replicas(strategy) == 1:
@@ -166,15 +155,7 @@ def warn_of_averages(strategy: Any) -> None:
 
 
 def check_equal_on_replicas(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> None:
-    """Raises if this process's replicas hold different values of a weight that they have assigned.
-
-    Args:
-        strategy: The strategy.
-        weights: Keras variables of a model.
-
-    Raises:
-        ConfigError: They do; names the weights.
-    """
+    """Raises ConfigError, which names them, if this process's replicas hold different values of weights that they have assigned."""
     faults = []
     for weight in weights:
         if not getattr(weight.value, _ASSIGNED, False):

@@ -16,9 +16,6 @@ class MovingStatistics:
     Between steps each replica keeps its own (`VariableSynchronization.ON_READ`). Reading one outside of a replica takes
     the mean over all replicas, which under several workers is a collective: it hangs where one worker does it alone.
 
-    Args:
-        strategy: The strategy.
-
     Attributes:
         synchronized: Whether all replicas are known to hold the same values, so that reading them needs no peer.
         undeclared: Weights that are assigned what depends on the data without declaring that they are averaged, and whether the user has

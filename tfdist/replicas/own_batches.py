@@ -15,17 +15,9 @@ def split_own_batches(
     """Cuts each batch of the global size into pieces, one for a step, and each piece into even parts for the worker's replicas.
 
     A piece has a batch's size by the number of workers, rounded up; the last piece of a batch may have fewer rows. Pieces never
-    join rows of two batches, which may be padded to different lengths.
+    join rows of two batches, which may be padded to different lengths. The parts, of which some may be empty, come as successive elements.
 
-    Args:
-        dataset: This worker's dataset, of batches.
-        size: The number of rows of its full batches; None takes that of each batch.
-        workers: The number of workers.
-        replicas: The replicas of this worker.
-        pieces: The number of pieces of the whole dataset, or a negative cardinality.
-
-    Returns:
-        A dataset of batches, successive ones for successive replicas. A part may be empty.
+    `size` is the number of rows of full batches (None: of each batch), `pieces` that of pieces of the whole dataset, or a negative cardinality.
     """
 
     @tf.autograph.experimental.do_not_convert

@@ -27,15 +27,10 @@ _DEPTH_STRIDE = 0x2545F491  # added once per enclosing graph: TensorFlow numbers
 
 @contextlib.contextmanager
 def replica_seed(replica: int) -> Iterator[Callable[[int], None]]:
-    """Moves TensorFlow's seed to that of `replica` while a step is traced, or runs eagerly.
+    """Moves TensorFlow's seed to that of `replica`, numbered among all, while a step is traced, or runs eagerly.
 
-    Does nothing where no seed is set: TensorFlow draws from the system's entropy there.
-
-    Args:
-        replica: The number of this process's first replica among all.
-
-    Yields:
-        A function that moves the traced graph's seed to that of another replica. It must run in the graph of the step.
+    Does nothing where no seed is set: TensorFlow draws from the system's entropy there. Its value moves the traced graph's seed to that of another
+    replica, in the graph of the step.
     """
     holder = tf_internals.seed_holder()
     seed = tf_internals.get_seed(holder)
@@ -58,9 +53,6 @@ class GlobalSeedGenerator:
     For the replicas it makes its `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would make one in
     each replica's thread, where no variable can be created. Outside of the replicas it draws from another one, which is this
     process's own: one worker may draw alone, and must not wait for the others then, who would take what it sends for something else.
-
-    Args:
-        strategy: The strategy in whose scope the generator is made.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -101,12 +93,7 @@ class GlobalSeedGenerator:
 
 
 def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Variable | None:
-    """Returns the state that `keras.random.*` draws from in this thread if it is given no seed, or None if there is none.
-
-    Args:
-        strategy: The strategy of the steps that draw.
-        makes: Whether to make it if there is none.
-    """
+    """Returns the state that `keras.random.*` draws from in this thread if it is given no seed; if there is none, None, or one that it makes."""
     found = keras_internals.global_generator()
     if strategy.num_replicas_in_sync > 1:
         if makes or isinstance(found, GlobalSeedGenerator):
@@ -120,9 +107,7 @@ def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Var
 class StepSeedGenerator:
     """Takes the place of the global generator in a step that any worker of parameter servers may run, or run again.
 
-    Args:
-        number: The step's number, `[]`.
-        seed: None draws one at the first draw.
+    Where `seed` is None, it draws one at the first draw.
     """
 
     def __init__(self, number: tf.Tensor, seed: int | None = None):
@@ -154,15 +139,10 @@ def use_entropy_per_worker() -> None:
 
 
 def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], value: Any) -> None:
-    """Assigns a seed generator's state from outside of the replicas, and keeps the replicas' seeds apart.
+    """Assigns a seed generator's state, `[seed, counter]`, from outside of the replicas, and keeps the replicas' seeds apart.
 
     Outside of a replica a state reads as that of this process's first replica. Such a state gives all replicas back what
-    they had; any other seed becomes replica 0's, from which the others' are counted up.
-
-    Args:
-        components: This process's components of the state.
-        replicas: Their replicas' numbers among all.
-        value: `[seed, counter]`.
+    they had; any other seed becomes replica 0's, from which the others' are counted up. `replicas` numbers the components' among all.
     """
     value = tf.cast(value, components[0].dtype)
     stride = tf.constant(SEED_STRIDE, value.dtype)

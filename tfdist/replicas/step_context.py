@@ -36,7 +36,7 @@ class StepContext:
     """
 
     examples: tf.Tensor | None
-    part: Callable[[], Any]
+    part: Callable[[], Any] = lambda: None
     rows: tf.Tensor | int | None = None
     place: Callable[[], tuple[tf.Tensor, Any]] | None = None
     number: Any = 0

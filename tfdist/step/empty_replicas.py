@@ -34,16 +34,10 @@ def moving_statistic_variables(model: keras.Model) -> list[tf.Variable]:
 
 
 def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tensor) -> Callable[[], list[tf.Tensor]]:
-    """Looks at a replica before a step.
+    """Looks at a replica with `examples` examples before a step; `totals` as of `batch_splitting.count_examples`.
 
-    Args:
-        model: The model.
-        examples: How many examples this replica has.
-        totals: As of `batch_splitting.count_examples`.
-
-    Returns:
-        A function to call after the step. If this replica had no examples, it sets metrics and statistics back. It returns
-        by how much the examples have moved each statistic, flat; empty if every replica had some.
+    Returns a function to call after the step. If this replica had no examples, it sets metrics and statistics back. It returns by how much the
+    examples have moved each statistic, flat; empty if every replica had some.
     """
     metrics, statistics = metric_variables(model), moving_statistic_variables(model)
     some = totals[1] < num_replicas(model.distribute_strategy)
@@ -79,7 +73,7 @@ def average_statistics(model: keras.Model, totals: tf.Tensor) -> None:
     """Makes all replicas begin a step with the same statistics, if some have no examples for it. Outside of replicas.
 
     Otherwise the mean over all replicas would depend on which of them these are: what a step makes of a replica's statistics depends on
-    what they were. For the arguments see `move_empty_replicas_statistics`.
+    what they were.
     """
     strategy, variables = model.distribute_strategy, moving_statistic_variables(model)
 
@@ -94,15 +88,10 @@ def average_statistics(model: keras.Model, totals: tf.Tensor) -> None:
 def move_empty_replicas_statistics(
     model: keras.Model, dealt: batch_splitting.SplitBatch, totals: tf.Tensor, moves: list[Any]
 ) -> None:
-    """Moves the statistics of replicas without examples to where the others' are in the mean. Outside of replicas.
+    """Moves the statistics of replicas without examples to where the others' are in the mean. Outside of replicas, after the step.
 
-    All have begun at the same values (`average_statistics`), so that they move as far as the others in the mean.
-
-    Args:
-        model: Whose step has just been run.
-        dealt: What the replicas were dealt for it.
-        totals: As of `batch_splitting.count_examples`.
-        moves: What the replicas' functions of `snapshot_statistics` returned.
+    All have begun at the same values (`average_statistics`), so that they move as far as the others in the mean. `moves` are what the
+    replicas' functions of `snapshot_statistics` returned.
     """
     strategy, variables = model.distribute_strategy, moving_statistic_variables(model)
 

@@ -41,16 +41,8 @@ class Execution:
     one execution, compiles the collectives along with the replica's computation, and reduces each number of the logs
     separately.
 
-    Args:
-        model: The model.
-        compression: The compressor that sums its gradients, or None.
-        nan_policy: As of `Trainer`.
-        step: Its `train_step` or `test_step`.
-
     Attributes:
         agreed_flags: `strategy.notes`, averaged over the workers by the last call; None without notes.
-        logs: The result of the last call.
-        step_name: The name of `step`.
         measured: The mean time that a step waits for its batch.
         input_seconds: The total time that steps have waited for their batches.
     """
@@ -88,14 +80,7 @@ class Execution:
         return found
 
     def run(self, iterator: Any, left: int | None = None) -> Mapping[str, Any] | None:
-        """Runs an execution.
-
-        Args:
-            iterator: Of batches.
-            left: The number of steps left to run, or None if unknown.
-
-        Returns:
-            The logs of the last step, averaged over the replicas; None if there is no batch left.
+        """Runs an execution, of at most `left` steps. Returns the last step's logs, averaged over the replicas; None if there is no batch left.
 
         Raises:
             ConfigError: XLA cannot compile the model, a replica has no example for its BatchNormalization, a label is out of range
@@ -273,9 +258,6 @@ def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
 
     A graph that draws its own data gives no other measure of how long a step waits for its batch. The seconds are NaN
     where operations are deterministic: TensorFlow then has no clock.
-
-    Args:
-        get: Draws a batch, eagerly or while a step is traced.
     """
     if tf_internals.is_op_determinism_enabled():
         return get(), tf.constant(float("nan"), tf.float64)
@@ -291,11 +273,7 @@ def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
 def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
     """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
 
-    The batch of such a step has made moving statistics and metrics NaN, too.
-
-    Args:
-        replica: The step.
-        keeps_metrics: Whether metrics keep the values that the step has given them.
+    The batch of such a step has made moving statistics and metrics NaN, too. With `keeps_metrics` metrics keep what the step has given them.
     """
     model = replica.model
     counts = skipped_updates(model) if replica.trains else []
@@ -324,9 +302,6 @@ def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[Non
 class Prediction:
     """A model's `predict_function`: predicts batches, each on all replicas.
 
-    Args:
-        model: The model.
-
     Attributes:
         own_rows: Of each batch that no worker had in whole, the rows of each replica of this worker. For the caller to clear.
     """
@@ -343,15 +318,9 @@ class Prediction:
             self._run = tf.function(self._run_one, reduce_retracing=True, autograph=False)
 
     def __call__(self, batches: Sequence[Any], is_whole: bool = False) -> Any:
-        """Returns the outputs of a list of batches, as of one.
+        """Returns the outputs of a list of batches, as of one. If `is_whole`, every replica is given all of them, and takes its part.
 
-        Args:
-            batches: Of a distributed dataset.
-            is_whole: Whether every replica is given all of them, and takes its part.
-
-        Raises:
-            StopIteration: No example is left.
-            RuntimeError: The user's step raises StopIteration.
+        Raises StopIteration where no example is left, and RuntimeError where the user's step raises StopIteration.
         """
         each = []
         for batch in batches:
@@ -368,16 +337,11 @@ class Prediction:
         return each[0] if len(each) == 1 else tf.nest.map_structure(keras_loops.concatenate, *each)
 
     def _run_one(self, data: Any, is_whole: bool) -> Any:
-        """Predicts one batch.
-
-        Args:
-            data: A batch of a distributed dataset; or what all replicas are given, each of which takes its part.
-            is_whole: Whether it is the latter.
-        """
+        """Predicts one batch."""
         counts = equal_weights.guard(self._strategy, self._model.weights)
 
         def replica(data: Any) -> Any:
-            data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+            data = batch_splitting.without_optionals(data)
             if not isinstance(data, SplitBatch):
                 data = batch_splitting.part_of_batch(data, self._strategy) if is_whole else SplitBatch(data, None)
             context = self._context(data)
@@ -398,7 +362,6 @@ class Prediction:
             place = functools.partial(batch_splitting.place_in_batch, self._strategy, data.counts[0, 1])
         return StepContext(
             None if examples is None else tf.convert_to_tensor(examples),
-            lambda: None,
             rows=rows,
             place=place,
             is_compiled=self._model.jit_compile and not self._model.run_eagerly,
@@ -436,12 +399,7 @@ def _as_number(value: Any) -> Any:
 
 
 class SynchronousEngine(Engine):
-    """The engine of strategies whose replicas train in step: the sum of their gradients updates all weights.
-
-    Args:
-        strategy: The strategy.
-        compressor: The compressor that sums the gradients, or None.
-    """
+    """The engine of strategies whose replicas train in step: the sum of their gradients updates all weights."""
 
     def __init__(self, strategy: Any, compressor: Compressor | None = None):
         self.strategy = strategy
@@ -449,27 +407,22 @@ class SynchronousEngine(Engine):
         self.num_replicas = strategy.num_replicas_in_sync
 
     def attach(self, model: keras.Model) -> None:
-        """As of `Engine`."""
         attach(model, self.compressor, self.nan_policy)
 
     def source(self, dataset: Any, steps: int | None) -> DataSource:
-        """As of `Engine`."""
         source: DataSource = self.strategy.source(dataset, steps)
         return source
 
     def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
-        """As of `Engine`."""
         source: DataSource = self.strategy.source_from_function(make)
         return source
 
     def run(self, function: Any, iterator: Any, left: int | None) -> Any:
-        """As of `Engine`."""
         if isinstance(function, Execution):
             return function.run(iterator, left)
         return run_to_end(function, iterator)
 
     def run_batch(self, function: Any, batch: Any) -> Any:
-        """As of `Engine`."""
         return function.run_batch(batch) if isinstance(function, Execution) else function(iter([batch]))
 
     def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
@@ -482,7 +435,6 @@ class SynchronousEngine(Engine):
         return found
 
     def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Any]:
-        """As of `Engine`."""
 
         def predict(count: int) -> Any:
             batches: list[Any] = []
@@ -508,7 +460,6 @@ class SynchronousEngine(Engine):
         return data.with_options(options)
 
     def predict_batch(self, model: keras.Model, batch: Any) -> Any:
-        """As of `Engine`."""
         function = model.predict_function
         if isinstance(function, Prediction):
             return function([batch], is_whole=self.strategy.num_replicas_in_sync > 1)

@@ -20,9 +20,7 @@ class ComputedLogs:
     the end of an epoch or evaluation Keras computes a log with a metric's name from all replicas' counts; `now` does so
     for the others.
 
-    Args:
-        model: The model.
-        logs: The logs that its step returns, on a replica for which the step is being traced.
+    `logs` are what its step returns, on a replica for which the step is being traced.
     """
 
     def __init__(self, model: keras.Model, logs: Mapping[str, Any]):
@@ -57,11 +55,9 @@ class ComputedLogs:
 
 
 def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: Any) -> Any:
-    """Computes `values` in the current graph, from other tensors in place of the given ones.
+    """Computes `values`, tensors of another graph for which `depends_only_on` holds, in the current graph.
 
-    Args:
-        now: Returns the tensor of the current graph that replaces a given one, and None for any other tensor.
-        values: Tensors of another graph, in any structure, for which `depends_only_on` holds.
+    `now` returns the current graph's tensor that replaces one of the other graph, or None where the tensor is not given.
     """
     graph = tf.compat.v1.get_default_graph()
     copies: dict[int, tf.Tensor] = {}
@@ -88,12 +84,7 @@ def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: 
 
 
 def depends_only_on(given: Callable[[tf.Tensor], bool], values: Any) -> bool:
-    """Whether `values` are computed from given tensors and constants alone.
-
-    Args:
-        given: Whether a tensor of their graph is given.
-        values: Tensors, in any structure.
-    """
+    """Whether `values`, tensors in any structure, are computed from constants and those tensors of their graph alone for which `given` holds."""
     pending, seen, met = list(tf.nest.flatten(values)), set(), False
     while pending:
         each = pending.pop()
@@ -135,12 +126,9 @@ def depends_on(given: Any, value: tf.Tensor) -> bool:
 
 
 def adds_to(start: tf.Tensor, value: tf.Tensor, state: Sequence[tf.Tensor]) -> bool:
-    """Whether `value` is `start` plus or minus what does not depend on it.
+    """Whether `value`, which a variable holds now, is `start`, which it held, plus or minus what does not depend on it.
 
-    Args:
-        start: What a variable held.
-        value: What it holds now, in the same graph.
-        state: What all variables held that the addends must not depend on, `start` among them.
+    The addends must not depend on `state`, what all variables held, `start` among them. All are tensors of one graph.
     """
     if value is start:
         return True
@@ -162,13 +150,6 @@ def trace_apart(fn: Callable[..., Any], specs: Sequence[Any]) -> Any:
 
     It runs in a new thread, outside of the replicas: a function within a replica's step could assign none of their
     variables. There `keras.random` draws from a separate generator, so that the steps draw what they would have drawn.
-
-    Args:
-        fn: The function.
-        specs: The types of its arguments.
-
-    Raises:
-        Exception: What `fn` raises.
     """
     strategy, found = tf.distribute.get_strategy(), []
 

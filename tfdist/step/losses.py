@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import keras
@@ -51,12 +52,7 @@ def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[
     - A number that an own step adds to a `keras.metrics.Mean` counts by this replica's share.
     - A metric that is no sum over examples is computed of the whole batch, too (`metrics`).
 
-    Args:
-        model: Compiled.
-        step: The context of the replica's step.
-
-    Raises:
-        ConfigError: Within it, if XLA would have to compile a collective.
+    Within a step, raises ConfigError if XLA would have to compile a collective.
     """
     if not step.is_alone:
         keras_losses.keep_added_losses_apart(model)
@@ -66,13 +62,13 @@ def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[
     if compiled is not None and compiled.built:
         _replace_losses(compiled)
     elif compiled is not None and "build" not in vars(compiled):
-        compiled.build = _BuildReplicaLosses(compiled)
+        metrics.replace_after_build(compiled, lambda: _replace_losses(compiled))
     for tracker in (keras_losses.loss_tracker(model), *getattr(compiled, "metrics", ())):
         if tracker is not None and not isinstance(vars(tracker).get("update_state"), _WeightedLossTracker):
             tracker.update_state = _WeightedLossTracker(tracker)
     for metric in model.metrics:
         if type(metric).update_state is keras.metrics.Mean.update_state and "update_state" not in vars(metric):
-            metric.update_state = _Mean(metric)
+            metric.update_state = functools.partial(_update_mean, metric.update_state)
     if not step.is_alone:
         metrics.give_whole_batch(model)
     with step_context.running(step), tf_internals.correcting_average_losses(_total_of_step):
@@ -90,18 +86,6 @@ def _replace_losses(compiled: Any) -> None:
     for number, each in enumerate(losses):
         if not isinstance(each.loss, _CompiledLoss):
             losses[number] = each._replace(loss=_CompiledLoss(each.loss))
-
-
-class _BuildReplicaLosses:
-    """`CompileLoss.build`."""
-
-    def __init__(self, compiled: Any):
-        self._compiled = compiled
-        self._build = compiled.build
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._build(*args, **kwargs)
-        _replace_losses(self._compiled)
 
 
 class _CompiledLoss:
@@ -171,16 +155,13 @@ class _CompiledLoss:
         return self.loss.call(*rows)
 
     def _of_whole_batch(self, step: StepContext, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-        strategy = tf.distribute.get_strategy()
-        limit = getattr(strategy, "gather_loss_bytes", 0)
-        given = [each for each in (y_true, y_pred, sample_weight) if each is not None]
-        if (why := whole_batch.obstacle(step, self.loss.dtype, given, limit)) is not None:
+        if (why := whole_batch.obstacle(step, self.loss.dtype, (y_true, y_pred, sample_weight))) is not None:
             if not self._warned:
                 warnings.warn(_MEAN_TRAINED.format(self.loss.name, why), stacklevel=2)
             self._warned = True
             return self.loss(y_true, y_pred, sample_weight)
         rows = whole_batch.gathered(step, self.loss, y_true, y_pred, sample_weight)
-        with step_context.running(StepContext(None, lambda: None, is_alone=True)):  # the whole batch is here
+        with step_context.running(StepContext(None, is_alone=True)):  # the whole batch is here
             value = self.loss(*rows)
         if value.shape.rank:
             raise ConfigError(
@@ -235,27 +216,21 @@ class _WeightedLossTracker:
 
     def __init__(self, tracker: keras.metrics.Metric):
         self._update = tracker.update_state
-        self._of_own_step = _Mean(tracker)
 
     def __call__(self, value: Any, sample_weight: Any = None) -> Any:
         step = step_context.current()
         if not call_stack.called_from_keras_step():
-            return self._of_own_step(value, sample_weight)
+            return _update_mean(self._update, value, sample_weight)
         if step is None or step.examples is None or value.shape.rank:
             return self._update(value, sample_weight=sample_weight)
         value = tf.math.multiply_no_nan(value, tf.cast(step.examples > 0, value.dtype))
         return self._update(value, sample_weight=step.examples)
 
 
-class _Mean:
-    """`update_state` of a `keras.metrics.Mean`."""
-
-    def __init__(self, metric: keras.metrics.Metric):
-        self._update = metric.update_state
-
-    def __call__(self, values: Any, sample_weight: Any = None) -> Any:
-        step = step_context.current()
-        rank = values.shape.rank if tf.is_tensor(values) else np.ndim(values)
-        if step is not None and sample_weight is None and rank == 0:
-            sample_weight = step.part()
-        return self._update(values, sample_weight=sample_weight)
+def _update_mean(update: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
+    """`update_state` of a `keras.metrics.Mean`, whose own is `update`."""
+    step = step_context.current()
+    rank = values.shape.rank if tf.is_tensor(values) else np.ndim(values)
+    if step is not None and sample_weight is None and rank == 0:
+        sample_weight = step.part()
+    return update(values, sample_weight=sample_weight)

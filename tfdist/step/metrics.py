@@ -8,9 +8,10 @@ computes what one process computes.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -39,14 +40,10 @@ Kind = Literal["examples", "mean", "state"]
 def kind(metric: keras.metrics.Metric) -> Kind | None:
     """Returns how the replicas compute a metric; None if that depends on what its function returns.
 
-    Args:
-        metric: The metric.
-
-    Returns:
-        - `"examples"`: it counts each example by itself, so each replica counts its own. Keras' own classes do, and those that say so
-          by an attribute `sums_examples = True`.
-        - `"mean"`: it is the mean of a function, which is given the whole batch.
-        - `"state"`: its class updates its variables in its own way, with the whole batch.
+    - `"examples"`: it counts each example by itself, so each replica counts its own. Keras' own classes do, and those that say so
+      by an attribute `sums_examples = True`.
+    - `"mean"`: it is the mean of a function, which is given the whole batch.
+    - `"state"`: its class updates its variables in its own way, with the whole batch.
     """
     if getattr(metric, "sums_examples", False):
         return "examples"
@@ -61,15 +58,22 @@ def kind(metric: keras.metrics.Metric) -> Kind | None:
 
 
 def give_whole_batch(model: keras.Model) -> None:
-    """Makes a model's metrics right for a step on one of several replicas. In place.
-
-    Args:
-        model: Compiled.
-    """
+    """Makes a compiled model's metrics right for a step on one of several replicas. In place."""
     compiled = keras_metrics.compiled_metrics(model)
     if compiled is not None and not compiled.built and "build" not in vars(compiled):
-        compiled.build = _BuildMetrics(compiled)
+        replace_after_build(compiled, lambda: _replace_updates(compiled.metrics))
     _replace_updates(keras_metrics.metrics(model))
+
+
+def replace_after_build(compiled: Any, replace: Callable[[], None]) -> None:
+    """Makes `build` of a model's compiled losses or metrics replace what it has built, too."""
+    build = compiled.build
+
+    def build_and_replace(*args: Any, **kwargs: Any) -> None:
+        build(*args, **kwargs)
+        replace()
+
+    compiled.build = build_and_replace
 
 
 def _replace_updates(metrics: Iterable[keras.metrics.Metric]) -> None:
@@ -77,19 +81,7 @@ def _replace_updates(metrics: Iterable[keras.metrics.Metric]) -> None:
         if "update_state" not in vars(metric) and (known := kind(metric)) != "examples":
             metric.update_state = _WholeBatchUpdate(metric, known)
             if known == "state":
-                metric.result = _StateResult(metric)
-
-
-class _BuildMetrics:
-    """`CompileMetrics.build`."""
-
-    def __init__(self, compiled: Any):
-        self._compiled = compiled
-        self._build = compiled.build
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._build(*args, **kwargs)
-        _replace_updates(self._compiled.metrics)
+                metric.result = functools.partial(_result_of_state, metric, metric.result)
 
 
 class _WholeBatchUpdate:
@@ -149,27 +141,19 @@ class _WholeBatchUpdate:
         return "examples" if tf.convert_to_tensor(value).shape.rank else "mean"
 
     def _obstacle(self, step: StepContext, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-        given = [each for each in tf.nest.flatten((args, kwargs), expand_composites=False) if each is not None]
         if step.graph is not None and step.graph is not tf.compat.v1.get_default_graph():
             return "it is updated within tf.cond, a loop or a tf.function, where replicas gather nothing"
-        limit = getattr(tf.distribute.get_strategy(), "gather_loss_bytes", 0)
-        return whole_batch.obstacle(step, self._metric.dtype, given, limit)
+        return whole_batch.obstacle(step, self._metric.dtype, (args, kwargs))
 
 
-class _StateResult:
+def _result_of_state(metric: keras.metrics.Metric, result: Callable[[], Any]) -> Any:
     """`result` of a metric whose variables one replica holds: the same on all replicas."""
-
-    def __init__(self, metric: keras.metrics.Metric):
-        self._metric = metric
-        self._result = metric.result
-
-    def __call__(self) -> Any:
-        step = step_context.current()
-        if step is None or step.is_alone or not self._metric.update_state.has_seen_whole_batch:
-            return self._result()
-        variables = self._metric.variables
-        with _holding(variables, summed(variables)):  # a variable that it returns is to be read here, too
-            return tf.nest.map_structure(tf.convert_to_tensor, self._result())
+    step = step_context.current()
+    if step is None or step.is_alone or not metric.update_state.has_seen_whole_batch:
+        return result()
+    variables = metric.variables
+    with _holding(variables, summed(variables)):  # a variable that it returns is to be read here, too
+        return tf.nest.map_structure(tf.convert_to_tensor, result())
 
 
 def summed(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:

@@ -32,13 +32,9 @@ _left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
 
 
 def build(model: keras.Model, step: str, batch: Any, parts: int | None = None) -> None:
-    """Builds what is not built of a model.
+    """Builds what is not built of a model, for the step named `step`, which will run first.
 
-    Args:
-        model: The model.
-        step: The name of the step that will run first.
-        batch: A replica's batch; or the form of a batch.
-        parts: The number of replicas among which a batch of that form is split.
+    `batch` is a replica's; or the form of a batch that is split among `parts` replicas.
     """
     if parts is not None:
         batch = tf.nest.map_structure(functools.partial(_of_replica, parts=parts), batch)

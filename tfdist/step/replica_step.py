@@ -46,19 +46,14 @@ class ReplicaStep:
         self.number: Any = 0  # of the step that is being traced among those of an execution
 
     def __call__(self, data: Any, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
-        """Runs the step.
+        """Runs the step on this replica's batch, or what it was dealt, of which `totals` are as of `batch_splitting.count_examples`.
 
-        Args:
-            data: This replica's batch, or what it was dealt.
-            totals: Of what was dealt, as of `batch_splitting.count_examples`.
-
-        Returns:
-            The packed logs, and the moves of statistics, as of `empty_replicas.snapshot_statistics`.
+        Returns the packed logs, and the moves of statistics, as of `empty_replicas.snapshot_statistics`.
         """
         # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
         given = tf.nest.flatten((data, totals), expand_composites=True)
         with tf.control_dependencies([tensor for tensor in given if isinstance(tensor, tf.Tensor)]):
-            data = tf.nest.map_structure(lambda v: None if isinstance(v, tf.experimental.Optional) else v, data)
+            data = batch_splitting.without_optionals(data)
             return (
                 self._run_split_batch(data, totals)
                 if isinstance(data, batch_splitting.SplitBatch)
@@ -68,13 +63,12 @@ class ReplicaStep:
     def check_counts(self, data: Any) -> None:
         """Traces the step on a batch of all replicas: eager values do not show whether they depend on data. Outside of replicas.
 
-        Raises:
-            ConfigError: An integer weight is assigned what depends on the data, or the step cannot be traced.
+        Raises ConfigError where an integer weight is assigned what depends on the data, or the step cannot be traced.
         """
         batch = data.batch if isinstance(data, batch_splitting.SplitBatch) else data
         local = self.model.distribute_strategy.experimental_local_results
         try:
-            with step_context.running(StepContext(None, _nothing, is_alone=True)):
+            with step_context.running(StepContext(None, is_alone=True)):
                 model_building.trace(self._step, self.model, tf.nest.map_structure(lambda v: local(v)[0], batch))
         except ConfigError:
             raise
@@ -128,18 +122,11 @@ class ReplicaStep:
         part: Callable[[], Any],
         place: Callable[[], tuple[tf.Tensor, Any]] | None,
     ) -> dict[str, tf.Tensor]:
-        """Runs the step.
-
-        Args:
-            data: A batch.
-            examples: How many of it count, a scalar.
-            part: Returns this replica's part in the mean over the batch of all.
-            place: As of `StepContext`.
-        """
+        """Runs the step on a batch, of which `examples` count; `part` returns this replica's part in the mean over the batch of all."""
         context = tf.distribute.get_replica_context()
         strategy = context.strategy
         if self._replicas == 1:
-            part = _nothing
+            part = lambda: None  # noqa: E731
         share = part() if self.trains or self._compiles else None
         strategy.decorrelate_random_numbers()  # a collective may have waited for the other replicas
         with strategy.as_one_replica():
@@ -232,7 +219,3 @@ class ReplicaStep:
 def _packed_dtype(value: tf.Tensor) -> tf.DType:
     narrow, wide = PACKED
     return narrow if value.dtype in (narrow, tf.float16, tf.bfloat16, tf.bool) else wide
-
-
-def _nothing() -> None:
-    return None

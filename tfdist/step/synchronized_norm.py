@@ -19,9 +19,6 @@ def synchronize_moments(model: keras.Model) -> None:
     - An example that does not count (see `replicas.batch_splitting`) is not in the moments.
     - In a step of the user's each replica's gradient is multiplied by its share at the end. What has come through the moments
       from another replica must be multiplied by that one's.
-
-    Args:
-        model: Of any layers.
     """
     for layer in keras_internals.layers(model):
         if getattr(layer, "synchronized", False) and not keras_internals.has_replaced_moments(layer):

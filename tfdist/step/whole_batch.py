@@ -174,15 +174,8 @@ def _gather_obstacle(step: StepContext) -> str | None:
     return None
 
 
-def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int) -> str | None:
-    """Returns why a loss or metric cannot be given the whole batch; None if it can.
-
-    Args:
-        step: The context of this replica's step.
-        dtype: The type in which it computes.
-        arguments: Its `y_true`, `y_pred` and `sample_weight`, or what else it is given.
-        limit: The most bytes of one example that may be sent.
-    """
+def obstacle(step: StepContext, dtype: Any, arguments: Any) -> str | None:
+    """Returns why a loss or metric, which computes in `dtype`, cannot be given the whole batch of `arguments`; None if it can."""
     if (why := _gather_obstacle(step)) is not None:
         return why
     given = [each for each in tf.nest.flatten(arguments, expand_composites=False) if each is not None]
@@ -194,6 +187,7 @@ def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int
     if step.place is None and not all(shape.is_fully_defined() for shape in shapes):
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     size = tf.as_dtype(dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
+    limit = getattr(tf.distribute.get_strategy(), "gather_loss_bytes", 0)
     if size > limit:
         return f"{size:,} bytes of an example are more than strategy.gather_loss_bytes ({limit:,}); raise it"
     return None
@@ -202,12 +196,7 @@ def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int
 def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
     """Returns `y_true`, `y_pred` and `sample_weight` of the whole batch, in its order. A collective.
 
-    Args:
-        step: The context of this replica's step.
-        loss: The loss that they are for: they get its type, as it would convert them itself.
-        y_true: This replica's labels.
-        y_pred: Its predictions, perhaps with a mask of Keras'; those of the result have it, too.
-        sample_weight: Its weights, or None.
+    They get the loss's type, as it would convert them itself; predictions keep Keras' masks.
     """
     masks = [keras_losses.mask(each) for each in tf.nest.flatten(y_pred)]
     own = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
@@ -230,9 +219,7 @@ def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: An
 def gathered_values(step: StepContext, values: Any) -> Any:
     """Returns what a metric is given, of the whole batch, in its order and its types; gradients do not flow through it. A collective.
 
-    Args:
-        step: The context of this replica's step.
-        values: Tensors with a row for each example, perhaps with masks of Keras', in any structure; other values stay as they are.
+    `values` has tensors with a row for each example, perhaps with masks of Keras', in any structure; other values stay as they are.
     """
     tensors = [each for each in tf.nest.flatten(values) if tf.is_tensor(each)]
     masks = [mask for each in tensors if (mask := keras_losses.mask(each)) is not None]
@@ -267,9 +254,7 @@ def divide_gradient(value: tf.Tensor, part: Any) -> tf.Tensor:
 def _gather_columns(step: StepContext, sent: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Returns tensors of the whole batch, and how many of its examples come before this replica's. A collective.
 
-    Args:
-        step: The context of this replica's step.
-        sent: Of one type, with a row for each example.
+    Those `sent` are of one type, with a row for each example.
     """
     with tf.control_dependencies([_check_rows(each, step.rows) for each in sent]):
         flat = [tf.reshape(each, [step.rows, -1]) for each in sent]
@@ -284,12 +269,7 @@ def _gather_columns(step: StepContext, sent: Sequence[tf.Tensor]) -> tuple[list[
 
 
 def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the rows of all replicas in their order, and how many come before this one's.
-
-    Args:
-        rows: Of this replica, `[examples, numbers]`.
-        step: The context of this replica's step.
-    """
+    """Returns the rows, `[examples, numbers]`, of all replicas in their order, and how many come before this one's."""
     context, mine = tf.distribute.get_replica_context(), tf.shape(rows)[0]
     number, replicas = tf.cast(step.number, tf.int64), num_replicas(context.strategy)
 

@@ -28,20 +28,9 @@ _Key = tuple[str, int]  # a variable's path, and its number among those with thi
 
 
 def export(config: TrainConfig, folder: str, path: str, step: int | None = None) -> str:
-    """Writes the model of the newest whole backup, as an evaluation at its step would have it; its optimizer begins anew.
+    """Writes the model of the newest whole backup, or of the one of `step`, as an evaluation at its step would have it. Returns the backup's path.
 
-    Args:
-        config: The run's configuration.
-        folder: Where the backups are.
-        path: The model's file, which ends in `.keras`.
-        step: Of which step. None means the newest.
-
-    Returns:
-        The path of the backup.
-
-    Raises:
-        BackupError: There is no whole backup.
-        ConfigError: The backup is not of this configuration, or the model cannot be built.
+    The optimizer begins anew. Raises BackupError without a whole backup, and ConfigError for a backup of another configuration.
     """
     storage = Storage(folder, 0, 1)
     point, manifest, weights = _newest(storage, step)
@@ -96,15 +85,8 @@ def _points(storage: Storage, step: int | None) -> Iterator[SavePoint]:
 def read_weights(storage: Storage, point: SavePoint, manifest: Mapping[str, Any]) -> dict[_Key, np.ndarray]:
     """Returns the values of all variables that a backup holds, as an evaluation at this step would have them.
 
-    What each replica has of its own, such as moving statistics, is averaged over all replicas, as `Trainer.evaluate` does.
-
-    Args:
-        storage: Where the backup is.
-        point: When it was taken.
-        manifest: Its manifest.
-
-    Raises:
-        CorruptBackupError: Some of it cannot be read, or is not what was written.
+    What each replica has of its own, such as moving statistics, is averaged over all replicas, as `Trainer.evaluate` does. Raises
+    CorruptBackupError where it is not what was written.
     """
     shared = storage.read_part(point, SHARED)
     variables = manifest["about"]["variables"]
@@ -118,15 +100,9 @@ def read_weights(storage: Storage, point: SavePoint, manifest: Mapping[str, Any]
 
 
 def load_weights(model: keras.Model, weights: Mapping[_Key, np.ndarray], source: str) -> None:
-    """Sets a model's variables, without those of its metrics and optimizer.
+    """Sets a built model's variables, without those of its metrics and optimizer. Raises ConfigError where they are not this model's.
 
-    Args:
-        model: The model, built.
-        weights: What `read_weights` has returned.
-        source: Where they are from, for messages.
-
-    Raises:
-        ConfigError: They are not those of this model.
+    `source` says in messages where they are from.
     """
     optimizers = optimizer_search.optimizers(model)
     without = [*model.metrics_variables, *(variable for each in optimizers for variable in each.variables)]

@@ -63,9 +63,6 @@ def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -
     """Lets writers write to a temporary folder, which is removed in the end; then they have their own places again.
 
     For the workers: a subclass that predicts in a hook must do so on all of them, but their files would be the chief's.
-
-    Args:
-        callbacks: Of which those that are no writers are left as they are.
     """
     places = [
         (each, name, place)

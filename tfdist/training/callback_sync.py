@@ -30,11 +30,7 @@ def wrap_callbacks(
 ) -> tuple[keras.callbacks.Callback, list[keras.callbacks.Callback], keras.callbacks.Callback]:
     """Returns what goes before the callbacks of this rank, these, and what goes behind them. A collective.
 
-    Args:
-        callbacks: What the user gave on this rank.
-        strategy: The strategy.
-        ranks: The ranks that shall stay in step.
-        check_weights: Whether they compare their weights after each epoch, too, if all have the same callbacks.
+    With `check_weights` the ranks compare their weights after each epoch, too, if all have the same callbacks.
     """
     mine = [c for c in callbacks if ranks.is_chief or not only_writes(c)]
     # A writer counts, though it is dropped here: it still reads the model on the chief. One that only observes does not.
@@ -85,11 +81,8 @@ class _Synchronize(keras.callbacks.Callback):
 class _CheckConsistency(keras.callbacks.Callback):
     """Comes last: lets all ranks do what one decided.
 
-    Args:
-        strategy: The strategy, likewise `ranks` and `check_weights` as of `wrap_callbacks`.
-        on_batches: Whether some rank has a callback that acts on batches.
-        alike: Whether all ranks have the same callbacks, except those that only observe. Where they have, unequal weights
-            are an error; where not, the chief's hold.
+    `on_batches` says that some rank has a callback that acts on batches, `alike` that all ranks have the same callbacks, except those that only
+    observe: then unequal weights are an error, else the chief's hold.
     """
 
     def __init__(self, strategy: Any, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):

@@ -35,15 +35,7 @@ _TEXT_LENGTH = 200  # bytes of a transformation's text in a message
 
 
 def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -> None:
-    """Checks a strategy that the user has created.
-
-    Args:
-        strategy: The strategy.
-        options: The names of the options given beside it.
-
-    Raises:
-        ConfigError: `tfdist.create_strategy` did not make it, or there are options, which only go with a name.
-    """
+    """Raises ConfigError unless `tfdist.create_strategy` has made the strategy, and there are no options, which only go with a name."""
     if not hasattr(strategy, "statistics") or options:
         raise ConfigError(
             "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
@@ -52,16 +44,7 @@ def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -
 
 
 def check_options(trainer: type, strategy: Any, options: Collection[str]) -> None:
-    """Checks the names of arguments that a trainer does not have itself.
-
-    Args:
-        trainer: The trainer's class.
-        strategy: What it is given as strategy; options go with a name.
-        options: The names.
-
-    Raises:
-        ConfigError: One is neither an argument nor an option of a strategy.
-    """
+    """Raises ConfigError for names that are neither arguments of a trainer's class nor options of a strategy; options go with a strategy's name."""
     fields = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}
     known = fields | {*inspect.signature(trainer).parameters} - {"options"}
     faults = [unknown_name_message("argument of Trainer", name, known) for name in options if name not in fields]
@@ -70,30 +53,15 @@ def check_options(trainer: type, strategy: Any, options: Collection[str]) -> Non
 
 
 def check_nan_policy(policy: str, strategy: Any) -> None:
-    """Checks that a strategy can do with steps that are not finite what it is asked to.
-
-    Args:
-        policy: As `nan_policy` of `Trainer`.
-        strategy: The strategy.
-
-    Raises:
-        ConfigError: There is no such policy, or the strategy cannot follow it.
-    """
+    """Raises ConfigError where there is no such policy, or the strategy cannot follow it."""
     if faults := list(validation.nan_policy_faults(policy, strategy.kind, strategy.traits)):
         raise ConfigError(faults)
 
 
 def check_trains_alone(cluster_and_task: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
-    """Checks that a strategy of one process does not run on one of several training tasks.
+    """Raises ConfigError where a strategy of one process runs on one of several training tasks.
 
     Each task would train the whole model and overwrite the files of the others.
-
-    Args:
-        cluster_and_task: The cluster and this process's task in it, or None without a cluster.
-        strategy: The name of the strategy's class.
-
-    Raises:
-        ConfigError: The cluster has several training tasks, and this process is one of them.
     """
     if cluster_and_task is None:
         return
@@ -107,17 +75,7 @@ def check_trains_alone(cluster_and_task: tuple[ClusterSpec, TaskSpec] | None, st
 
 
 def check_model(model: Any, strategy: tf.distribute.Strategy, method: str) -> None:
-    """Checks that a strategy can train a model.
-
-    Args:
-        model: The first argument of a method of the trainer.
-        strategy: The trainer's strategy.
-        method: The method's name.
-
-    Raises:
-        ConfigError: It is no Keras model, was built outside of the trainer's scope, or holds something that tfdist
-            does not support.
-    """
+    """Raises ConfigError where `model`, the first argument of the trainer's `method`, is no model, was built elsewhere, or is not supported."""
     if not isinstance(model, keras.Model):
         raise ConfigError(
             f"{method} takes the model first: trainer.{method}(model, x, ...). Received: {type(model).__name__}."
@@ -132,14 +90,7 @@ def check_model(model: Any, strategy: tf.distribute.Strategy, method: str) -> No
 
 
 def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Checks that writers have the place they name.
-
-    Args:
-        callbacks: The user's callbacks.
-
-    Raises:
-        ConfigError: `writes` names an attribute that its callback does not have.
-    """
+    """Raises ConfigError where `writes` names an attribute that its callback does not have."""
     for callback in callbacks:
         if (name := place_attribute(callback)) and not hasattr(callback, name):
             raise ConfigError(
@@ -151,19 +102,9 @@ def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 def check_consistency(
     ranks: Ranks, model: keras.Model, data: Any, validation_data: Any, arguments: Mapping[str, Any]
 ) -> None:
-    """Checks before training that all workers gave `fit` the same, and run the same program. A collective.
+    """Checks before training that all workers gave `fit` the same, and run the same program. A collective; raises ConfigError on all workers.
 
     A difference would end the training run later, or train some examples twice, or another model than the user knows of.
-
-    Args:
-        ranks: The workers.
-        model: The model.
-        data: What `fit` was given as `x`.
-        validation_data: What it was given as `validation_data`.
-        arguments: Its other arguments.
-
-    Raises:
-        ConfigError: The workers gave different ones; on all workers.
     """
     if ranks.size == 1:
         return
@@ -197,16 +138,7 @@ def check_consistency(
 
 
 def check_data_consistency(ranks: Ranks, data: Any, arguments: Mapping[str, Any]) -> None:
-    """Checks before `evaluate` and `predict` that all workers gave the same arrays, or declared their own. A collective.
-
-    Args:
-        ranks: The workers.
-        data: What they were given as `x`.
-        arguments: The other arguments.
-
-    Raises:
-        ConfigError: The workers gave different ones; on all workers.
-    """
+    """Checks before `evaluate` and `predict` that all workers gave the same arrays, or declared their own. A collective."""
     arrays = _Arrays(data, None, arguments)
     own, digests = np.split(ranks.gather(float(worker_rows.is_own(data)), *arrays.digests()), [1], axis=1)
     if len(set(own[:, 0])) > 1:
@@ -219,15 +151,7 @@ def check_data_consistency(ranks: Ranks, data: Any, arguments: Mapping[str, Any]
 
 
 def check_class_weight(data: Any, class_weight: Any) -> None:
-    """Checks that data can be weighted by their classes.
-
-    Args:
-        data: What `fit` was given as `x`.
-        class_weight: What it was given as `class_weight`.
-
-    Raises:
-        ConfigError: The data are distributed already.
-    """
+    """Raises ConfigError where data are distributed already, so that classes cannot weigh them."""
     if class_weight is not None and isinstance(data, tf.distribute.DistributedDataset):
         raise ConfigError(
             "class_weight cannot weight data that are distributed already (by experimental_distribute_dataset or "
@@ -236,12 +160,7 @@ def check_class_weight(data: Any, class_weight: Any) -> None:
 
 
 def own_sizes(ranks: Ranks, data: Any) -> list[int] | None:
-    """Returns the number of each worker's own examples or batches, None where workers share the data. A collective.
-
-    Args:
-        ranks: The workers, which have all been given data of the same kind.
-        data: What `fit` was given as `x`.
-    """
+    """Returns the number of each worker's own examples or batches, None where workers share the data. A collective."""
     if ranks.size == 1 or not worker_rows.is_own(data):
         return None
     size = int(data.cardinality()) if isinstance(data, tf.data.Dataset) else _length(data.x)
@@ -249,13 +168,7 @@ def own_sizes(ranks: Ranks, data: Any) -> list[int] | None:
 
 
 class _Arrays:
-    """The arrays that a worker was given, by argument, and their comparison with those of the others.
-
-    Args:
-        data: What it was given as `x`.
-        validation_data: What it was given as `validation_data`.
-        arguments: The other arguments.
-    """
+    """The arrays that a worker was given, by argument, and their comparison with those of the others."""
 
     def __init__(self, data: Any, validation_data: Any, arguments: Mapping[str, Any]):
         own = {
@@ -275,11 +188,7 @@ class _Arrays:
         return [*kinds, *map(array_digest.digest, self._own.values())]
 
     def differ(self, digests: np.ndarray) -> bool:
-        """Whether workers have different arrays.
-
-        Args:
-            digests: Those of each worker.
-        """
+        """Whether workers have different arrays, by the digests of each."""
         return bool(self._unlike(digests).any())
 
     def difference_message(self, ranks: Ranks, digests: np.ndarray) -> str:

@@ -30,16 +30,7 @@ def prepare_process(config: TrainConfig) -> None:
 
 
 def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Model) -> None:
-    """Gives a model the weights with which a configuration begins, on every rank.
-
-    Args:
-        config: The configuration.
-        trainer: Of the model.
-        model: The model, built.
-
-    Raises:
-        ConfigError: The file cannot be read, or is another model's.
-    """
+    """Loads `config.initial_weights`, if set, into a built model, on every rank. Raises ConfigError for a file that does not fit."""
     if not (path := config.initial_weights):
         return
     try:
@@ -64,17 +55,10 @@ def make_export_folder(path: str) -> None:
 
 
 class MonitoredMetrics(keras.callbacks.Callback):
-    """Ends the training where a callback of Keras follows a metric that the model does not have; Keras would only warn.
+    """Raises ConfigError where a callback of Keras monitors a metric that the model does not have; Keras would only warn.
 
-    It must stand before those callbacks. A metric of the training is missed after the first step, unless the model's steps or
-    other callbacks, which may add metrics at the end of an epoch, are the user's own; then after the first epoch.
-
-    Args:
-        monitored: Names of callbacks, and the metric of each.
-        at_once: Whether to look after the first step.
-
-    Raises:
-        ConfigError: There is no such metric.
+    It must stand before those callbacks. A metric of the training is missed after the first step, if `at_once`; the model's steps or other
+    callbacks of the user's may add metrics at the end of an epoch, and it is missed then. `monitored` pairs callbacks' names with metrics.
     """
 
     only_observes = True
@@ -110,15 +94,7 @@ class MonitoredMetrics(keras.callbacks.Callback):
 
 
 def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that a configuration names.
-
-    Args:
-        config: The configuration.
-        is_chief: Whether this process writes their files.
-
-    Raises:
-        ConfigError: One of one's own is not there, one cannot be made of its arguments, is no callback, or cannot write its file.
-    """
+    """Returns the callbacks that a configuration names. Raises ConfigError for one that cannot be made, or, on the chief, cannot write its file."""
     made: list[keras.callbacks.Callback] = []
     if monitored := list(callbacks_lib.monitored(config.callbacks)):
         own = any(":" in name for name, _ in callbacks_lib.parse(config.callbacks))
@@ -145,12 +121,7 @@ def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.ca
 
 
 def _why_not_writable(path: str, is_pattern: bool) -> str:
-    """Returns why a file cannot be written, or an empty text; makes it where it does not exist.
-
-    Args:
-        path: The file's path.
-        is_pattern: Whether the path has placeholders in braces: then its folder is made.
-    """
+    """Returns why a file cannot be written, or an empty text; makes it, or of a pattern with placeholders its folder, where it does not exist."""
     if is_pattern:
         folder = os.path.dirname(path.partition("{")[0]) or "."
         try:
@@ -171,14 +142,7 @@ def _why_not_writable(path: str, is_pattern: bool) -> str:
 def build_model(
     trainer: Trainer, config: TrainConfig, task: Any, optimizer: Callable[[], keras.optimizers.Optimizer]
 ) -> keras.Model:
-    """Returns the task's model, compiled as configured.
-
-    Args:
-        trainer: In whose scope.
-        config: The configuration.
-        task: The task.
-        optimizer: Makes the optimizer.
-    """
+    """Returns the task's model, built in the trainer's scope and compiled as configured."""
     with trainer.scope():
         model = task_checks.checked_model(config.task, task.build_model())
         given = task_checks.checked_compile_arguments(config.task, model, task.compile_arguments())

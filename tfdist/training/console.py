@@ -1,24 +1,19 @@
-"""What the chief shows of a training run: its replicas, Keras' progress, and warnings about compression."""
+"""What the chief shows of a training run: its replicas, Keras' progress, and updates that are missing."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import keras
 
 from tfdist.compat import optimizer_search
-from tfdist.monitoring import compression_report
 from tfdist.runtime.log import is_terminal, logger
 
 
 def describe_replicas(replicas: int, global_batch_size: int | None, asynchronous: bool) -> str:
-    """Returns on how many replicas a training runs, and how its batch is split over them.
+    """Returns how many replicas train, and how a batch is split over them.
 
-    Args:
-        replicas: The number of replicas; of workers, if they are asynchronous.
-        global_batch_size: Examples per step, or None if unknown.
-        asynchronous: Whether each worker trains on batches of the whole size.
+    Asynchronous workers count as replicas, each with batches of the whole size.
     """
     number, batch = replicas, global_batch_size
     if asynchronous:
@@ -30,36 +25,12 @@ def describe_replicas(replicas: int, global_batch_size: int | None, asynchronous
 
 
 def verbosity(verbose: str | int, is_chief: bool) -> str | int:
-    """Returns the `verbose` that Keras gets: one line per epoch where a progress bar cannot redraw its line.
-
-    Args:
-        verbose: The user's `verbose`.
-        is_chief: Whether this is the chief. The other ranks show nothing.
-    """
+    """Returns the `verbose` that Keras gets: 0 off the chief; one line per epoch where a progress bar cannot redraw its line."""
     if not is_chief:
         return 0
     # A bar redraws its line, which only a terminal or a notebook shows as one.
     redraws = "ipykernel" in sys.modules or is_terminal()
     return verbose if redraws or verbose not in ("auto", 1) else 2
-
-
-def print_compression_faults(model: keras.Model) -> None:
-    """Logs the problems that the compressor of a trained model has had."""
-    for sentence in compression_report.faults(model):
-        logger.warning(sentence)
-
-
-def exchange_times(model: keras.Model, is_chief: bool) -> dict[str, Any]:
-    """Returns `exchange_ms`, and warns on the chief if compression makes the exchange no faster. A collective.
-
-    Args:
-        model: The model, once trained.
-        is_chief: Whether this is the chief.
-    """
-    times = compression_report.exchange_ms(model)
-    if times and times["compressed"] >= times["plain"] and is_chief:
-        logger.warning(compression_report.NO_GAIN_WARNING.format(**times))
-    return {"exchange_ms": times}
 
 
 def print_missing_update(model: keras.Model) -> None:

@@ -15,15 +15,7 @@ from tfdist.training.loop_context import LoopContext
 
 
 class StepModel(keras.Model):
-    """The Keras model that runs a function as its training step.
-
-    Args:
-        function: Takes a batch, and returns logs.
-        uses: Models, layers, optimizers, metrics, seed generators and variables that it uses.
-
-    Attributes:
-        logs: What the last step has returned.
-    """
+    """The Keras model that runs a function as its training step; `logs` is what the last step has returned."""
 
     def __init__(self, function: Callable[[Any], dict[str, Any]], uses: list[Any]):
         super().__init__(name=getattr(function, "__name__", "step"))
@@ -32,11 +24,7 @@ class StepModel(keras.Model):
         self.logs: dict[str, Any] = {}
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        """Runs the function.
-
-        Raises:
-            ConfigError: It returns something other than logs.
-        """
+        """Runs the function. Raises ConfigError where it returns something other than logs."""
         logs = self.function(data)
         if not isinstance(logs, dict):
             raise ConfigError(

@@ -38,13 +38,7 @@ _SETTLES_WITHIN = 3.0  # seconds in which what is being removed, or does not sho
 def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> None:
     """Evaluates the backups of a training that other processes run, on one device, until it has finished.
 
-    Args:
-        config: What is trained, checked by `validation.check`.
-        workdir: The training's work directory.
-        task: This task's name.
-
-    Raises:
-        ConfigError: There is no validation data.
+    Raises ConfigError without validation data.
     """
     trainer = Trainer("one_device", cluster=False)
     configured.prepare_process(config)
@@ -55,25 +49,18 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> N
         raise ConfigError(f"The evaluator needs validation data, but eval_data() of task {config.task!r} returns None.")
     model = configured.build_model(trainer, config, trained, keras.optimizers.SGD)  # which it never uses
     backup_dir = backup_arguments(config, workdir)["backup_dir"]
-    Evaluator(trainer, model, data, backup_dir, workdir, task, final_differs=config.optimizer.use_ema).run()
+    Evaluator(model, data, backup_dir, workdir, task, final_differs=config.optimizer.use_ema).run()
 
 
 class Evaluator:
     """Follows the backups of a training in another process. It takes part in no collective, and writes no backup.
 
-    Args:
-        trainer: A trainer of one device.
-        model: The model of the training, compiled.
-        data: The validation data.
-        backup_dir: Where the training's backups are.
-        workdir: The run's work directory.
-        task: This task's name.
-        final_differs: Whether the trained model's weights are others than those of the last backup.
+    The model was built in the scope of a trainer of one device, and compiled. `final_differs` says whether the trained model's weights are others
+    than those of the last backup.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
         model: keras.Model,
         data: tf.data.Dataset,
         backup_dir: str,
@@ -81,7 +68,7 @@ class Evaluator:
         task: str,
         final_differs: bool,
     ):
-        self._trainer, self._model, self._data = trainer, model, data
+        self._model, self._data = model, data
         self._storage = Storage(backup_dir, 0, 1)
         self._workdir = workdir
         self._final_differs = final_differs
@@ -95,7 +82,7 @@ class Evaluator:
     def run(self) -> None:
         """Evaluates each complete backup, then the trained model; returns when the training has finished and all is evaluated."""
         if not self._model.built:
-            self._trainer.evaluate(self._model, self._data.take(1), verbose=0)
+            self._model.evaluate(self._data.take(1), verbose=0)
         logger.info(f"evaluating each backup that comes to {self._storage.folder}")
         while True:
             summary = self._summary()  # first: what the training wrote before is then seen below
@@ -164,18 +151,14 @@ class Evaluator:
     def _evaluate(self, training: str, step: int, epoch: int, backup: str, path: str) -> None:
         self._progress.write(done=step, epoch=epoch)
         arguments = {"verbose": 0, "return_dict": True, "callbacks": [self._signs_of_life]}
-        metrics = self._trainer.evaluate(self._model, self._data, **arguments)
+        metrics = self._model.evaluate(self._data, **arguments)
         self._log.add(training, step, epoch, backup, metrics)
         values = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items() if isinstance(value, float))
         logger.info(f"step {step} (epoch {epoch}): {values}, of {path}")
 
 
 class EvaluationLog:
-    """What has been evaluated: one line of JSON for each evaluation of one training, which outlives the process; and its curves.
-
-    Args:
-        workdir: The run's work directory.
-        task: The name of the run in TensorBoard.
+    """What has been evaluated: one line of JSON for each evaluation of one training, which outlives the process; and its curves in TensorBoard.
 
     Attributes:
         rows: The lines: `step`, `epoch`, `backup`, `training`, `time` and `metrics`.
@@ -200,27 +183,13 @@ class EvaluationLog:
                     pass
 
     def contains(self, training: str, step: int, backup: str = "") -> bool:
-        """Returns whether a step of a training has been evaluated.
-
-        Args:
-            training: What its backups call it.
-            step: The step.
-            backup: Of which backup; empty means of any.
-        """
+        """Returns whether a step of a training has been evaluated; an empty `backup` means of any."""
         return any(
             (row["training"], row["step"]) == (training, step) and backup in ("", row["backup"]) for row in self.rows
         )
 
     def add(self, training: str, step: int, epoch: int, backup: str, metrics: dict[str, Any]) -> None:
-        """Writes a line; the lines and curves of another training are set aside.
-
-        Args:
-            training: What its backups call it.
-            step: The training's step.
-            epoch: The epochs that had ended by then.
-            backup: The name of the backup, or of the model's file.
-            metrics: What `evaluate` has returned.
-        """
+        """Writes a line; the lines and curves of another training are set aside."""
         if any(row["training"] != training for row in self.rows):
             self._path.replace(self._path.with_name("evaluations.before.jsonl"))
             self._try(self._run.set_aside)

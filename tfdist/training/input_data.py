@@ -34,15 +34,14 @@ _NEEDED = ("epochs", "initial_epoch")  # Keras does not take None for them
 
 def open_source(
     engine: Engine,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
+    data: tuple[Any, Any, Any],
     batch_size: int | None,
     steps: int | None,
     shuffle: Any = False,
     class_weight: Any = None,
 ) -> DataSource:
-    """Returns the source of a loop over the data of `fit`, `evaluate` or `predict`; `x` may be a `DatasetFunction`."""
+    """Returns the source of a loop over `(x, y, sample_weight)`; `x` may be a `DatasetFunction`."""
+    x, y, sample_weight = data
     unsupported.check_data(engine.strategy, x)
     beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
     if isinstance(x, types.GeneratorType) and all(value is None for value in beside.values()):  # or Keras refuses them
@@ -113,10 +112,7 @@ def as_function(data: Any, batch_size: int | None, shuffle: Any = False) -> Any:
 def order_by_worker(outputs: Any, rows: list[list[int]], ranks: Ranks) -> Any:
     """Returns the outputs for the first worker's own rows, then those for the second one's, and so on. A collective.
 
-    Args:
-        outputs: Arrays, in the order of steps, in each of replicas within their workers, and in each of workers.
-        rows: The rows that each replica of this worker had, for each step.
-        ranks: The workers.
+    `outputs` are in the order of steps, within a step of replicas, within a replica of workers; `rows[step][replica]` counts this worker's.
     """
     mine = np.asarray(rows, np.int64)
     gathered = ranks.gather(*mine.ravel()).reshape(ranks.size, *mine.shape)
@@ -154,17 +150,7 @@ def batch_size(data: Any, arguments: dict[str, Any]) -> int | None:
 
 
 def bind_arguments(method: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Returns the arguments of a method by name.
-
-    Args:
-        method: Keras' method.
-        model: The model.
-        args: By place.
-        kwargs: By name.
-
-    Raises:
-        ConfigError: Numbers, class weights, callbacks or data are of another type or out of range. Keras would raise later, or not at all.
-    """
+    """Returns the arguments of a Keras method by name. Raises ConfigError for a wrong type or range, where Keras would raise later or not at all."""
     try:
         _, *others = inspect.signature(method).bind(model, *args, **kwargs).arguments.items()
     except TypeError:

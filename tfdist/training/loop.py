@@ -12,7 +12,7 @@ import keras
 from tfdist.backup.data_position import TrainingPasses
 from tfdist.backup.session import BackupSession
 from tfdist.compat import call_stack, keras_loops, tf_internals
-from tfdist.data.source import Passes
+from tfdist.data.source import DataSource, Passes
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.runtime.progress import Progress
@@ -21,13 +21,7 @@ from tfdist.training import input_data
 
 
 class Hooks(keras.callbacks.CallbackList):
-    """The callbacks of a loop, and what a validation within a `fit` needs of that.
-
-    Args:
-        callbacks: The callbacks.
-        session: Backs the training up, or None.
-        progress: Tells a supervisor how far the training is, or None.
-        **options: As of `CallbackList`.
+    """The callbacks of a loop, and what surrounds them in a `fit`: `session` backs it up, `progress` tells a supervisor how far it is.
 
     Attributes:
         validation: The validation data of a `fit`, once a validation has begun.
@@ -76,17 +70,17 @@ def fit(
         (x, y, sample_weight), validation_data = keras_loops.train_validation_split(
             (x, y, sample_weight), validation_split=validation_split
         )
-    data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "class_weight": class_weight}
-    passes = _training_passes(engine, model, session, steps_per_epoch, shuffle=shuffle, **data)
-    hooks = _training_hooks(model, callbacks, session, progress, passes, epochs, verbose)
+    source = input_data.open_source(engine, (x, y, sample_weight), batch_size, steps_per_epoch, shuffle, class_weight)
+    passes = _training_passes(model, source, steps_per_epoch, session)
+    hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
 
     def validate(epoch: int) -> dict[str, Any]:
         if validation_data is None or not _is_due(epoch, validation_freq):
             return {}
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+        x, y, sample_weight = data = keras.utils.unpack_x_y_sample_weight(validation_data)
         size = validation_batch_size or batch_size
         if hooks.validation is None:
-            hooks.validation = _passes(engine, model, x, y, sample_weight, size, validation_steps)
+            hooks.validation = _passes(engine, model, data, size, validation_steps)
         logs = model.evaluate(  # which the model's class may override
             x=x,
             y=y,
@@ -101,7 +95,7 @@ def fit(
     def epoch_logs(logs: Any) -> dict[str, Any]:
         return dict(engine.epoch_logs(model, model.train_function, logs))
 
-    training = train(model, hooks, passes, initial_epoch, epochs, epoch_logs, validate)
+    training = train(hooks, passes, initial_epoch, epochs, epoch_logs, validate)
     with _closing(training, passes):
         logs = None
         try:
@@ -116,7 +110,6 @@ def fit(
 
 
 def train(
-    model: keras.Model,
     hooks: Hooks,
     passes: TrainingPasses,
     initial_epoch: int,
@@ -124,21 +117,14 @@ def train(
     epoch_logs: Callable[[Any], dict[str, Any]],
     validate: Callable[[int], dict[str, Any]] = lambda epoch: {},
 ) -> Generator[int | None, Any, None]:
-    """Runs a training around its steps, which the caller runs.
+    """Runs a training around its steps, which the caller runs. Epochs count from 0.
 
-    Args:
-        model: The model.
-        hooks: The callbacks.
-        passes: The data.
-        initial_epoch: The first epoch, from 0.
-        epochs: The last epoch.
-        epoch_logs: Returns the logs of an epoch, given those of its last step.
-        validate: Returns the logs of the validation after an epoch.
+    `epoch_logs` returns the logs of an epoch, given those of its last step; `validate` those of the validation after an epoch.
 
     Yields:
         How many steps the epoch has left, or None if unknown, for each execution. Send the logs of its last step; None ends the pass.
     """
-    session, logs, training_logs = hooks.session, None, None
+    model, session, logs, training_logs = hooks.model, hooks.session, None, None
     report: Callable[..., None] = hooks.progress.write if hooks.progress else lambda **_: None
     model.stop_training = False
     model.make_train_function()
@@ -201,7 +187,7 @@ def evaluate(
     """Evaluates a model, which the engine has attached, as Keras' `evaluate`."""
     keras_loops.check_compiled(model, "evaluate")
     validation = callbacks.validation if isinstance(callbacks, Hooks) else None
-    passes = validation or _passes(engine, model, x, y, sample_weight, batch_size, steps)
+    passes = validation or _passes(engine, model, (x, y, sample_weight), batch_size, steps)
     model_building.build(model, "test_step", passes.source.form, passes.source.parts)
     passes.reset()
     hooks = _hooks(model, callbacks, passes, verbose)
@@ -246,7 +232,7 @@ def predict(
     callbacks: Any = None,
 ) -> Any:
     """Returns the outputs of a model, which the engine has attached, as Keras' `predict`."""
-    passes = _passes(engine, model, x, None, None, batch_size, steps)
+    passes = _passes(engine, model, (x, None, None), batch_size, steps)
     size = int(model.steps_per_execution)
     hooks = _hooks(model, callbacks, passes, verbose)
     model.make_predict_function()
@@ -289,10 +275,10 @@ def steps(
     progress: Progress | None = None,
 ) -> Iterator[Any]:
     """Yields each batch of a training of a `StepModel`, whose steps the caller runs."""
-    data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "class_weight": None}
-    passes = _training_passes(engine, model, session, steps_per_epoch, shuffle=shuffle, **data)
-    hooks = _training_hooks(model, callbacks, session, progress, passes, epochs, verbose)
-    training = train(model, hooks, passes, initial_epoch, epochs, lambda logs: dict(model.logs))
+    source = input_data.open_source(engine, (x, y, sample_weight), batch_size, steps_per_epoch, shuffle)
+    passes = _training_passes(model, source, steps_per_epoch, session)
+    hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
+    training = train(hooks, passes, initial_epoch, epochs, lambda logs: dict(model.logs))
     with _closing(training, passes):
         logs = None
         while True:
@@ -309,18 +295,17 @@ def steps(
 
 
 def _passes(
-    engine: Engine, model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None
+    engine: Engine, model: keras.Model, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None
 ) -> Passes:
-    """Returns the passes of an evaluation or a prediction."""
-    source = input_data.open_source(engine, x, y, sample_weight, batch_size, steps)
+    """Returns the passes of an evaluation or a prediction over `(x, y, sample_weight)`."""
+    source = input_data.open_source(engine, data, batch_size, steps)
     return Passes(source, steps, int(model.steps_per_execution), model.distribute_strategy.begin_pass)
 
 
 def _training_passes(
-    engine: Engine, model: keras.Model, session: BackupSession | None, steps_per_epoch: int | None, **data: Any
+    model: keras.Model, source: DataSource, steps_per_epoch: int | None, session: BackupSession | None
 ) -> TrainingPasses:
     """Returns the passes of a training, with the model built for them."""
-    source = input_data.open_source(engine, steps=steps_per_epoch, **data)
     size = int(model.steps_per_execution)
     passes = TrainingPasses(source, steps_per_epoch, size, model.distribute_strategy.begin_pass, session is not None)
     if session:
@@ -336,9 +321,7 @@ def _training_hooks(
     callbacks: Any,
     session: BackupSession | None,
     progress: Progress | None,
-    passes: Passes,
-    epochs: int,
-    verbose: str | int,
+    **shown: Any,
 ) -> Hooks:
     """Returns the hooks of a training; the session backs their state up, except that of the progress bar."""
     listed = input_data.as_list(callbacks)
@@ -346,8 +329,7 @@ def _training_hooks(
         listed.append(keras.callbacks.History())
     if session:
         session.watch(listed)
-    shown: dict[str, Any] = {"verbose": verbose, "epochs": epochs, "steps": passes.steps}
-    return Hooks(listed, session, progress, add_history=True, add_progbar=verbose != 0, model=model, **shown)
+    return Hooks(listed, session, progress, add_history=True, add_progbar=shown["verbose"] != 0, model=model, **shown)
 
 
 def _hooks(model: keras.Model, callbacks: Any, passes: Passes, verbose: str | int) -> Hooks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -24,39 +25,20 @@ _MUST_BE_THE_BACKUPS = {
 }  # arguments of `fit`
 
 
+@dataclasses.dataclass(eq=False)
 class LoopContext:
-    """The context in which a trainer runs Keras' loops.
+    """The context in which a trainer runs Keras' loops; `cluster` is None where this process trains alone."""
 
-    Attributes:
-        strategy: The strategy.
-        engine: Trains under the strategy.
-        ranks: The ranks that train together.
-        cluster: The cluster, or None where this process trains alone.
-        task: This process's task.
-        backup: How the training is backed up, or None.
-        check_weights: Whether workers compare all their weights after each epoch.
-    """
-
-    def __init__(
-        self,
-        strategy: Any,
-        engine: Engine,
-        ranks: Ranks,
-        cluster: ClusterSpec | None,
-        task: TaskSpec,
-        backup: BackupAndRestore | None,
-        check_weights: bool,
-    ):
-        self.strategy = strategy
-        self.engine = engine
-        self.ranks = ranks
-        self.cluster = cluster
-        self.task = task
-        self.backup = backup
-        self.check_weights = check_weights
-        self._depth = 0  # of nested calls that work on a model
-        self._has_printed_replicas = False
-        self._notices: set[str] = set()
+    strategy: Any
+    engine: Engine
+    ranks: Ranks
+    cluster: ClusterSpec | None
+    task: TaskSpec
+    backup: BackupAndRestore | None
+    check_weights: bool
+    _depth: int = 0  # of nested calls that work on a model
+    _has_printed_replicas: bool = False
+    _notices: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def is_chief(self) -> bool:
@@ -80,15 +62,7 @@ class LoopContext:
             logger.info(notice)
 
     def attach(self, model: keras.Model, method: str) -> None:
-        """Checks a model, and gives it the step function of this strategy.
-
-        Args:
-            model: The model.
-            method: The trainer's method that was called.
-
-        Raises:
-            ConfigError: This strategy cannot train the model.
-        """
+        """Checks a model, and gives it the step function of this strategy; `method` is the trainer's method that was called."""
         checks.check_model(model, self.strategy, method)
         self.engine.attach(model)
 
@@ -131,14 +105,7 @@ class LoopContext:
     def backing_up(
         self, backup: BackupAndRestore | None, model: keras.Model, data: Any, fit_arguments: dict[str, Any]
     ) -> Iterator[BackupSession | None]:
-        """Backs up the `fit` inside, which goes on from a backup if there is one; the loop calls the value.
-
-        Args:
-            backup: How to back up, or None for no backups.
-            model: The model.
-            data: The training data.
-            fit_arguments: The other arguments of `fit`, some of which must be those of the backup.
-        """
+        """Backs up the `fit` inside, which goes on from a backup if there is one; its value, for the loop, is None without a backup."""
         with progress.training(self.task.name):
             if backup is None:
                 yield None
@@ -151,12 +118,7 @@ class LoopContext:
                 yield session
 
     def delete_backup(self, backup: BackupAndRestore | None, at_once: bool = False) -> None:
-        """Removes the backups of trainings that have come to their end. A collective.
-
-        Args:
-            backup: What has made them, or None.
-            at_once: As for `BackupAndRestore.delete`.
-        """
+        """Removes the backups of trainings that have come to their end; `at_once` as for `BackupAndRestore.delete`. A collective."""
         with self.watching_workers():
             self.ranks.barrier()
             if backup and self.is_chief:  # first: a backup without a manifest is not taken for a damaged one
@@ -167,11 +129,7 @@ class LoopContext:
             self.ranks.barrier()  # or one rank might begin to write there again
 
     def print_replicas(self, global_batch_size: int | None) -> None:
-        """Prints, on the chief and once, on how many replicas the training runs.
-
-        Args:
-            global_batch_size: Examples per step, or None if unknown.
-        """
+        """Prints, on the chief and once, on how many replicas the training runs."""
         printed, self._has_printed_replicas = self._has_printed_replicas, True
         if printed or not self.is_chief:
             return

@@ -17,7 +17,8 @@ from tfdist.compat import unsupported
 from tfdist.data import worker_rows
 from tfdist.engine import Engine
 from tfdist.gradients.optimizer import skipped_updates
-from tfdist.monitoring import TensorBoard
+from tfdist.monitoring import TensorBoard, compression_report
+from tfdist.runtime.log import logger
 from tfdist.runtime.progress import Progress
 from tfdist.training import callback_kinds, callback_sync, checks, console, input_data, loop, single_steps
 from tfdist.training.loop_context import LoopContext
@@ -26,19 +27,10 @@ Method = Callable[..., Any]
 
 
 def run(context: LoopContext, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs a method of a model, with what surrounds it on this rank.
+    """Runs a method of a model, which is attached, with what surrounds it on this rank.
 
-    Args:
-        context: The context of the trainer's loops.
-        name: The method's name.
-        method: Keras' method, for the names of the arguments.
-        model: The model, checked and attached.
-        args: The arguments by position.
-        kwargs: The arguments by name.
-
-    Raises:
-        ClusterError: A task is lost that the others cannot do without.
-        ConfigError: Workers were given different arguments, or data that the strategy cannot use.
+    `method` is Keras' own, for the names of the arguments. Raises ClusterError where a task is lost that the others need, and ConfigError where
+    workers were given different arguments, or data that the strategy cannot use.
     """
     arguments = input_data.bind_arguments(method, model, args, kwargs)
     if name in LOOPS:
@@ -95,20 +87,21 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
             context.backup = None if ends_with_fit else backup
         if validation is not None:
             arguments["validation_data"] = validation
-        arguments["verbose"] = _verbosity(context, arguments)
+        arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
         arguments |= {"x": data, "callbacks": _in_order(context, callbacks), "session": session}
         yield {**arguments, "progress": session.progress if session else Progress(context.task.name)}
     if backup and ends_with_fit:
         context.delete_backup(backup)
     if context.is_chief:
-        console.print_compression_faults(model)
+        for fault in compression_report.faults(model):
+            logger.warning(fault)
         console.print_missing_update(model)
 
 
 def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
     unsupported.check_data(context.strategy, arguments.get("x"))
     data = _own_as_function(context, arguments.pop("x", None), arguments, takes_targets=True)
-    arguments["verbose"] = _verbosity(context, arguments)
+    arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
     with context.running(model):
         return loop.evaluate(context.engine, model, data, **arguments)
 
@@ -119,7 +112,7 @@ def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any])
     unsupported.check_data(context.strategy, data)
     own = worker_rows.is_own(data) and context.ranks.size > 1
     data = context.engine.data_to_predict(model, _own_as_function(context, data, arguments, takes_targets=False))
-    arguments["verbose"] = _verbosity(context, arguments)
+    arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
     with context.running(model):
         model.make_predict_function()
         # A model may have a function of its own.
@@ -139,8 +132,7 @@ def _choose_backup(
 ) -> tuple[BackupAndRestore | None, list[keras.callbacks.Callback], bool]:
     """Chooses what backs a `fit` up: the user's callback, the trainer's backup, or one in place of Keras' own callback.
 
-    Returns:
-        What backs up, or None; the other callbacks; whether the backup is to be removed when `fit` ends, as Keras' is.
+    Returns it, or None; the other callbacks; and whether the backup is to be removed when `fit` ends, as Keras' is.
     """
     own = [each for each in callbacks if isinstance(each, BackupAndRestore)]
     of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.BackupAndRestore)]
@@ -214,8 +206,3 @@ def _own_as_function(context: LoopContext, data: Any, arguments: dict[str, Any],
         checks.check_data_consistency(context.ranks, data, arguments)
     batch_size = arguments.pop("batch_size", None) if isinstance(data, worker_rows.OwnRows) else None
     return input_data.as_function(data, batch_size)
-
-
-def _verbosity(context: LoopContext, arguments: dict[str, Any]) -> str | int:
-    """Takes `verbose` out of the arguments, and returns the one that Keras gets."""
-    return console.verbosity(arguments.pop("verbose", "auto"), context.is_chief)

@@ -55,15 +55,9 @@ _CALLS = {
 def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
     """Ends the collectives of what is inside when a worker has ended, and says when one does not answer.
 
-    The chief asks all others, and the others ask the chief, which ends when it has missed one. One that does not answer may be
-    stopped for a while: after a minute it counts as lost. Its own process, once it runs again, finds that the others have ended.
-
-    Args:
-        cluster: The cluster, of workers that train in step.
-        task: This process's task.
-
-    Raises:
-        ClusterError: A worker has ended, or did not answer; names it. Or workers do different things at once.
+    The chief asks all others, and the others ask the chief, which ends when it has missed one. One that does not answer may be stopped for a
+    while: after a minute it counts as lost. Its own process, once it runs again, finds that the others have ended. Raises ClusterError, which
+    names a lost worker, or what workers did at once.
     """
     chief, *workers = cluster.training_tasks()
     others = workers if task == chief else [chief]
@@ -160,11 +154,6 @@ def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpE
     """Returns the calls in which the workers' collectives did not match, or an empty text if `error` has another cause.
 
     On the worker whose data have ended it ends the collectives of the others, which then call this, too.
-
-    Args:
-        cluster: The cluster.
-        task: This process's task.
-        error: What TensorFlow raised in a collective, or in a step without data.
     """
     call, ended = _describe_call(error), ENDED_EARLY in error.message
     if not ended and not _MISMATCH.search(error.message):

@@ -49,13 +49,7 @@ _described: weakref.WeakKeyDictionary[keras.Model, tuple[Any, list[Item]]] = wea
 
 
 def describe(model: keras.Model, arguments: Mapping[str, Any], workers: int) -> list[Item]:
-    """Returns what must be the same on all workers, the likely causes of other differences first.
-
-    Args:
-        model: The model.
-        arguments: Those of `fit`.
-        workers: The number of workers.
-    """
+    """Returns what must be the same on all workers, the likely causes of other differences first."""
     compiled = (model.optimizer, getattr(model, "loss", None))
     known = _described.get(model)
     if known is None or any(a is not b for a, b in zip(known[0], compiled, strict=True)):
@@ -71,12 +65,7 @@ def digest(items: Sequence[Item]) -> float:
 
 
 def difference_message(ranks: Ranks, items: Sequence[Item]) -> str:
-    """Returns the first difference between the workers' programs. A collective.
-
-    Args:
-        ranks: The workers.
-        items: What `describe` returned on this one.
-    """
+    """Returns the first difference between the workers' programs, of which `describe` returned `items` on this one. A collective."""
     most = min(int(ranks.gather(float(len(items)))[:, 0].max()), _MOST_ITEMS)
     own = [digest([item]) for item in items[:most]]
     digests = ranks.gather(*own, *[0.0] * (most - len(own)))

@@ -15,19 +15,7 @@ from tfdist.training.loop_context import LoopContext
 
 
 def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
-    """Saves `model` as one `.keras` file. A collective.
-
-    Args:
-        context: The context of the trainer's loops.
-        model: The model.
-        path: A path that ends in `.keras`.
-        **kwargs: As for `model.save`.
-
-    Raises:
-        ConfigError: `path` does not end in `.keras`.
-        WriteError: On the chief, if it could not write.
-        ClusterError: On the other ranks, if the chief could not write.
-    """
+    """Saves `model` as one `.keras` file. A collective: raises WriteError on a chief that could not write, and ClusterError on the other ranks."""
     path = os.fspath(path)
     if not path.endswith(".keras"):
         raise ConfigError(f"path must end in '.keras'. Received: {path!r}.")
@@ -35,18 +23,7 @@ def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str],
 
 
 def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
-    """Exports `model` for inference. A collective.
-
-    Args:
-        context: The context of the trainer's loops.
-        model: The model.
-        path: The folder.
-        **kwargs: As for `model.export`.
-
-    Raises:
-        WriteError: On the chief, if it could not write.
-        ClusterError: On the other ranks, if the chief could not write.
-    """
+    """Exports `model` to the folder `path` for inference. A collective, which raises as `save`."""
     path = os.fspath(path)
 
     def write() -> None:

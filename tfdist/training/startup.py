@@ -31,18 +31,9 @@ def start_strategy(
     start_timeout: float,
     options: dict[str, Any],
 ) -> tuple[Any, Cluster | None]:
-    """Returns the strategy, connected with the other tasks, and the cluster, or None without one.
+    """Returns the strategy, connected with the other tasks, and the cluster, or None without one. Arguments as of `Trainer`.
 
-    Args:
-        strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
-        cluster: The cluster and this process's task in it; None means what the environment says, False none.
-        backup: How the training is backed up, or None. SIGTERM is heeded from here on, and the seed of a backup is set.
-        start_timeout: Seconds to wait for the other tasks.
-        options: As for `create_strategy`.
-
-    Raises:
-        ClusterError: Other tasks are not there in time.
-        ConfigError: As `create_strategy`; or an argument is of another type.
+    SIGTERM is heeded from here on, and the seed of a backup is set. Raises ClusterError where other tasks are not there in time.
     """
     if backup is not None and not isinstance(backup, BackupAndRestore):
         raise ConfigError(f"backup must be a tfdist.BackupAndRestore. Received: {format_value(backup)}.")
@@ -77,15 +68,7 @@ def create_context(
 ) -> LoopContext:
     """Returns the context of the trainer's loops: which tasks train together under the strategy, and by which engine.
 
-    Args:
-        strategy: The strategy.
-        cluster_and_task: The cluster and this process's task in it, or None without a cluster.
-        backup: How the training is backed up, or None.
-        compressor: What sums gradients with fewer bytes, or None.
-        check_weights: Whether workers compare all their weights after each epoch.
-
-    Raises:
-        ConfigError: The strategy trains in one process, and this is one of several training tasks.
+    Raises ConfigError where the strategy trains in one process, and this is one of several training tasks.
     """
     if check_weights not in (True, False):
         raise ConfigError(f"check_weights must be True or False. Received: {format_value(check_weights)}.")

@@ -38,15 +38,7 @@ _LIBRARIES = tuple(
 
 
 def make_task(name: str, options: Any) -> Any:
-    """Returns a task, made of its options.
-
-    Args:
-        name: The task's name.
-        options: Its options.
-
-    Raises:
-        ConfigError: There is no such task, or its class does not take the options.
-    """
+    """Returns a task, made of its options. Raises ConfigError where there is no such task, or its class does not take the options."""
     kind = registry.resolve("task", name, registry.TASKS)
     try:
         return kind(options)
@@ -129,16 +121,9 @@ class FirstStep(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def explaining_first_step(task: str, model: keras.Model, first: FirstStep, elements: dict[str, Any]) -> Iterator[None]:
-    """Makes an error that is raised inside in the first step of the training or of the validation one sentence, unless a line of the user's raised it.
+    """Turns an error of the first step of a training or validation into one ConfigError, unless a line of the user's raised it.
 
-    Args:
-        task: The task's name.
-        model: Its model.
-        first: Among the callbacks of the training inside.
-        elements: Gets the specification of the data of each method of the task, once there is one.
-
-    Raises:
-        ConfigError: Model, loss and data do not fit.
+    `first` is among the callbacks inside; `elements` gets the specification of the data of each method of the task.
     """
     try:
         yield

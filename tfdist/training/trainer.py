@@ -18,8 +18,10 @@ from tfdist.compat import keras_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
 from tfdist.errors import ConfigError
+from tfdist.monitoring import compression_report
+from tfdist.runtime.log import logger
 from tfdist.strategies import model_methods
-from tfdist.training import checks, console, loops, saving, startup
+from tfdist.training import checks, loops, saving, startup
 from tfdist.training.custom_step import Step
 
 
@@ -261,9 +263,6 @@ class Trainer:
         """Removes the backups of the trainings of `model` that have come to their end; for its own `save` and `export`.
 
         No collective, as one worker may save alone: the chief's call removes them for all. During `fit` it does nothing.
-
-        Args:
-            model: The model, which has been written.
         """
         if self._context.backup and not self.is_at_work:
             self._context.backup.delete_of(model)
@@ -294,7 +293,10 @@ class Trainer:
             `exchange_ms`: milliseconds that the sum of all gradients takes, `compressed` and `plain`, measured now; None
             without a compressor. Prints a warning if compression makes it no faster.
         """
-        return console.exchange_times(model, self.is_chief)
+        times = compression_report.exchange_ms(model)
+        if times and times["compressed"] >= times["plain"] and self.is_chief:
+            logger.warning(compression_report.NO_GAIN_WARNING.format(**times))
+        return {"exchange_ms": times}
 
     def say_replicas(self, global_batch_size: int | None) -> None:
         """Prints, on the chief and once, on how many replicas it trains; `fit` does so by itself.
@@ -305,17 +307,9 @@ class Trainer:
         self._context.print_replicas(global_batch_size)
 
     def call(self, name: str, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
-        """Does what a model's own method is called for.
-
-        Args:
-            name: The method's name.
-            method: Keras' method.
-            model: The model.
-            args: Its arguments by place.
-            kwargs: Its arguments by name.
-        """
+        """Does what a model's own method is called for; `method` is Keras'."""
         if name in loops.LOOPS or not keras_internals.has_replaced_make_function(model):
-            self._attach(model)
+            self._context.attach(model, "fit")
         return loops.run(self._context, name, method, model, args, kwargs)
 
     def _take_models(self) -> None:
@@ -323,12 +317,9 @@ class Trainer:
         self.strategy.trainer, self.strategy.engine = self, self._context.engine
 
     def _run(self, name: str, model: keras.Model, args: Any, kwargs: Any) -> Any:
-        self._attach(model, name)
+        self._context.attach(model, name)
         method = getattr(type(model), name)
         if method is not getattr(keras.Model, name):  # it calls Keras' method, and so `call`
             self._take_models()
             return method(model, *args, **kwargs)
         return loops.run(self._context, name, model_methods.keras_own(name), model, args, kwargs)
-
-    def _attach(self, model: keras.Model, method: str = "fit") -> None:
-        self._context.attach(model, method)
