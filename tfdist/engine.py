@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tfdist.strategy import Strategy
+
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
@@ -23,7 +25,7 @@ class Engine(abc.ABC):
         nan_policy: What becomes of steps that are not finite, as of `Trainer`.
     """
 
-    strategy: Any
+    strategy: Strategy
     num_replicas: int
     compressor: Any = None
     nan_policy: str = "ignore"

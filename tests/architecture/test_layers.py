@@ -19,9 +19,10 @@ from tfdist import __main__
 # From the bottom to the top: a package imports only packages of lower rows. `tfdist` is its face, `__main__` a command.
 ROWS = [
     {"errors", "version"},
-    {"engine", "runtime"},
+    {"runtime"},
     {"cluster", "compat", "config"},
-    {"cluster.resolvers", "collectives", "data", "launch", "replicas"},
+    {"strategy"},
+    {"cluster.resolvers", "collectives", "data", "engine", "launch", "replicas"},
     {"cluster.jobs", "compression", "doctor", "strategies", "tasks"},
     {"backup", "gradients"},
     {"monitoring", "step"},
@@ -35,6 +36,8 @@ WITHOUT_TENSORFLOW = {
     "runtime",
     "config",
     "cluster",
+    "strategy",
+    "engine",
     "doctor",
     "launch",
     "tasks",

@@ -34,6 +34,7 @@ from tfdist.errors import ConfigError, format_value
 from tfdist.runtime import goodput, process_end, progress
 from tfdist.runtime.log import logger
 from tfdist.runtime.process_end import Preemption
+from tfdist.strategy import Strategy
 
 _GENERATORS = "generators of the process"
 
@@ -237,8 +238,7 @@ class BackupSession:
             self._save()
 
     def _known_variables(self) -> list[Any]:
-        gauges = getattr(self._strategy, "gauges", ())  # what steps only measure
-        return [*self._state.local_variables(), getattr(self._strategy, "notes", None), *gauges]
+        return [*self._state.local_variables(), self._strategy.notes, *self._strategy.gauges]
 
     def on_epoch_end(self, last: bool) -> None:
         """Saves at the end of an epoch, if asked to, and at the end of the last one.
@@ -393,7 +393,7 @@ class SaveAgreement:
     def __init__(
         self,
         ranks: Ranks,
-        strategy: Any,
+        strategy: Strategy,
         preemption: Preemption | None,
         peer_preempted: Callable[[], bool],
         save_every_seconds: float | None,
@@ -414,7 +414,7 @@ class SaveAgreement:
                 self._strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
             # A step that was traced before does not read the flags.
             model.train_function = model.test_function = None
-        self._strategy.notes.assign(tf.zeros(2))
+        self._note(False, False)
 
     @property
     def is_preempted(self) -> bool:
@@ -441,7 +441,7 @@ class SaveAgreement:
             return self.is_preempted, should_save
         flags = getattr(function, "agreed_flags", None)
         if self.is_preempted or should_save:
-            self._strategy.notes.assign([float(self.is_preempted), float(should_save)])
+            self._note(self.is_preempted, should_save)
         if flags is None:
             return False, False
         should_stop, should_save = (flags.numpy() > 0).tolist()
@@ -451,7 +451,11 @@ class SaveAgreement:
         """Restarts the time until the next backup, and resets the flag that asks for one."""
         self._saved_at = time.monotonic()
         if self._ranks.size > 1:
-            self._strategy.notes.assign([float(self.is_preempted), 0.0])
+            self._note(self.is_preempted, False)
+
+    def _note(self, is_preempted: bool, should_save: bool) -> None:
+        notes: tf.Variable = self._strategy.notes
+        notes.assign([float(is_preempted), float(should_save)])
 
 
 class ResumeWarnings:

@@ -103,7 +103,7 @@ class Communicator(abc.ABC):
     def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]: ...
 
 
-def communicator_for(strategy: Any) -> Communicator:
+def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
     """Returns the communicator of a strategy's replicas, always the same one.
 
     Raises:

@@ -14,6 +14,8 @@ import zlib
 import numpy as np
 import tensorflow as tf
 
+from tfdist.strategy import Strategy
+
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
@@ -61,9 +63,9 @@ def unlike_processors(strategy: tf.distribute.MultiWorkerMirroredStrategy, worke
     return tuple(int(count) for _, count in kinds) if differ else ()
 
 
-def describe_difference(strategy: tf.distribute.Strategy) -> str:
+def describe_difference(strategy: Strategy) -> str:
     """Returns a phrase on how the workers' processors differ; empty if they do not, or there are no workers."""
-    counts = getattr(strategy, "unlike_processors", ())
+    counts = strategy.unlike_processors
     if len(set(counts)) > 1:
         return f"threads ({', '.join(map(str, counts))})"
     return "kinds of processors" if counts else ""

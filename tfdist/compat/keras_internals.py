@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state, symbolic_scope
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
@@ -96,7 +97,7 @@ KERAS_OVERWRITE = "_overwrite_model_variables_with_average_value"
 KERAS_TRAINABLE = "_trainable_variables"
 
 
-def is_created_in_scope(optimizer: keras.optimizers.Optimizer, strategy: Any) -> bool:
+def is_created_in_scope(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> bool:
     """Whether an optimizer was created in the scope of a strategy."""
     return bool(strategy.extended.variable_created_in_scope(step_counter(optimizer).value))
 

@@ -64,7 +64,7 @@ def num_replicas(strategy: tf.distribute.Strategy) -> int:
     return int(strategy.extended._num_replicas_in_sync)
 
 
-def set_collective_keys(strategy: Any, first: int) -> None:
+def set_collective_keys(strategy: tf.distribute.Strategy, first: int) -> None:
     """Sets the first key of a strategy's collectives. Call it before TensorFlow's `__init__`."""
     setattr(strategy, TF_COLLECTIVE_KEYS, first)
 

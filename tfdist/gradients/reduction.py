@@ -20,6 +20,7 @@ from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.compression.base import NONE, BucketedReduction, Compressor, RowCodec, StateSpec
 from tfdist.config.strategy_traits import traits_of
 from tfdist.gradients import gradient_lists
+from tfdist.strategy import as_ours
 
 _NOTES, _OTHERS = -1, -2  # lanes beside those of buckets
 
@@ -247,4 +248,5 @@ def _times(values: Sequence[Any], places: Sequence[int], factor: tf.Tensor) -> l
 
 
 def _bucket_bytes(strategy: tf.distribute.Strategy) -> int:
-    return getattr(strategy, "bucket_bytes", 0)
+    ours = as_ours(strategy)
+    return ours.bucket_bytes if ours else 0

@@ -15,6 +15,7 @@ from tensorboard.plugins.custom_scalar import summary as custom_scalars
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import summary as hparams_lib
 
+from tfdist.strategy import as_ours
 from tfdist.version import __version__
 
 _CHARTS_PAGE = "Training"
@@ -60,7 +61,8 @@ def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
 
 
 def _kind(strategy: tf.distribute.Strategy) -> str:
-    return getattr(strategy, "kind", "") or type(strategy).__name__.lstrip("_")
+    ours = as_ours(strategy)
+    return ours.kind if ours else type(strategy).__name__.lstrip("_")
 
 
 def _table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:

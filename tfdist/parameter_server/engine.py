@@ -47,6 +47,8 @@ class ParameterServerEngine(Engine):
         compressor: None, as workers send gradients to the servers as they are.
     """
 
+    strategy: ParameterServerStrategy
+
     def __init__(self, strategy: ParameterServerStrategy, compressor: None = None):
         self.strategy = strategy
         self.scheduler = Scheduler(strategy)

@@ -48,6 +48,8 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         bytes_per_server: Bytes of the variables on each server.
     """
 
+    cluster: ClusterSpec
+
     def __init__(
         self, cluster: ClusterSpec, placement: str = "round_robin", start_timeout: float = preflight.START_TIMEOUT
     ):

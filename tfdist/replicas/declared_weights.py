@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.errors import ConfigError
+from tfdist.strategy import Strategy
 
 Kind = Literal["sum", "mean", "only_first_replica"]
 
@@ -31,7 +32,7 @@ _NOT_COMBINED = (
 )
 
 
-def declare(strategy: Any, variable: tf.Variable, kind: Kind, name: str) -> None:
+def declare(strategy: Strategy, variable: tf.Variable, kind: Kind, name: str) -> None:
     """Notes what a weight declares. A replica may assign it within `combining` alone. In place.
 
     Args:
@@ -75,7 +76,7 @@ def combined_variables(model: keras.Model, trains: bool = True) -> list[tf.Varia
 
 
 @contextlib.contextmanager
-def combining(strategy: Any, model: keras.Model, trains: bool) -> Iterator[Callable[[Any], None]]:
+def combining(strategy: Strategy, model: keras.Model, trains: bool) -> Iterator[Callable[[Any], None]]:
     """Combines what the replicas of one step assign to a model's weights. Outside of replicas, around the step.
 
     `"sum"`: the value before the step, and the sum of what each replica has added to it. `"only_first_replica"`: the value of replica 0.
@@ -114,7 +115,9 @@ def combining(strategy: Any, model: keras.Model, trains: bool) -> Iterator[Calla
         strategy.combined_weights = set()
 
 
-def _changes(strategy: Any, variable: tf.Variable, before: Sequence[tf.Tensor], some: Sequence[Any]) -> list[tf.Tensor]:
+def _changes(
+    strategy: Strategy, variable: tf.Variable, before: Sequence[tf.Tensor], some: Sequence[Any]
+) -> list[tf.Tensor]:
     """Returns what each of this process's replicas adds to a sum over all, flat. A mean's last number counts the replicas."""
     found = []
     components = strategy.experimental_local_results(variable)
@@ -140,7 +143,7 @@ def _combined(kind: Kind | None, before: tf.Tensor, total: tf.Tensor) -> tf.Tens
     return before + new if kind == "sum" else new
 
 
-def _sums(strategy: Any, variables: Sequence[tf.Variable], changes: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
+def _sums(strategy: Strategy, variables: Sequence[tf.Variable], changes: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
     """Returns the sum of each variable's changes over all replicas, by one collective for each type."""
     found: dict[int, tf.Tensor] = {}
     for wire in dict.fromkeys(_wire(variable.dtype) for variable in variables):

@@ -20,6 +20,7 @@ from tfdist.compat.tf_internals import EagerTensor, num_replicas
 from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import declared_weights
 from tfdist.runtime.log import logger
+from tfdist.strategy import Strategy
 
 _ASSIGNED = "_tfdist_assigned_on_replica"  # an attribute of guarded variables
 EQUAL_ON_REPLICAS = (
@@ -108,7 +109,7 @@ def _depends_on_data(values: Iterable[Any]) -> bool:
     return False
 
 
-def watch_averages(strategy: Any, model: keras.Model) -> bool:
+def watch_averages(strategy: Strategy, model: keras.Model) -> bool:
     """Makes untrained floating-point weights of custom classes note if a replica assigns them what depends on the data. In place.
 
     Those that declare an aggregation are left alone, and what Keras' own layers assign.
@@ -140,7 +141,7 @@ def watch_averages(strategy: Any, model: keras.Model) -> bool:
     return watched
 
 
-def _watched(strategy: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(strategy: Strategy, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def assign(*args: Any, **kwargs: Any) -> Any:
         if (
             name not in strategy.statistics.undeclared
@@ -155,7 +156,7 @@ def _watched(strategy: Any, name: str, own: Callable[..., Any]) -> Callable[...,
     return assign
 
 
-def warn_of_averages(strategy: Any) -> None:
+def warn_of_averages(strategy: Strategy) -> None:
     """Logs, once and on the first rank, the weights that `watch_averages` has noticed."""
     noticed = strategy.statistics.undeclared
     if new := [name for name, warned in noticed.items() if not warned]:

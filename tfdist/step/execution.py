@@ -30,6 +30,7 @@ from tfdist.step import empty_replicas, synchronized_norm
 from tfdist.step.empty_replicas import metric_variables
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
+from tfdist.strategy import Strategy
 
 _NOTES = "float32"  # the type of the workers' notes, which are reduced with the logs of that type
 
@@ -443,7 +444,7 @@ class SynchronousEngine(Engine):
         compressor: The compressor that sums the gradients, or None.
     """
 
-    def __init__(self, strategy: Any, compressor: Compressor | None = None):
+    def __init__(self, strategy: Strategy, compressor: Compressor | None = None):
         self.strategy = strategy
         self.compressor = compressor
         self.num_replicas = strategy.num_replicas_in_sync

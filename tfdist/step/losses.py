@@ -171,10 +171,8 @@ class _CompiledLoss:
         return self.loss.call(*rows)
 
     def _of_whole_batch(self, step: StepContext, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-        strategy = tf.distribute.get_strategy()
-        limit = getattr(strategy, "gather_loss_bytes", 0)
         given = [each for each in (y_true, y_pred, sample_weight) if each is not None]
-        if (why := whole_batch.obstacle(step, self.loss.dtype, given, limit)) is not None:
+        if (why := whole_batch.obstacle(step, self.loss.dtype, given)) is not None:
             if not self._warned:
                 warnings.warn(_MEAN_TRAINED.format(self.loss.name, why), stacklevel=2)
             self._warned = True

@@ -152,8 +152,7 @@ class _WholeBatchUpdate:
         given = [each for each in tf.nest.flatten((args, kwargs), expand_composites=False) if each is not None]
         if step.graph is not None and step.graph is not tf.compat.v1.get_default_graph():
             return "it is updated within tf.cond, a loop or a tf.function, where replicas gather nothing"
-        limit = getattr(tf.distribute.get_strategy(), "gather_loss_bytes", 0)
-        return whole_batch.obstacle(step, self._metric.dtype, given, limit)
+        return whole_batch.obstacle(step, self._metric.dtype, given)
 
 
 class _StateResult:

@@ -25,6 +25,7 @@ from tfdist.compat import (
     tf_internals,
     unsupported,
 )
+from tfdist.strategy import Strategy
 
 _left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
     weakref.WeakKeyDictionary()
@@ -123,7 +124,7 @@ def trace(step: Callable[[Any], Any], model: keras.Model, batch: Any) -> None:
             optimizer.build(variables)
 
 
-def _outside_of_graphs(strategy: Any, create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+def _outside_of_graphs(strategy: Strategy, create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
     with tf.init_scope(), strategy.as_it_is():
         return create(**kwargs)
 

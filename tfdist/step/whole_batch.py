@@ -22,6 +22,7 @@ from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import equal_weights, step_context
 from tfdist.replicas.step_context import StepContext
 from tfdist.step.totals import divide_by_share
+from tfdist.strategy import as_ours
 
 # Found in the message of the error with which a step ends.
 ROWS_ARE_NOT_EXAMPLES = (
@@ -169,14 +170,13 @@ def _gather_obstacle(step: StepContext) -> str | None:
     return None
 
 
-def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int) -> str | None:
+def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any]) -> str | None:
     """Returns why a loss or metric cannot be given the whole batch; None if it can.
 
     Args:
         step: The context of this replica's step.
         dtype: The type in which it computes.
         arguments: Its `y_true`, `y_pred` and `sample_weight`, or what else it is given.
-        limit: The most bytes of one example that may be sent.
     """
     if (why := _gather_obstacle(step)) is not None:
         return why
@@ -189,7 +189,8 @@ def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any], limit: int
     if step.place is None and not all(shape.is_fully_defined() for shape in shapes):
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     size = tf.as_dtype(dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
-    if size > limit:
+    ours = as_ours(tf.distribute.get_strategy())
+    if size > (limit := ours.gather_loss_bytes if ours else 0):
         return f"{size:,} bytes of an example are more than strategy.gather_loss_bytes ({limit:,}); raise it"
     return None
 
@@ -307,7 +308,7 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
     return tf.cast(tf.gather(every[:, 1:], tf.argsort(every[:, 0])), rows.dtype), before
 
 
-def _group(strategy: Any) -> Communicator:
+def _group(strategy: tf.distribute.Strategy) -> Communicator:
     if traits_of(strategy).several_processes:
         return communicator_for(strategy)
     return InProcessCommunicator(num_replicas(strategy))

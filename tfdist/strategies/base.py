@@ -10,19 +10,19 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster.spec import ClusterTask
+from tfdist.cluster.spec import ClusterSpec, ClusterTask
 from tfdist.collectives.communicator import Communicator
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
 from tfdist.config import StrategyConfig, StrategyTraits
-from tfdist.engine import Engine
 from tfdist.replicas import declared_weights, random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
+from tfdist.strategy import Attaches, Trains
 
 _KEYS = 100_000  # of the collectives of one strategy
 
@@ -40,23 +40,28 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     - Batches are dealt out evenly and in their order (see `DataDistribution`).
     """
 
-    # `create_strategy` sets what this strategy has.
+    # `create_strategy` sets these, which `Strategy` describes.
     traits = StrategyTraits()
     kind = ""
-    cluster_task: ClusterTask | None = None  # where its replicas are in several processes
-    engine: Engine | None = None
-    trainer: Any = None  # the one in whose scope models are made
-    communicator: Communicator | None = None  # of its replicas, once it is asked for
+    cluster: ClusterSpec | None = None
+    cluster_task: ClusterTask | None = None
+    bucket_bytes = 0
     gather_loss_bytes = StrategyConfig.gather_loss_bytes
+    transport = transport_reason = ""
+    communicator: Communicator | None = None
+    unlike_processors: tuple[int, ...] = ()
+    # The Trainer and its loops set these.
+    engine: Attaches | None = None
+    trainer: Trains | None = None
+    notes: tf.Variable | None = None
+    gauges: Sequence[tf.Variable] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)
-        self.combined_weights: set[int] = (
-            set()
-        )  # which weights' copies become one after the step that runs: `declared_weights`
+        self.combined_weights: set[int] = set()
         self._view = threading.local()  # each replica runs in a thread of its own
         self._steps = 0  # of the Trainer's that are being run or traced
-        self.executions = 0  # of models' functions; the same on every task whenever they are between two
+        self.executions = 0
         super().__init__(*args, **kwargs)
 
     @property
@@ -102,6 +107,11 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             yield
         finally:
             self._steps -= several
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes with replicas, this one included."""
+        return 1
 
     @functools.cached_property
     def local_replicas(self) -> list[int]:

@@ -38,20 +38,9 @@ _HEARTBEAT_MS = 180_000
 
 
 class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
-    """Trains on the devices of several workers, each with a copy of the variables.
+    """Trains on the devices of several workers, each with a copy of the variables."""
 
-    Attributes:
-        bucket_bytes: How large the buckets are in which gradients are summed; 0 means one sum of all.
-        unlike_processors: Each worker's number of threads, if their processors differ; else empty.
-        transport: The name of that by which gradients travel.
-        transport_reason: Why they travel by it.
-        notes: Numbers by which this worker tells the others something at the next step, `[n]` float32, or None.
-    """
-
-    bucket_bytes = 0
-    unlike_processors: tuple[int, ...] = ()
     transport, transport_reason = "grpc", "there is one worker"
-    notes: tf.Variable | None = None
 
     def __init__(self, cluster_resolver: Any = None, communication_options: Any = None):
         super().__init__(cluster_resolver, communication_options)

@@ -20,13 +20,14 @@ from tfdist.collectives import hardware
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import ClusterError
 from tfdist.replicas import equal_weights
+from tfdist.strategy import Strategy
 from tfdist.training.callback_kinds import only_observes, only_writes
 
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
 def wrap_callbacks(
-    callbacks: Sequence[keras.callbacks.Callback], strategy: Any, ranks: Ranks, check_weights: bool
+    callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy, ranks: Ranks, check_weights: bool
 ) -> tuple[keras.callbacks.Callback, list[keras.callbacks.Callback], keras.callbacks.Callback]:
     """Returns what goes before the callbacks of this rank, these, and what goes behind them. A collective.
 
@@ -62,7 +63,7 @@ def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
 class _Synchronize(keras.callbacks.Callback):
     """Comes first: makes all ranks hold the same statistics, so that any of the others may read the model alone."""
 
-    def __init__(self, strategy: Any, on_batches: bool):
+    def __init__(self, strategy: Strategy, on_batches: bool):
         super().__init__()
         self._strategy = strategy
         self._on_batches = on_batches
@@ -92,7 +93,7 @@ class _CheckConsistency(keras.callbacks.Callback):
             are an error; where not, the chief's hold.
     """
 
-    def __init__(self, strategy: Any, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
+    def __init__(self, strategy: Strategy, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
         super().__init__()
         self._strategy = strategy
         self._ranks = ranks

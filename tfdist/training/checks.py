@@ -18,6 +18,7 @@ from tfdist.compat import unsupported
 from tfdist.config import StrategyConfig, validation
 from tfdist.data import graph, worker_rows
 from tfdist.errors import ConfigError, unknown_name_message
+from tfdist.strategy import Strategy, as_ours
 from tfdist.training import array_digest, program_likeness
 from tfdist.training.callback_kinds import place_attribute
 
@@ -44,14 +45,14 @@ def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -
     Raises:
         ConfigError: `tfdist.create_strategy` did not make it, or there are options, which only go with a name.
     """
-    if not hasattr(strategy, "statistics") or options:
+    if as_ours(strategy) is None or options:
         raise ConfigError(
             "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
             f"go with the first two. Received: {type(strategy).__name__}, options {sorted(options)}."
         )
 
 
-def check_options(trainer: type, strategy: Any, options: Collection[str]) -> None:
+def check_options(trainer: type, strategy: object, options: Collection[str]) -> None:
     """Checks the names of arguments that a trainer does not have itself.
 
     Args:
@@ -69,7 +70,7 @@ def check_options(trainer: type, strategy: Any, options: Collection[str]) -> Non
         raise ConfigError(faults)
 
 
-def check_nan_policy(policy: str, strategy: Any) -> None:
+def check_nan_policy(policy: str, strategy: Strategy) -> None:
     """Checks that a strategy can do with steps that are not finite what it is asked to.
 
     Args:

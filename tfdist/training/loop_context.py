@@ -17,6 +17,7 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.engine import Engine
 from tfdist.runtime import process_end, progress
 from tfdist.runtime.log import BARE, logger
+from tfdist.strategy import Strategy
 from tfdist.training import checks, console, lost_workers
 
 _MUST_BE_THE_BACKUPS = {
@@ -39,7 +40,7 @@ class LoopContext:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         engine: Engine,
         ranks: Ranks,
         cluster: ClusterSpec | None,
