@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from tfdist.aliases import Data, Function, Structure
 from tfdist.cluster.spec import ClusterSpec, ClusterTask
 from tfdist.config import StrategyTraits
 
@@ -21,7 +22,7 @@ class Trains(Protocol):
     def is_at_work(self) -> bool:
         """Whether a loop of the Trainer runs."""
 
-    def call(self, name: str, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
+    def call(self, name: str, method: Function, model: keras.Model, args: Sequence[Any], kwargs: Any) -> Any:
         """Does what `method`, Keras' method of that name, does for `model`, as the Trainer's own does."""
 
     def on_model_saved(self, model: keras.Model) -> None:
@@ -100,12 +101,12 @@ class Strategy(Protocol):
     @property
     def num_replicas_in_sync(self) -> int: ...
     @property
-    def extended(self) -> Any: ...
+    def extended(self) -> tf.distribute.StrategyExtended: ...
 
     def begin_pass(self) -> None:
         """Makes statistics equal on all replicas, before a loop passes over data. A collective."""
 
-    def source(self, dataset: Any, steps: int | None) -> Any:
+    def source(self, dataset: Data, steps: int | None) -> Any:
         """Returns the `DataSource` of a loop over a dataset of batches of the global size."""
 
     def source_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
@@ -125,12 +126,20 @@ class Strategy(Protocol):
 
     # Of tf.distribute.Strategy.
     def scope(self) -> contextlib.AbstractContextManager[Any]: ...
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any: ...
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any: ...
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any: ...
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any: ...
-    def distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any = None) -> Any: ...
+    def run(self, fn: Function, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Structure: ...
+    def reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, axis: int | None = None
+    ) -> Structure: ...
+    def experimental_local_results(self, value: Structure) -> tuple[Structure, ...]: ...
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> Data: ...
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[tf.distribute.ValueContext], tf.Tensor]
+    ) -> Structure: ...
+    def distribute_datasets_from_function(
+        self, dataset_fn: Function, options: tf.distribute.InputOptions | None = None
+    ) -> Data: ...
 
 
 def as_ours(strategy: object) -> Strategy | None:

@@ -18,7 +18,7 @@ from tfdist import __main__
 
 # From the bottom to the top: a package imports only packages of lower rows. `tfdist` is its face, `__main__` a command.
 ROWS = [
-    {"errors", "version"},
+    {"aliases", "errors", "version"},
     {"runtime"},
     {"cluster", "compat", "config"},
     {"strategy"},
@@ -31,6 +31,7 @@ ROWS = [
 ]
 # These, with what is in them, import no TensorFlow, or do it inside the functions that need it.
 WITHOUT_TENSORFLOW = {
+    "aliases",
     "errors",
     "version",
     "runtime",

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Logs, RandomGenerator, StepFunction
 from tfdist.backup import compatibility, state, unsaved_randomness
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.data_position import LoopPosition, TrainingPasses
@@ -193,7 +194,7 @@ class BackupSession:
             return not progress.restarts() and not tf.io.gfile.isdir(self._next_folder)
         return False
 
-    def _restore(self, snapshot: Snapshot) -> Any:
+    def _restore(self, snapshot: Snapshot) -> Logs:
         """Restores the state, and from what callbacks and steps draw; returns the last step's logs."""
         logs = self._state.restore(snapshot.shared, snapshot.own)
         # If Python code makes the data, a thread that reads ahead draws from there: its state is the data's, at the pass's begin.
@@ -201,7 +202,7 @@ class BackupSession:
             set_process_generator_states(json.loads(np.asarray(snapshot.own[_GENERATORS]).item()))
         return logs
 
-    def resumed(self, executions: Iterator[Any]) -> Iterator[Any]:
+    def resumed(self, executions: Iterator[Any]) -> Iterator[Logs]:
         """Yields the executions of an epoch that are left; restores the state once more, after what callbacks do as an epoch begins.
 
         Args:
@@ -218,7 +219,7 @@ class BackupSession:
             yield first
             yield from executions
 
-    def on_execution_end(self, logs: Any, new_steps: int) -> None:
+    def on_execution_end(self, logs: Logs, new_steps: int) -> None:
         """Saves after an execution of steps, if it is time to.
 
         Args:
@@ -237,7 +238,7 @@ class BackupSession:
         if should_save or (isinstance(freq, int) and steps_done // freq > steps_before // freq):
             self._save()
 
-    def _known_variables(self) -> list[Any]:
+    def _known_variables(self) -> list[tf.Variable]:
         return [*self._state.local_variables(), self._strategy.notes, *self._strategy.gauges]
 
     def on_epoch_end(self, last: bool) -> None:
@@ -324,7 +325,7 @@ class BackupSession:
         }
         return Snapshot(position.step, position.epoch_step == 0, manifest, shared, own)
 
-    def _logs(self) -> Any:
+    def _logs(self) -> Logs:
         """Returns the last step's logs, as the epoch has them if there are no further steps in it."""
         computed: dict[str, Any] = getattr(self._model.train_function, "computed_logs", dict)()
         return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
@@ -421,7 +422,7 @@ class SaveAgreement:
         """Whether this rank, or a task that it needs, was told to exit."""
         return bool(self._preemption and (self._preemption.requested or self._peer_preempted()))
 
-    def can_agree(self, function: Any) -> bool:
+    def can_agree(self, function: StepFunction) -> bool:
         """Returns whether the ranks can agree after an execution of steps.
 
         Args:
@@ -429,7 +430,7 @@ class SaveAgreement:
         """
         return self._ranks.size == 1 or hasattr(function, "agreed_flags")
 
-    def agree(self, function: Any) -> tuple[bool, bool]:
+    def agree(self, function: StepFunction) -> tuple[bool, bool]:
         """Returns whether to save and exit, and whether it is time to save; on all ranks the same at the same step.
 
         Args:
@@ -468,10 +469,10 @@ class ResumeWarnings:
     def __init__(self, enabled: bool):
         self._enabled = enabled
         self._executions = 0
-        self._generators: Sequence[Any] = ()  # of Python code, which backups hold for steps
+        self._generators: Sequence[RandomGenerator] = ()  # of Python code, which backups hold for steps
         self._watch: unsaved_randomness.StepWatch | None = None
 
-    def on_train_begin(self, passes: TrainingPasses, callbacks: Sequence[Any]) -> None:
+    def on_train_begin(self, passes: TrainingPasses, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Warns of data whose random state cannot be saved.
 
         Args:
@@ -482,7 +483,7 @@ class ResumeWarnings:
             self._generators = () if passes.state.calls_python else PROCESS_GENERATORS
             unsaved_randomness.warn_if_inexact(list(passes.doubts(callbacks)))
 
-    def on_execution_end(self, function: Any, known_variables: Callable[[], Sequence[Any]]) -> None:
+    def on_execution_end(self, function: StepFunction, known_variables: Callable[[], Sequence[tf.Variable]]) -> None:
         """Watches the second execution of steps, and then warns of what it has changed.
 
         Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.config.schedule import ScheduleConfig
 from tfdist.errors import ConfigError
@@ -42,7 +43,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
     def __class__(self) -> Any:  # which Keras writes into files
         return type(self._schedule)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: tf.Tensor | int) -> tf.Tensor:
         after = self._schedule(step)
         share = keras.ops.cast(step, after.dtype) / self._steps
         return keras.ops.where(share < 1, self._from + (self._to - self._from) * share, after)

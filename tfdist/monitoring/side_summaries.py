@@ -96,7 +96,7 @@ def charts_layout(by_step: bool, compresses: bool) -> tf.compat.v1.Summary:
 
 
 def hparams_start(
-    hparams: Mapping[str, Any], strategy: tf.distribute.Strategy, batch_size: int | None, learning_rate: Any
+    hparams: Mapping[str, Any], strategy: tf.distribute.Strategy, batch_size: int | None, learning_rate: float | None
 ) -> tf.compat.v1.Summary:
     """Returns the summary by which the tab "HParams" lists a training, with its hyperparameters.
 

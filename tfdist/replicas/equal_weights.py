@@ -8,13 +8,14 @@ right for a moving mean: a class that assigns one what depends on the data, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Function
 from tfdist.compat import call_stack, keras_internals
 from tfdist.compat.tf_internals import EagerTensor, num_replicas
 from tfdist.errors import ConfigError, format_value
@@ -45,7 +46,7 @@ _BY_HAND = (
 )
 
 
-def guard(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> bool:
+def guard(strategy: tf.distribute.Strategy, weights: Iterable[keras.Variable]) -> bool:
     """Makes weights without an aggregation note that a replica assigns them, and integers raise if that depends on data. In place.
 
     Args:
@@ -72,8 +73,8 @@ def guard(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> bool:
     return integers
 
 
-def _guarded(strategy: tf.distribute.Strategy, weight: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    def assign(*args: Any, **kwargs: Any) -> Any:
+def _guarded(strategy: tf.distribute.Strategy, weight: keras.Variable, own: Function) -> Function:
+    def assign(*args: Any, **kwargs: Any) -> tf.Variable | tf.Tensor:
         if tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context():
             setattr(weight.value, _ASSIGNED, True)
             values = tf.nest.flatten((args, kwargs), expand_composites=True)
@@ -84,7 +85,7 @@ def _guarded(strategy: tf.distribute.Strategy, weight: Any, own: Callable[..., A
     return assign
 
 
-def _depends_on_data(values: Iterable[Any]) -> bool:
+def _depends_on_data(values: Iterable[object]) -> bool:
     """Whether one of the values comes from an argument of a traced function, from an iterator, or from anything else stateful.
 
     What comes from the whole batch is the same on all replicas, and does not count.
@@ -141,8 +142,8 @@ def watch_averages(strategy: Strategy, model: keras.Model) -> bool:
     return watched
 
 
-def _watched(strategy: Strategy, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-    def assign(*args: Any, **kwargs: Any) -> Any:
+def _watched(strategy: Strategy, name: str, own: Function) -> Function:
+    def assign(*args: Any, **kwargs: Any) -> tf.Variable | tf.Tensor:
         if (
             name not in strategy.statistics.undeclared
             and tf.distribute.get_strategy() is strategy
@@ -166,7 +167,7 @@ def warn_of_averages(strategy: Strategy) -> None:
             logger.warning(_AVERAGED.format(weights))
 
 
-def check_equal_on_replicas(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> None:
+def check_equal_on_replicas(strategy: tf.distribute.Strategy, weights: Iterable[keras.Variable]) -> None:
     """Raises if this process's replicas hold different values of a weight that they have assigned.
 
     Args:

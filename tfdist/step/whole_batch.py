@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.collectives.communicator import Communicator, InProcessCommunicator, communicator_for
 from tfdist.compat import keras_internals, keras_losses
 from tfdist.compat.tf_internals import num_replicas, regroup
@@ -38,7 +38,7 @@ GATHERED_ROWS_ARE_NOT_EXAMPLES = (
 )
 
 
-def whole_batch(tensor: Any) -> Any:
+def whole_batch(tensor: tf.Tensor) -> Structure:
     """Returns a tensor's rows of all replicas, in the order of the batch: what one process would have.
 
     For what depends on all examples of a batch, such as a queue of features, a codebook or a maximum that a layer assigns: all replicas
@@ -134,7 +134,7 @@ def _with_gradient(
     share = None if step.weighs_loss else step.gradient_weight
     wide = tf.float64 if whole.dtype == tf.float64 else tf.float32
 
-    def gradient(upstream: Any) -> tuple[tf.Tensor, None]:
+    def gradient(upstream: Structure) -> tuple[tf.Tensor, None]:
         sent = tf.math.multiply_no_nan(tf.cast(upstream, wide), tf.cast(mine > 0, wide))
         if isinstance(share, tf.Tensor):
             sent *= tf.cast(share, wide)
@@ -147,12 +147,12 @@ def _with_gradient(
         padding = [[0, rows - mine], *[[0, 0]] * (own.shape.rank - 1)]
         return tf.cast(tf.ensure_shape(tf.pad(total[before : before + mine], padding), own.shape), own.dtype), None
 
-    def add(strategy: tf.distribute.Strategy, values: Any, step: Any) -> Any:
+    def add(strategy: tf.distribute.Strategy, values: Structure, step: tf.Tensor) -> Structure:
         local = strategy.experimental_local_results
         return regroup(tuple(_group(strategy).add(list(local(values)), local(step)[0])))
 
     @tf.custom_gradient
-    def identity(own: tf.Tensor, whole: tf.Tensor) -> Any:
+    def identity(own: tf.Tensor, whole: tf.Tensor) -> Structure:
         return tf.identity(whole), gradient
 
     return identity(own, whole)
@@ -170,7 +170,7 @@ def _gather_obstacle(step: StepContext) -> str | None:
     return None
 
 
-def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any]) -> str | None:
+def obstacle(step: StepContext, dtype: tf.DType | str, arguments: Sequence[Structure]) -> str | None:
     """Returns why a loss or metric cannot be given the whole batch; None if it can.
 
     Args:
@@ -195,7 +195,9 @@ def obstacle(step: StepContext, dtype: Any, arguments: Sequence[Any]) -> str | N
     return None
 
 
-def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
+def gathered(
+    step: StepContext, loss: keras.losses.Loss, y_true: Structure, y_pred: Structure, sample_weight: Structure
+) -> list[Structure]:
     """Returns `y_true`, `y_pred` and `sample_weight` of the whole batch, in its order. A collective.
 
     Args:
@@ -212,7 +214,7 @@ def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: An
     mine, whole = tf.cast(step.examples, tf.int32), iter(columns)
     given, found_masks = tf.nest.map_structure(lambda each: None if each is None else next(whole), own)
 
-    def with_own(others: Any, mine_alone: Any, mask: Any) -> Any:
+    def with_own(others: Structure, mine_alone: Structure, mask: Structure) -> Structure:
         joined = tf.concat([others[:before], mine_alone[:mine], others[before + mine :]], 0)
         if mask is not None:
             keras_losses.set_mask(joined, tf.cast(mask, tf.bool))
@@ -223,7 +225,7 @@ def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: An
     return [given[0], tf.nest.pack_sequence_as(given[1], joined), given[2]]
 
 
-def gathered_values(step: StepContext, values: Any) -> Any:
+def gathered_values(step: StepContext, values: Structure) -> Structure:
     """Returns what a metric is given, of the whole batch, in its order and its types; gradients do not flow through it. A collective.
 
     Args:
@@ -239,7 +241,7 @@ def gathered_values(step: StepContext, values: Any) -> Any:
     whole = [tf.cast(column, each.dtype) for column, each in zip(columns, sent, strict=True)]
     found, found_masks = iter(whole), iter(whole[len(tensors) :])
 
-    def of_whole_batch(value: Any) -> Any:
+    def of_whole_batch(value: Structure) -> Structure:
         if not tf.is_tensor(value):
             return value
         joined = next(found)
@@ -250,11 +252,11 @@ def gathered_values(step: StepContext, values: Any) -> Any:
     return tf.nest.map_structure(of_whole_batch, values)
 
 
-def divide_gradient(value: tf.Tensor, part: Any) -> tf.Tensor:
+def divide_gradient(value: tf.Tensor, part: Structure) -> tf.Tensor:
     """Returns a loss of the whole batch as it is, whose gradient is divided by this replica's share, which it will be multiplied by."""
 
     @tf.custom_gradient
-    def identity(x: tf.Tensor) -> Any:
+    def identity(x: tf.Tensor) -> Structure:
         return tf.identity(x), lambda upstream: divide_by_share(upstream, part)
 
     return identity(value)
@@ -289,7 +291,7 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
     context, mine = tf.distribute.get_replica_context(), tf.shape(rows)[0]
     number, replicas = tf.cast(step.number, tf.int64), num_replicas(context.strategy)
 
-    def gather(strategy: tf.distribute.Strategy, values: Any, step: Any) -> Any:
+    def gather(strategy: tf.distribute.Strategy, values: Structure, step: tf.Tensor) -> Structure:
         local = strategy.experimental_local_results
         return regroup(tuple(_group(strategy).gather(list(local(values)), local(step)[0])))
 
@@ -314,7 +316,7 @@ def _group(strategy: tf.distribute.Strategy) -> Communicator:
     return InProcessCommunicator(num_replicas(strategy))
 
 
-def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, of_loss: bool = True) -> Any:
+def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, of_loss: bool = True) -> Structure:
     """Returns an operation that fails if a tensor has other than so many rows. Raises ConfigError if that is known now."""
     known, wanted = tensor.shape[0], tf.get_static_value(rows)
     if known is not None and wanted is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.aliases import Function, Structure
 from tfdist.cluster.spec import ClusterSpec, ClusterTask
 from tfdist.collectives.communicator import Communicator
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
@@ -92,7 +93,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             self._view.one = before
 
     @property
-    def extended(self) -> Any:
+    def extended(self) -> tf.distribute.StrategyExtended:
         """TensorFlow's `extended`; not for an optimizer of which a step of the Trainer's does not know."""
         if self._steps and (optimizer := call_stack.applying_optimizer()) is not None:
             unsupported.check_applied(optimizer)
@@ -165,7 +166,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         if super().num_replicas_in_sync > 1:
             own = variable.assign
 
-            def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+            def assign(value: Structure, *args: Any, **kwargs: Any) -> Any:
                 if tf.distribute.get_strategy() is self and not tf.distribute.in_cross_replica_context():
                     return own(value, *args, **kwargs)
                 random_seeds.assign_seed(components, self.local_replicas, value)
@@ -182,12 +183,12 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         if (move := getattr(self._view, "move", None)) is not None:
             move()
 
-    def _drawing(self, fn: Callable[..., Any], move: Callable[[int], None]) -> Callable[..., Any]:
+    def _drawing(self, fn: Function, move: Callable[[int], None]) -> Function:
         """Returns `fn` as it is to be traced for each replica."""
         converted = tf_internals.convert_as_caller(fn)
         generator = random_seeds.GlobalSeedGenerator.for_current_thread(self)
 
-        def replica(*args: Any, **kwargs: Any) -> Any:
+        def replica(*args: Any, **kwargs: Any) -> Structure:
             context = tf.distribute.get_replica_context()
             number = tf.get_static_value(context.replica_id_in_sync_group)
             self._view.move = lambda: move(int(number))
@@ -200,7 +201,9 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
         return tf.autograph.experimental.do_not_convert(replica)
 
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self, fn: Function, args: Any = (), kwargs: Any = None, options: tf.distribute.RunOptions | None = None
+    ) -> Structure:
         """Runs `fn` on each replica, as TensorFlow's own `run`."""
         self.statistics.mark_possibly_changed()
         several = super().num_replicas_in_sync > 1
@@ -209,7 +212,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
                 fn = self._drawing(fn, move)
             return super().run(fn, args, kwargs, options)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, axis: int | None = None) -> Structure:
         """Reduces over replicas as TensorFlow's own `reduce`, also for what Keras 3 gives it.
 
         Args:

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Function
 from tfdist.compat import keras_internals, tf_internals
 from tfdist.config import registry
 from tfdist.errors import ConfigError
@@ -23,7 +24,7 @@ from tfdist.runtime.log import logger
 from tfdist.strategies import saving
 from tfdist.strategies.base import KerasStrategy
 
-Method = Callable[..., Any]
+Method = Function
 
 
 USE_TRAINER = "{0} trains models of a Trainer alone: make the model in the scope of tfdist.Trainer({0!r})."
@@ -75,7 +76,7 @@ def _trained(name: str, keras_own: Method) -> Method:
             raise ConfigError(USE_TRAINER.format(strategy.kind))
         if not keras_internals.has_replaced_make_function(model):
             strategy.engine.attach(model)
-        run: Callable[..., Any] = registry.resolve("loop", _LOOP, {})
+        run: Function = registry.resolve("loop", _LOOP, {})
         return run(strategy.engine, name, keras_own, model, args, kwargs)
 
     return method

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.cluster import ClusterSpec, connection_timeout, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import ClusterTask
@@ -42,7 +43,11 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distri
 
     transport, transport_reason = "grpc", "there is one worker"
 
-    def __init__(self, cluster_resolver: Any = None, communication_options: Any = None):
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+    ):
         super().__init__(cluster_resolver, communication_options)
         if cluster_resolver is not None:
             # A second strategy would start the server anew, under the collectives that the other workers still have on their way.
@@ -65,7 +70,7 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distri
             )
         made: Any = kwargs.get("initial_value")
 
-        def checked(value: Any) -> Any:
+        def checked(value: Structure) -> Structure:
             if tf.TensorShape(np.shape(value)).num_elements() == 0:  # TensorFlow dies of it, by SIGSEGV
                 raise ConfigError(f"{cannot} no numbers ({kwargs.get('name')}) to the workers; leave it out.")
             return value

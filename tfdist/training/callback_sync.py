@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Logs, Variables
 from tfdist.collectives import hardware
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import ClusterError
@@ -73,11 +74,11 @@ class _Synchronize(keras.callbacks.Callback):
 
     on_train_begin = on_train_end = on_epoch_begin = on_epoch_end = on_test_begin = on_test_end = _synchronize
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if self._on_batches:
             self._strategy.statistics.synchronize()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._strategy.statistics.desynchronize()
         if self._on_batches:
             self._strategy.statistics.synchronize()
@@ -101,29 +102,29 @@ class _CheckConsistency(keras.callbacks.Callback):
         self._alike = alike
         self._check_weights = check_weights
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if self._on_batches and not self._alike:
             self._agree()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self._on_batches:
             self._agree()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._agree()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._agree()
         if self._check_weights or not self._alike:
             self._weights_are_equal(f"after epoch {epoch + 1}")
         else:
             equal_weights.check_equal_on_replicas(self._strategy, self.model.weights)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         self._agree()
         self._weights_are_equal("before the training")
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         self._weights_are_equal("at the end of the training")
 
     def _agree(self) -> None:
@@ -164,7 +165,7 @@ class _CheckConsistency(keras.callbacks.Callback):
             variable.assign(self._ranks.broadcast(tf.convert_to_tensor(variable.value)))
 
 
-def fingerprint(variables: Sequence[Any]) -> int:
+def fingerprint(variables: Variables) -> int:
     """Returns a checksum of the variables' bits, 32 bits long."""
     checksum = 0
     for variable in variables:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Data
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import unsupported
@@ -107,7 +108,7 @@ def check_trains_alone(cluster_and_task: tuple[ClusterSpec, TaskSpec] | None, st
         )
 
 
-def check_model(model: Any, strategy: tf.distribute.Strategy, method: str) -> None:
+def check_model(model: keras.Model, strategy: tf.distribute.Strategy, method: str) -> None:
     """Checks that a strategy can train a model.
 
     Args:
@@ -150,7 +151,7 @@ def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 
 
 def check_consistency(
-    ranks: Ranks, model: keras.Model, data: Any, validation_data: Any, arguments: Mapping[str, Any]
+    ranks: Ranks, model: keras.Model, data: Data, validation_data: Data, arguments: Mapping[str, Any]
 ) -> None:
     """Checks before training that all workers gave `fit` the same, and run the same program. A collective.
 
@@ -197,7 +198,7 @@ def check_consistency(
         raise ConfigError(faults)
 
 
-def check_data_consistency(ranks: Ranks, data: Any, arguments: Mapping[str, Any]) -> None:
+def check_data_consistency(ranks: Ranks, data: Data, arguments: Mapping[str, Any]) -> None:
     """Checks before `evaluate` and `predict` that all workers gave the same arrays, or declared their own. A collective.
 
     Args:
@@ -219,7 +220,7 @@ def check_data_consistency(ranks: Ranks, data: Any, arguments: Mapping[str, Any]
         raise ConfigError(faults)
 
 
-def check_class_weight(data: Any, class_weight: Any) -> None:
+def check_class_weight(data: Data, class_weight: Mapping[int, float] | None) -> None:
     """Checks that data can be weighted by their classes.
 
     Args:
@@ -236,7 +237,7 @@ def check_class_weight(data: Any, class_weight: Any) -> None:
         )
 
 
-def own_sizes(ranks: Ranks, data: Any) -> list[int] | None:
+def own_sizes(ranks: Ranks, data: Data) -> list[int] | None:
     """Returns the number of each worker's own examples or batches, None where workers share the data. A collective.
 
     Args:
@@ -258,7 +259,7 @@ class _Arrays:
         arguments: The other arguments.
     """
 
-    def __init__(self, data: Any, validation_data: Any, arguments: Mapping[str, Any]):
+    def __init__(self, data: Data, validation_data: Data, arguments: Mapping[str, Any]):
         own = {
             "x": data,
             "y": arguments.get("y"),
@@ -303,11 +304,11 @@ class _Arrays:
         return spread > array_digest.TOLERANCE * np.maximum(1, np.abs(digests).max(0))
 
 
-def _rows(data: Any) -> Any:
+def _rows(data: Data) -> Any:
     return (data.x, data.y, data.sample_weight) if isinstance(data, worker_rows.OwnRows) else data
 
 
-def _present(validation_data: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _present(validation_data: Data, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "validation_data", validation_data
     for name in ("y", "sample_weight", "class_weight"):
         yield name, arguments.get(name)
@@ -323,7 +324,7 @@ def _by_worker(column: Iterable[float]) -> str:
     )
 
 
-def _length(data: Any) -> float:
+def _length(data: Data) -> float:
     """Returns how many examples arrays have, or batches a dataset; whether it ends where each worker has its own."""
     if worker_rows.is_own(data):
         endless = isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
@@ -334,7 +335,7 @@ def _length(data: Any) -> float:
     return float(first.shape[0]) if first is not None and len(first.shape) else _NO_NUMBER
 
 
-def _data_order(data: Any) -> list[str]:
+def _data_order(data: Data) -> list[str]:
     """Returns `_MOST_TRANSFORMATIONS` texts of how a dataset orders its elements; empty ones where workers have datasets of their own."""
     texts = []
     if isinstance(data, tf.data.Dataset) and not worker_rows.is_own(data):

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from tfdist.aliases import Data
 from tfdist.backup import compatibility
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.backup.session import BackupSession
@@ -130,7 +131,7 @@ class LoopContext:
 
     @contextlib.contextmanager
     def backing_up(
-        self, backup: BackupAndRestore | None, model: keras.Model, data: Any, fit_arguments: dict[str, Any]
+        self, backup: BackupAndRestore | None, model: keras.Model, data: Data, fit_arguments: dict[str, Any]
     ) -> Iterator[BackupSession | None]:
         """Backs up the `fit` inside, which goes on from a backup if there is one; the loop calls the value.
 

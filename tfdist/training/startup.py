@@ -31,7 +31,7 @@ def start_strategy(
     backup: BackupAndRestore | None,
     start_timeout: float,
     options: dict[str, Any],
-) -> tuple[Any, Cluster | None]:
+) -> tuple[Strategy, Cluster | None]:
     """Returns the strategy, connected with the other tasks, and the cluster, or None without one.
 
     Args:
