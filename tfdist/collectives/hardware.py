@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 import tensorflow as tf
 
-from tfdist.strategy import Strategy
+from tfdist.strategy import as_ours
 
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
@@ -63,9 +63,10 @@ def unlike_processors(strategy: tf.distribute.MultiWorkerMirroredStrategy, worke
     return tuple(int(count) for _, count in kinds) if differ else ()
 
 
-def describe_difference(strategy: Strategy) -> str:
+def describe_difference(strategy: tf.distribute.Strategy) -> str:
     """Returns a phrase on how the workers' processors differ; empty if they do not, or there are no workers."""
-    counts = strategy.unlike_processors
+    ours = as_ours(strategy)
+    counts = ours.unlike_processors if ours else ()
     if len(set(counts)) > 1:
         return f"threads ({', '.join(map(str, counts))})"
     return "kinds of processors" if counts else ""
