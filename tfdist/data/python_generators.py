@@ -117,6 +117,7 @@ def _named(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
     value: Any = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
+            yield value  # a function, of which this is the argument
             value = names.get(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
             follows = value in (random, np, np.random) or not _is_library(value.__name__)
