@@ -8,6 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tfdist.aliases import Data, DataIterator, Logs, StepFunction, Structure
+from tfdist.strategy import Strategy
+
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
@@ -23,7 +26,7 @@ class Engine(abc.ABC):
         nan_policy: What becomes of steps that are not finite, as of `Trainer`.
     """
 
-    strategy: Any
+    strategy: Strategy
     num_replicas: int
     compressor: Any = None
     nan_policy: str = "ignore"
@@ -37,7 +40,7 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def source(self, dataset: Any, steps: int | None) -> Any:
+    def source(self, dataset: Data, steps: int | None) -> Any:
         """Returns the `DataSource` of a loop over a dataset of batches of the global size.
 
         Args:
@@ -62,7 +65,7 @@ class Engine(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def run(self, function: Any, iterator: Any, left: int | None) -> Any:
+    def run(self, function: StepFunction, iterator: DataIterator, left: int | None) -> Logs:
         """Runs an execution of up to `steps_per_execution` steps.
 
         Args:
@@ -75,7 +78,7 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def run_batch(self, function: Any, batch: Any) -> Any:
+    def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
         """Runs a step on one batch, which all replicas of this process are given. Returns its logs.
 
         Args:
@@ -84,7 +87,7 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
+    def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
         """Returns the logs of an epoch or an evaluation.
 
         Args:
@@ -94,7 +97,7 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Any]:
+    def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Structure]:
         """Returns a function that predicts up to so many batches, and returns their outputs as of one; None if the data have ended.
 
         Args:
@@ -104,7 +107,7 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def predict_batch(self, model: keras.Model, batch: Any) -> Any:
+    def predict_batch(self, model: keras.Model, batch: Structure) -> Structure:
         """Returns the outputs of one batch, which all replicas of this process are given.
 
         Args:
@@ -112,7 +115,7 @@ class Engine(abc.ABC):
             batch: The batch, as of `predict_on_batch`.
         """
 
-    def data_to_predict(self, model: keras.Model, data: Any) -> Any:
+    def data_to_predict(self, model: keras.Model, data: Data) -> Structure:
         """Returns data as `predict` is to be given them.
 
         Args:

@@ -18,10 +18,11 @@ from tfdist import __main__
 
 # From the bottom to the top: a package imports only packages of lower rows. `tfdist` is its face, `__main__` a command.
 ROWS = [
-    {"errors", "version"},
-    {"engine", "runtime"},
+    {"aliases", "errors", "version"},
+    {"runtime"},
     {"cluster", "compat", "config"},
-    {"cluster.resolvers", "collectives", "data", "launch", "replicas"},
+    {"strategy"},
+    {"cluster.resolvers", "collectives", "data", "engine", "launch", "replicas"},
     {"cluster.jobs", "compression", "doctor", "strategies", "tasks"},
     {"backup", "gradients"},
     {"monitoring", "step"},
@@ -30,11 +31,14 @@ ROWS = [
 ]
 # These, with what is in them, import no TensorFlow, or do it inside the functions that need it.
 WITHOUT_TENSORFLOW = {
+    "aliases",
     "errors",
     "version",
     "runtime",
     "config",
     "cluster",
+    "strategy",
+    "engine",
     "doctor",
     "launch",
     "tasks",

@@ -7,7 +7,7 @@ import re
 from tests.architecture.sources import MODULES, ROOT
 from tests.architecture.test_layers import imported, row
 
-IMPORTED_EVERYWHERE = {"errors", "version", "tfdist"}
+IMPORTED_EVERYWHERE = {"aliases", "errors", "version", "tfdist"}
 
 
 def package_imports() -> dict[str, set[str]]:

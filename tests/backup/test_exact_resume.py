@@ -139,6 +139,20 @@ def numpy_noise(**how):
     return mapped(lambda x: tf.ensure_shape(tf.numpy_function(draw, [x], tf.float32), x.shape), **how)
 
 
+OF_MODULE = {}
+SHAPE = (BATCH, 4, 4, 1)
+
+
+def draw_from_module(shape):
+    return OF_MODULE["rng"].normal(size=shape).astype(np.float32)
+
+
+def global_noise():
+    OF_MODULE["rng"] = own()
+    noise = lambda: draw_from_module(SHAPE)  # noqa: E731
+    return mapped(lambda x: x + tf.ensure_shape(tf.numpy_function(noise, [], tf.float32), SHAPE))
+
+
 class DrawsRate(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         self.model.optimizer.learning_rate = 0.02 + 0.02 * np.random.random() + 0.02 * random.random()
@@ -193,6 +207,7 @@ EXACT = {
     "py_dataset_worker_threads": {"data": lambda: Shuffled(workers=2, max_queue_size=2)},
     "py_dataset_worker_processes": {"data": lambda: Shuffled(own(), workers=2, use_multiprocessing=True)},
     "numpy_function": {"data": numpy_noise},
+    "numpy_function_of_global": {"data": global_noise},
     "callback": {"callback": DrawsRate},
     "py_dataset_with_state": {"data": lambda: Keeping(own())},
     "keras_random_in_layer": {"layer": lambda: Noise(keras.random.normal)},

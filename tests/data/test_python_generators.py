@@ -21,6 +21,18 @@ def draws_from_module():
     return OF_MODULE["deep"][0].normal()
 
 
+def shuffles_a_global():
+    np.random.shuffle(OF_MODULE)
+
+
+def gives_a_global():
+    return draws_from_it(OF_MODULE)
+
+
+def draws_from_it(held):
+    return np.random.normal()
+
+
 def draws_from_process():
     return [np.random.normal() for _ in range(2)], random.random()
 
@@ -40,6 +52,8 @@ class Holder:
 def test_generators_are_found_where_code_reaches_them():
     own = np.random.RandomState(1)
     assert find_generators(draws_from_module) == OF_MODULE["deep"]
+    assert set(find_generators(shuffles_a_global)) == {*OF_MODULE["deep"], NUMPYS}
+    assert set(find_generators(gives_a_global)) == {*OF_MODULE["deep"], NUMPYS}
     assert set(find_generators(draws_from_process)) == {PYTHONS, NUMPYS}
     assert find_generators(makes_its_own, np.ones(3), "text", keras.layers.Dense(1)) == []
     assert set(find_generators(Holder(own))) == {own, PYTHONS}

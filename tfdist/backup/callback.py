@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Logs
 from tfdist.backup.search import read_seed
 from tfdist.backup.session import BackupOptions, BackupSession
 from tfdist.backup.storage import Storage
@@ -203,7 +204,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _saved_seed(self) -> int | None:
         return None if late_removal.is_put_off(self.backup_dir) else read_seed(self.backup_dir)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Raises ConfigError: the loop of a Trainer takes the callback out of those that it calls."""
         raise ConfigError(
             "tfdist.BackupAndRestore needs the Trainer: call tfdist.Trainer(...).fit instead of model.fit."

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Data, Json
 from tfdist.compat import optimizer_search
 from tfdist.data.worker_rows import is_own
 from tfdist.errors import ConfigError, format_value, list_first
@@ -27,7 +28,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
     }
 
 
-def describe_data(x: Any, y: Any) -> dict[str, Any]:
+def describe_data(x: Data, y: Data) -> dict[str, Any]:
     """Returns the form and size of training data, as far as they tell."""
     if isinstance(x, tf.data.Dataset):
         size = {} if is_own(x) else {"batches": int(x.cardinality())}  # which differs between workers
@@ -36,7 +37,7 @@ def describe_data(x: Any, y: Any) -> dict[str, Any]:
     return shapes
 
 
-def to_jsonable(value: Any) -> Any:
+def to_jsonable(value: Any) -> Json:
     """Returns a value as JSON can hold it; the same in each run of a program."""
     if isinstance(value, Mapping):
         return {str(key): to_jsonable(each) for key, each in value.items()}
@@ -58,7 +59,7 @@ def _config(value: Any) -> dict[str, Any]:
         return {"class": type(value).__name__}
 
 
-def differences(now: Any, then: Any, path: str = "") -> Iterator[str]:
+def differences(now: Json, then: Json, path: str = "") -> Iterator[str]:
     """Yields a phrase for each value that differs: `config.learning_rate is 0.1, and was 0.01`."""
     if isinstance(now, list) and isinstance(then, list):
         now, then = dict(enumerate(now)), dict(enumerate(then))
@@ -73,7 +74,7 @@ def differences(now: Any, then: Any, path: str = "") -> Iterator[str]:
         yield f"{path} is {format_value(now)}, and was {format_value(then)}"
 
 
-def check_same_training(now: Any, then: Any, path: str, folder: str) -> None:
+def check_same_training(now: Json, then: Json, path: str, folder: str) -> None:
     """Raises ConfigError where the description of this training, `now`, differs from that in a backup, `then`."""
     if different := list(differences(now, then)):
         raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Json
 from tfdist.backup.data_position import LoopPosition
 from tfdist.backup.files import CorruptBackupError, first_line
 from tfdist.backup.state import REST
@@ -117,7 +118,7 @@ def checksum(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _json(content: Any, path: str) -> dict[str, Any]:
+def _json(content: Json, path: str) -> dict[str, Any]:
     try:
         body = json.loads(content)
     except (ValueError, TypeError, RecursionError) as e:

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Logs, RandomGenerator, StepFunction
 from tfdist.backup import compatibility, state, unsaved_randomness
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.data_position import LoopPosition, TrainingPasses
@@ -186,7 +187,7 @@ class BackupSession:
             return not progress.restarts() and not tf.io.gfile.isdir(self._next_folder)
         return False
 
-    def _restore(self, snapshot: Snapshot) -> Any:
+    def _restore(self, snapshot: Snapshot) -> Logs:
         """Restores the state, and from what callbacks and steps draw; returns the last step's logs."""
         logs = self._state.restore(snapshot.shared, snapshot.own)
         # If Python code makes the data, a thread that reads ahead draws from there: its state is the data's, at the pass's begin.
@@ -194,7 +195,7 @@ class BackupSession:
             set_process_generator_states(json.loads(np.asarray(snapshot.own[_GENERATORS]).item()))
         return logs
 
-    def resumed(self, executions: Iterator[Any]) -> Iterator[Any]:
+    def resumed(self, executions: Iterator[Any]) -> Iterator[Logs]:
         """Yields the executions of an epoch that are left; restores the state once more, after what callbacks do as an epoch begins.
 
         The first execution opens the pass over the data.
@@ -210,7 +211,7 @@ class BackupSession:
             yield first
             yield from executions
 
-    def on_execution_end(self, logs: Any, new_steps: int) -> None:
+    def on_execution_end(self, logs: Logs, new_steps: int) -> None:
         """Saves after an execution of `new_steps` steps, if it is time to; `logs` are those of the last step."""
         self.writer.check()
         steps_done = self.passes.position.step
@@ -224,9 +225,8 @@ class BackupSession:
         if should_save or (isinstance(freq, int) and steps_done // freq > steps_before // freq):
             self._save()
 
-    def _known_variables(self) -> list[Any]:
-        gauges = getattr(self._strategy, "gauges", ())  # what steps only measure
-        return [*self._state.local_variables(), getattr(self._strategy, "notes", None), *gauges]
+    def _known_variables(self) -> list[tf.Variable]:
+        return [*self._state.local_variables(), self._strategy.notes, *self._strategy.gauges]
 
     def on_epoch_end(self, last: bool) -> None:
         """Saves at the end of an epoch, if asked to, and at the end of the last one."""
@@ -304,7 +304,7 @@ class BackupSession:
         }
         return Snapshot(SavePoint(position.step, position.epoch_step == 0), manifest, shared, own)
 
-    def _logs(self) -> Any:
+    def _logs(self) -> Logs:
         """Returns the last step's logs, as the epoch has them if there are no further steps in it."""
         computed: dict[str, Any] = getattr(self._model.train_function, "computed_logs", dict)()
         return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
@@ -378,18 +378,18 @@ class SaveAgreement:
                 self.strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
             # A step that was traced before does not read the flags.
             model.train_function = model.test_function = None
-        self.strategy.notes.assign(tf.zeros(2))
+        self._note(False, False)
 
     @property
     def is_preempted(self) -> bool:
         """Whether this rank, or a task that it needs, was told to exit."""
         return bool(self.preemption and (self.preemption.requested or self.peer_preempted()))
 
-    def can_agree(self, function: Any) -> bool:
+    def can_agree(self, function: StepFunction) -> bool:
         """Returns whether the ranks can agree after an execution of steps by `function`."""
         return self.ranks.size == 1 or hasattr(function, "agreed_flags")
 
-    def agree(self, function: Any) -> tuple[bool, bool]:
+    def agree(self, function: StepFunction) -> tuple[bool, bool]:
         """Returns whether to save and exit, and whether it is time to save; on all ranks the same at the same step."""
         seconds = self.save_every_seconds
         should_save = bool(self.ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
@@ -397,7 +397,7 @@ class SaveAgreement:
             return self.is_preempted, should_save
         flags = getattr(function, "agreed_flags", None)
         if self.is_preempted or should_save:
-            self.strategy.notes.assign([float(self.is_preempted), float(should_save)])
+            self._note(self.is_preempted, should_save)
         if flags is None:
             return False, False
         should_stop, should_save = (flags.numpy() > 0).tolist()
@@ -407,7 +407,11 @@ class SaveAgreement:
         """Restarts the time until the next backup, and resets the flag that asks for one."""
         self._saved_at = time.monotonic()
         if self.ranks.size > 1:
-            self.strategy.notes.assign([float(self.is_preempted), 0.0])
+            self._note(self.is_preempted, False)
+
+    def _note(self, is_preempted: bool, should_save: bool) -> None:
+        notes: tf.Variable = self.strategy.notes
+        notes.assign([float(is_preempted), float(should_save)])
 
 
 class ResumeWarnings:
@@ -416,16 +420,16 @@ class ResumeWarnings:
     def __init__(self, enabled: bool):
         self._enabled = enabled
         self._executions = 0
-        self._generators: Sequence[Any] = ()  # of Python code, which backups hold for steps
+        self._generators: Sequence[RandomGenerator] = ()  # of Python code, which backups hold for steps
         self._watch: unsaved_randomness.StepWatch | None = None
 
-    def on_train_begin(self, passes: TrainingPasses, callbacks: Sequence[Any]) -> None:
+    def on_train_begin(self, passes: TrainingPasses, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Warns of data whose random state cannot be saved; callbacks may draw while a thread reads the data."""
         if self._enabled:
             self._generators = () if passes.state.calls_python else PROCESS_GENERATORS
             unsaved_randomness.warn_if_inexact(list(passes.doubts(callbacks)))
 
-    def on_execution_end(self, function: Any, known_variables: Callable[[], Sequence[Any]]) -> None:
+    def on_execution_end(self, function: StepFunction, known_variables: Callable[[], Sequence[tf.Variable]]) -> None:
         """Watches the second execution of steps, and then warns of what it has changed besides variables that are saved or hold no state."""
         self._executions += 1
         if self._executions == 1 and self._enabled:

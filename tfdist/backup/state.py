@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Json, Logs
 from tfdist.compat import optimizer_search
 from tfdist.compat.keras_internals import CALLBACK_STATE, STATELESS_ATTRIBUTES
 from tfdist.errors import ConfigError, format_value
@@ -45,7 +46,7 @@ class TrainingState:
         """Returns each variable's shape and type, by name."""
         return {name: f"{v.dtype.name}{list(v.shape)}" for name, v in self._variables.items()}
 
-    def capture(self, logs: Any = None, to_host: bool = True) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+    def capture(self, logs: Logs = None, to_host: bool = True) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
         """Returns what all ranks share, the last step's logs included, and what is this rank's own; `to_host` copies it from other devices.
 
         Nothing is copied within a device: TensorFlow copies a variable whose value is held when it next changes it.
@@ -79,7 +80,7 @@ class TrainingState:
         for name, callback in self._callbacks.items():
             _to_json(_get_state(callback), name, {})
 
-    def restore(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Any:
+    def restore(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Logs:
         """Puts back what `capture` returned, read from a backup of a training of the same form; returns the logs."""
         for name, variable in self._variables.items():
             for number, component in enumerate(self._components(variable)):
@@ -179,7 +180,7 @@ def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> set
     return {f"{type(callback).__name__}.{name}" for name in state.keys() - known - {"state_dict"}}
 
 
-def _to_json(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+def _to_json(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Json:
     """Returns a value as JSON has it, its arrays by name, which are put into `arrays`."""
     if isinstance(value, Mapping):
         if any(not isinstance(key, str) for key in value) or _ARRAY in value or _PAIRS in value:
@@ -208,7 +209,7 @@ def _unstorable(name: str, value: Any) -> ConfigError:
     )
 
 
-def _from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+def _from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Json:
     if isinstance(value, dict):
         if set(value) == {_ARRAY}:
             return arrays[value[_ARRAY]]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import RandomGenerator, StepFunction
 from tfdist.compat import tf_internals
 from tfdist.data.graph import functions, nodes, walk
 from tfdist.data.python_generators import find_generators
@@ -51,7 +51,7 @@ def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
 class StepWatch:
     """Watches the first two executions of steps for what a backup does not hold; `known` are variables that it holds or need not hold."""
 
-    def __init__(self, function: Any, known: Sequence[tf.Variable], generators: Sequence[Any]):
+    def __init__(self, function: StepFunction, known: Sequence[tf.Variable], generators: Sequence[RandomGenerator]):
         self._function, self._generators = function, generators
         handles = {id(variable) for variable in known}
         unknown = {id(v): v for traced in graphs(function) for v in traced.variables if id(v) not in handles}
@@ -70,14 +70,14 @@ class StepWatch:
             yield f"the step changes {list_first(changed, _NAMED)}, which the model does not know; make it an attribute of the model or a layer"
 
 
-def step_doubts(function: Any) -> Iterator[str]:
+def step_doubts(function: StepFunction) -> Iterator[str]:
     """Yields what steps draw from counters that TensorFlow keeps for itself, and the remedy, once `function` has run."""
     found = dict.fromkeys(place for traced in graphs(function) for place in _user_lines(traced))
     if found:
         yield f"the step draws with {list_first(list(found), _NAMED)}, whose state TensorFlow keeps to itself; draw with keras.random instead"
 
 
-def graphs(function: Any) -> Iterator[tf.Graph]:
+def graphs(function: StepFunction) -> Iterator[tf.Graph]:
     """Yields the graphs that have been traced for an execution of steps."""
     held = [function, *(vars(function).values() if hasattr(function, "__dict__") else ())]
     for each in held:
@@ -85,7 +85,7 @@ def graphs(function: Any) -> Iterator[tf.Graph]:
             yield traced.graph
 
 
-def _random_nodes(function: Any) -> bool:
+def _random_nodes(function: tf.types.experimental.ConcreteFunction) -> bool:
     return any(map(_draws_from_own_counter, {node.op for node in nodes(function.graph)}))
 
 

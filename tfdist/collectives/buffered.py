@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Function
 from tfdist.collectives.buffer_transport import BufferTransport
 from tfdist.collectives.calls import Calls
 from tfdist.collectives.communicator import CrossProcessCommunicator, Result
@@ -126,7 +127,7 @@ class BufferedCommunicator(CrossProcessCommunicator):
         """
         return self._launch(tf_cluster.all_reduce, self._launchers[0], tf.zeros(_GATE), merge_op="Add")
 
-    def _call(self, kind: str, function: Callable[..., Any], given: Any, types: list[tf.DType]) -> list[tf.Tensor]:
+    def _call(self, kind: str, function: Function, given: Any, types: list[tf.DType]) -> list[tf.Tensor]:
         """Returns what a function makes of arrays, which runs in its turn."""
         inputs = given if isinstance(given, list) else [given]
 
@@ -154,7 +155,7 @@ class BufferedCommunicator(CrossProcessCommunicator):
             lambda: tf.cond(first.condition, lambda: ended(request.if_true), lambda: ended(request.if_false))
         )
 
-    def _checked(self, kind: str, function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> Any:
+    def _checked(self, kind: str, function: Function, arrays: Sequence[np.ndarray]) -> Any:
         """Calls a function of arrays once it is sure that the other ranks do the same: a library may wait for ever, or mix numbers."""
         shapes = [array.shape[1:] if kind == "rows" else array.shape for array in arrays]
         text = f"{kind} of {[array.dtype.name for array in arrays]} {shapes}"

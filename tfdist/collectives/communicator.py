@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from tfdist.aliases import Launcher
 from tfdist.collectives.requests import AllGather, AllReduce, Cond, RankContext, flatten, unflatten
 from tfdist.compat import tf_cluster, tf_internals
 from tfdist.config.strategy_traits import traits_of
@@ -103,7 +104,7 @@ class Communicator(abc.ABC):
     def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]: ...
 
 
-def communicator_for(strategy: Any) -> Communicator:
+def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
     """Returns the communicator of a strategy's replicas, always the same one.
 
     Raises:
@@ -216,7 +217,7 @@ class CrossProcessCommunicator(Communicator):
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         return [self._gather(launcher, each, step) for launcher, each in zip(self._launchers, tensors, strict=True)]
 
-    def _gather(self, launcher: Any, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    def _gather(self, launcher: Launcher, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return self._launch(tf_cluster.all_gather, launcher, tensor, _key_of(step))
 
     def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
@@ -242,7 +243,7 @@ class CrossProcessCommunicator(Communicator):
             )
         return results
 
-    def _launch(self, collective: Any, launcher: Any, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
+    def _launch(self, collective: Any, launcher: Launcher, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
         options = tf_cluster.options(launcher)
         with tf.device(tf_cluster.device(launcher)):
             return collective(
@@ -255,7 +256,7 @@ class CrossProcessCommunicator(Communicator):
                 **how,
             )
 
-    def _token(self, launcher: Any) -> tf.Tensor:
+    def _token(self, launcher: Launcher) -> tf.Tensor:
         """Returns that on which a lane's collectives wait for each other: TensorFlow lets all wait for all."""
         device = tf_cluster.device(launcher)
         if "GPU" in device:  # NCCL wants the same order on all ranks

@@ -14,6 +14,8 @@ import zlib
 import numpy as np
 import tensorflow as tf
 
+from tfdist.strategy import as_ours
+
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
@@ -63,7 +65,8 @@ def unlike_processors(strategy: tf.distribute.MultiWorkerMirroredStrategy, worke
 
 def describe_difference(strategy: tf.distribute.Strategy) -> str:
     """Returns a phrase on how the workers' processors differ; empty if they do not, or there are no workers."""
-    counts = getattr(strategy, "unlike_processors", ())
+    ours = as_ours(strategy)
+    counts = ours.unlike_processors if ours else ()
     if len(set(counts)) > 1:
         return f"threads ({', '.join(map(str, counts))})"
     return "kinds of processors" if counts else ""

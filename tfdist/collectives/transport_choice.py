@@ -6,7 +6,6 @@ import atexit
 import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from tfdist.collectives import mpi, shared_memory_rendezvous, transports
 from tfdist.collectives.buffered import BufferedCommunicator
@@ -17,6 +16,7 @@ from tfdist.config.strategy import TENSORFLOW_TRANSPORTS, TRANSPORTS
 from tfdist.errors import ClusterError, ConfigError, describe_error
 from tfdist.runtime import process_end
 from tfdist.runtime.log import logger
+from tfdist.strategy import Strategy
 
 _END_SECONDS = 10.0  # limit for closing a transport
 _NAMED = "the configuration names it"
@@ -41,7 +41,7 @@ class Choice:
 
 
 def choose(
-    strategy: Any, workers: Sequence[str], addresses: Sequence[str], rank: int, wanted: str, timeout_seconds: float
+    strategy: Strategy, workers: Sequence[str], addresses: Sequence[str], rank: int, wanted: str, timeout_seconds: float
 ) -> Choice:
     """Returns the transport of the gradients of a strategy's workers, the same on all of them. A collective.
 
@@ -85,7 +85,7 @@ def choose(
     return found
 
 
-def _automatic(strategy: Any, bootstrap: Bootstrap, own: str) -> Choice:
+def _automatic(strategy: Strategy, bootstrap: Bootstrap, own: str) -> Choice:
     """Chooses by the workers' devices and hosts alone: measured speeds could change the bits of a training that is started again."""
     tensorflow = CrossProcessCommunicator(strategy)
     if unfit := bootstrap.ranks.agree(_unfit_devices(strategy)):
@@ -102,7 +102,7 @@ def _automatic(strategy: Any, bootstrap: Bootstrap, own: str) -> Choice:
     return Choice(name, connected.way, where + (", and MPI has started them" if name == "mpi" else ""), communicator)
 
 
-def _unfit_devices(strategy: Any) -> str:
+def _unfit_devices(strategy: Strategy) -> str:
     devices = strategy.extended.worker_devices
     if "GPU" in devices[0]:
         return "the replicas are on GPUs"

@@ -399,9 +399,7 @@ def train(
         report,
         started,
         goodput.report(),
-        (trainer.strategy.transport, trainer.strategy.transport_reason)
-        if hasattr(trainer.strategy, "transport")
-        else None,
+        (trainer.strategy.transport, trainer.strategy.transport_reason) if trainer.strategy.transport else None,
     )
     if trainer.is_chief:
         summary["training"] = backup.training_id if backup else ""

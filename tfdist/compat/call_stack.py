@@ -51,7 +51,7 @@ def _module(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def applying_optimizer() -> Any:
+def applying_optimizer() -> keras.optimizers.Optimizer | None:
     """Returns the optimizer whose function that updates variables is the caller; None for another caller."""
     caller = sys._getframe(2)
     return caller.f_locals["self"] if caller.f_code.co_name == KERAS_APPLY else None
@@ -73,7 +73,7 @@ def frame_call(frame: Any) -> tuple[str, str, Any]:
     return frame.f_globals.get("__name__", ""), frame.f_code.co_name, frame.f_locals.get("self")
 
 
-def created_variable() -> Any:
+def created_variable() -> keras.Variable | None:
     """Returns the `keras.Variable` that is being created; None if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None and (_module(frame), frame.f_code.co_name) != KERAS_CREATE:

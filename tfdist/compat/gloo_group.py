@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import types
 from typing import Any
 
 
-def create_device(library: Any, address: str, interface: str) -> Any:
+def create_device(library: types.ModuleType, address: str, interface: str) -> Any:
     """Returns gloo's object for a network, which listens at a port that the system chooses.
 
     Args:
@@ -21,7 +22,7 @@ def create_device(library: Any, address: str, interface: str) -> Any:
     return library.ProcessGroupGloo.create_device(**given)
 
 
-def create_group(library: Any, store: Any, rank: int, size: int, device: Any, seconds: float) -> Any:
+def create_group(library: types.ModuleType, store: Any, rank: int, size: int, device: Any, seconds: float) -> Any:
     """Connects all ranks, and returns their group. A collective.
 
     Args:

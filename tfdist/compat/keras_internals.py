@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state, symbolic_scope
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
+
+from tfdist.aliases import Function, Gradient, Variables
 
 # Names of variables.
 SEED_STATE = "seed_generator_state"
 GRADIENT_ACCUMULATOR = "gradient_accumulator"
 OPTIMIZER_SCALARS = ("iteration", "learning_rate")
 
-Method = Callable[..., Any]
+Method = Function
 
 
 # Models and layers
@@ -97,18 +100,18 @@ KERAS_TRAINABLE = "_trainable_variables"
 KERAS_RATE = "_learning_rate"
 
 
-def is_created_in_scope(optimizer: keras.optimizers.Optimizer, strategy: Any) -> bool:
+def is_created_in_scope(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> bool:
     """Whether an optimizer was created in the scope of a strategy."""
     return bool(strategy.extended.variable_created_in_scope(step_counter(optimizer).value))
 
 
-def trainable_variables(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
+def trainable_variables(optimizer: keras.optimizers.Optimizer) -> Variables:
     """Returns the variables that an optimizer was built with."""
     found: Sequence[Any] = getattr(optimizer, KERAS_TRAINABLE)
     return found
 
 
-def variable_index(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
+def variable_index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
     """Returns the index of a variable in `trainable_variables`. Raises KeyError if the optimizer was built without it."""
     for index, each in enumerate(trainable_variables(optimizer)):
         if each is variable:
@@ -126,7 +129,7 @@ def learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
     return getattr(getattr(optimizer, "inner_optimizer", optimizer), KERAS_RATE)
 
 
-def accumulators(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
+def accumulators(optimizer: keras.optimizers.Optimizer) -> Variables:
     """Returns the variables in which an optimizer adds up gradients, one for each of `trainable_variables`."""
     return [each for each in optimizer.variables if each.name.endswith(GRADIENT_ACCUMULATOR)]
 
@@ -153,7 +156,7 @@ def replace_update(optimizer: keras.optimizers.Optimizer, new: Method) -> None:
     setattr(optimizer, KERAS_UPDATE, new)
 
 
-def update_variables(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+def update_variables(optimizer: keras.optimizers.Optimizer, grads: Sequence[Gradient], variables: Variables) -> None:
     """Does one update as Keras does: clips, decays the weights, and applies the gradients."""
     grads = clip_method(optimizer)(grads)
     getattr(optimizer, KERAS_WEIGHT_DECAY)(variables)
@@ -210,7 +213,7 @@ KERAS_VALUE = "_value"
 KERAS_GLOBAL_GENERATOR = "global_seed_generator"
 
 
-def raw_value(variable: keras.Variable) -> Any:
+def raw_value(variable: keras.Variable) -> tf.Variable:
     """Returns the TensorFlow variable of a Keras variable, whatever StatelessScope is entered."""
     return getattr(variable, KERAS_VALUE)
 
@@ -220,12 +223,12 @@ def in_symbolic_scope() -> bool:
     return bool(symbolic_scope.in_symbolic_scope())
 
 
-def global_generator() -> Any:
+def global_generator() -> keras.random.SeedGenerator:
     """Returns the seed generator from which `keras.random.*` draws in this thread if it is given no seed, or None."""
     return global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
 
 
-def set_global_generator(generator: Any) -> None:
+def set_global_generator(generator: keras.random.SeedGenerator) -> None:
     """Sets what `global_generator` returns."""
     global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, generator)
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -31,6 +31,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer,
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 from keras.src.utils.python_utils import pythonify_logs
 
+from tfdist.aliases import Function, Logs, Structure
 from tfdist.compat import keras_metrics
 
 __all__ = [
@@ -53,7 +54,7 @@ WARNS_OF_UNKNOWN_END = _RELEASE < (
     16,
 )  # whether a loop warns where data of unknown size end, without a number of steps
 
-Method = Callable[..., Any]
+Method = Function
 
 
 # Data adapters
@@ -63,18 +64,18 @@ KERAS_ADAPTER_EPOCH = "_epoch"  # since Keras 3.16
 KERAS_ADAPTER_ITERATOR = "_get_iterator"
 
 
-def reads_python(adapter: Any) -> bool:
+def reads_python(adapter: DataAdapter) -> bool:
     """Whether a data adapter takes its data from Python code, which cannot begin again."""
     return type(adapter).__name__ in KERAS_SELF_FEEDING
 
 
-def skip_epochs(adapter: Any, number: int) -> None:
+def skip_epochs(adapter: DataAdapter, number: int) -> None:
     """Makes a data adapter begin with a later epoch; since Keras 3.16 it shuffles a PyDataset by the epoch's number."""
     if hasattr(adapter, KERAS_ADAPTER_EPOCH):
         setattr(adapter, KERAS_ADAPTER_EPOCH, getattr(adapter, KERAS_ADAPTER_EPOCH) + number)
 
 
-def adapted_dataset(adapter: Any) -> tf.data.Dataset:
+def adapted_dataset(adapter: DataAdapter) -> tf.data.Dataset:
     """Returns the dataset of a data adapter.
 
     The workers of a PyDataset are new ones for each pass. Keras' own are one team for all passes, which the end of an epoch stops: it
@@ -88,7 +89,7 @@ def adapted_dataset(adapter: Any) -> tf.data.Dataset:
     return dataset
 
 
-def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Any]:
+def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Structure]:
     data, one = adapter.py_dataset, copy.copy(adapter)
     delattr(one, KERAS_ADAPTER_ITERATOR)
     one.enqueuer = OrderedEnqueuer(
@@ -113,7 +114,7 @@ def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Any]:
 KERAS_BUILD_BY_CALL = "_symbolic_build"
 
 
-def build_by_call(model: keras.Model, batch: Any) -> None:
+def build_by_call(model: keras.Model, batch: Structure) -> None:
     """Builds a model, its metrics and its compiled optimizer by calling the model on the shapes of a batch.
 
     Raises:
@@ -127,7 +128,7 @@ def build_by_call(model: keras.Model, batch: Any) -> None:
         raise
 
 
-def metrics_or_logs(model: keras.Model, logs: Any) -> Any:
+def metrics_or_logs(model: keras.Model, logs: Logs) -> Logs:
     """Returns an epoch's logs: the results of the model's metrics, or those of its last step, if they have other names."""
     results = model.get_metrics_result()
     return results if isinstance(logs, dict) and logs.keys() == results.keys() else logs
@@ -139,7 +140,7 @@ def check_compiled(model: keras.Model, method: str) -> None:
         raise ValueError(f"You must call `compile()` before calling `{method}()`.")
 
 
-def flat_logs(model: keras.Model, logs: dict[str, Any]) -> Any:
+def flat_logs(model: keras.Model, logs: dict[str, Any]) -> Logs:
     """Returns logs as `evaluate` does without `return_dict`: a number, or a list, in the order of the model's metrics."""
     compiled = keras_metrics.compiled_metrics(model)
     names = [each.name for metric in model.metrics for each in (metric.metrics if metric is compiled else [metric])]
@@ -151,23 +152,23 @@ def flat_logs(model: keras.Model, logs: dict[str, Any]) -> Any:
 # What `predict` makes of its outputs
 
 
-def concatenate(*parts: Any) -> Any:
+def concatenate(*parts: Structure) -> Structure:
     """Returns the outputs of several batches as of one: dense, ragged or sparse tensors."""
     return concat(list(parts))
 
 
-def joined_outputs(parts: Sequence[Any]) -> Any:
+def joined_outputs(parts: Sequence[Structure]) -> Structure:
     """Returns the outputs of a prediction's executions as of one, as NumPy arrays where they are not ragged."""
     tree = keras.tree
     lists = tree.map_structure_up_to(parts[0], lambda *each: list(each), *parts)
     return as_arrays(tree.map_structure_up_to(parts[0], potentially_ragged_concat, lists))
 
 
-def as_arrays(outputs: Any) -> Any:
+def as_arrays(outputs: Structure) -> Structure:
     """Returns outputs as NumPy arrays where they are not ragged."""
     return keras.tree.map_structure(convert_to_np_if_not_ragged, outputs)
 
 
-def concatenate_replicas(outputs: Any, strategy: tf.distribute.Strategy) -> Any:
+def concatenate_replicas(outputs: Structure, strategy: tf.distribute.Strategy) -> Structure:
     """Returns the outputs of all replicas, of all workers, as of one. A collective."""
     return reduce_per_replica(outputs, strategy, reduction="concat")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.losses.loss import apply_mask, reduce_weighted_values
 
+from tfdist.aliases import Function, Structure
 from tfdist.compat.keras_internals import layers
 from tfdist.errors import ConfigError
 
 __all__ = ["apply_mask"]  # with the functions and constants below
 
-Method = Callable[..., Any]
+Method = Function
 KERAS_ADDED_LOSSES = "_losses"
 KERAS_ADDED_LOSS = "_aggregate_additional_loss"
 KERAS_COMPILED_LOSS = "_compile_loss"
@@ -31,7 +32,7 @@ def added_loss_method(model: keras.Model) -> Method:
     return method
 
 
-def replaced_added_loss(model: keras.Model) -> Any:
+def replaced_added_loss(model: keras.Model) -> Function:
     """Returns what `replace_added_loss` has set on a model, or None."""
     return vars(model).get(KERAS_ADDED_LOSS)
 
@@ -41,24 +42,24 @@ def replace_added_loss(model: keras.Model, new: Method) -> None:
     setattr(model, KERAS_ADDED_LOSS, new)
 
 
-def compiled_loss(model: keras.Model) -> Any:
+def compiled_loss(model: keras.Model) -> keras.losses.Loss:
     """Returns Keras' container of the losses that a model is compiled with, or None."""
     return getattr(model, KERAS_COMPILED_LOSS, None)
 
 
-def losses(compiled: Any) -> list[Any]:
+def losses(compiled: keras.losses.Loss) -> list[Structure]:
     """Returns the list in which a built container keeps its losses: named tuples with a field `loss`."""
     found: list[Any] = getattr(compiled, KERAS_LOSSES)
     return found
 
 
-def keep_configuration_errors(compiled: Any) -> None:
+def keep_configuration_errors(compiled: keras.losses.Loss) -> None:
     """Makes a container raise the ConfigErrors of its losses unchanged. Keras 3.16 puts each ValueError of a loss into another."""
     call: Method | None = getattr(compiled, KERAS_CALL_LOSS, None)
     if call is None or KERAS_CALL_LOSS in vars(compiled):
         return
 
-    def call_loss(*args: Any) -> Any:
+    def call_loss(*args: Any) -> tf.Tensor:
         try:
             return call(*args)
         except ValueError as e:
@@ -69,22 +70,24 @@ def keep_configuration_errors(compiled: Any) -> None:
     setattr(compiled, KERAS_CALL_LOSS, call_loss)
 
 
-def loss_tracker(model: keras.Model) -> Any:
+def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     """Returns the metric that keeps the mean of a model's loss, or None."""
     return getattr(model, KERAS_LOSS_TRACKER, None)
 
 
-def mask(tensor: Any) -> Any:
+def mask(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the mask that Keras keeps with a tensor, or None."""
     return getattr(tensor, KERAS_MASK, None)
 
 
-def set_mask(tensor: Any, value: Any) -> None:
+def set_mask(tensor: tf.Tensor, value: tf.Tensor) -> None:
     """Sets the mask that Keras keeps with a tensor."""
     setattr(tensor, KERAS_MASK, value)
 
 
-def loss_and_mask(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any]:
+def loss_and_mask(
+    loss: keras.losses.Loss, y_true: Structure, y_pred: Structure, sample_weight: Structure
+) -> tuple[Structure, Structure]:
     """Returns what `Loss.__call__` does, and which of the loss's values count: a mask on predictions or values, or None."""
     rows = tf.nest.map_structure(lambda each: keras.ops.convert_to_tensor(each, loss.dtype), (y_true, y_pred))
     values = loss.call(*rows)
@@ -94,7 +97,7 @@ def loss_and_mask(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weig
     return value, counted
 
 
-def added_losses(layer: keras.layers.Layer) -> list[Any]:
+def added_losses(layer: keras.layers.Layer) -> list[Structure]:
     """Returns the losses that a layer has added by `add_loss` in its last call, without regularizers and without sub-layers."""
     return list(layer._get_own_losses())
 
@@ -108,7 +111,7 @@ class _AddedLosses(threading.local):
     def __getitem__(self, index: Any) -> Any:
         return self._own[index]
 
-    def extend(self, losses: Sequence[Any]) -> None:
+    def extend(self, losses: Sequence[Structure]) -> None:
         self._own.extend(losses)
 
     def clear(self) -> None:

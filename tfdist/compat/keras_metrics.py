@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
+
+from tfdist.aliases import Function
 
 KERAS_FUNCTION = "_fn"
 KERAS_FUNCTION_ARGUMENTS = "_fn_kwargs"
 KERAS_COMPILED_METRICS = "_compile_metrics"
 
 
-def function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+def function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Function, Mapping[str, Any]]:
     """Returns the function whose values a metric averages, and the arguments that the metric adds."""
     return getattr(metric, KERAS_FUNCTION), getattr(metric, KERAS_FUNCTION_ARGUMENTS)
 
 
-def compiled_metrics(model: keras.Model) -> Any:
+def compiled_metrics(model: keras.Model) -> keras.metrics.Metric:
     """Returns Keras' container of the metrics that a model is compiled with, or None."""
     return getattr(model, KERAS_COMPILED_METRICS, None)
 
@@ -27,6 +29,6 @@ def metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     return [*model.metrics, *getattr(compiled_metrics(model), "metrics", ())]
 
 
-def is_keras_code(function: Any) -> bool:
+def is_keras_code(function: object) -> bool:
     """Whether a function is Keras' own; False for an object that is called like one."""
     return hasattr(function, "__code__") and function.__module__.startswith("keras.")

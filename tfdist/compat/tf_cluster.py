@@ -18,6 +18,7 @@ from tensorflow.python.ops.collective_ops import all_reduce_v2 as all_reduce
 from tensorflow.python.ops.collective_ops import all_to_all_v2 as all_to_all
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from tfdist.aliases import Launcher
 from tfdist.runtime.lock_lending import LockLender
 
 __all__ = ["ResourceVariable", "all_gather", "all_reduce", "all_to_all"]
@@ -29,33 +30,33 @@ TF_CROSS_DEVICE_OPS = "_cross_device_ops"
 TF_LAUNCHERS = "_launchers"
 
 
-def launchers(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Sequence[Any]:
+def launchers(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Sequence[Launcher]:
     """Returns the objects with which a strategy launches collectives, one for each device of this process."""
     found: Sequence[Any] = getattr(getattr(strategy.extended, TF_CROSS_DEVICE_OPS), TF_LAUNCHERS)
     return found
 
 
-def device(launcher: Any) -> str:
+def device(launcher: Launcher) -> str:
     """Returns the device of a launcher."""
     return str(launcher._device)
 
 
-def group(launcher: Any) -> tuple[Any, Any]:
+def group(launcher: Launcher) -> tuple[Any, Any]:
     """Returns (size, key) of the group of devices whose collectives a launcher launches."""
     return launcher._group_size, launcher._group_key
 
 
-def next_key(launcher: Any) -> Any:
+def next_key(launcher: Launcher) -> Any:
     """Returns the key of a launcher's next collective, another one at each call."""
     return launcher._next_instance_key()
 
 
-def options(launcher: Any) -> Any:
+def options(launcher: Launcher) -> Any:
     """Returns the communication options of a launcher."""
     return launcher._options
 
 
-def ordering_token(launcher: Any) -> tf.Tensor:
+def ordering_token(launcher: Launcher) -> tf.Tensor:
     """Returns the resource on which a launcher's collectives wait for each other."""
     return launcher._get_ordering_token()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,8 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import nn_impl_distribute as average_losses
 from tensorflow.python.ops import script_ops
 from tensorflow.python.saved_model import save as saved_model_save
+
+from tfdist.aliases import Function, StepFunction, Structure
 
 __all__ = [
     "CacheDataset",
@@ -64,7 +67,7 @@ def num_replicas(strategy: tf.distribute.Strategy) -> int:
     return int(strategy.extended._num_replicas_in_sync)
 
 
-def set_collective_keys(strategy: Any, first: int) -> None:
+def set_collective_keys(strategy: tf.distribute.Strategy, first: int) -> None:
     """Sets the first key of a strategy's collectives. Call it before TensorFlow's `__init__`."""
     setattr(strategy, TF_COLLECTIVE_KEYS, first)
 
@@ -128,12 +131,10 @@ def make_readable_as_number(variable: tf.Variable) -> tf.Variable:
 # AutoGraph
 
 
-def convert_as_caller(function: Callable[..., Any]) -> Callable[..., Any]:
+def convert_as_caller(function: Function) -> Function:
     """Returns a function that AutoGraph converts if, and only if, it converts the caller."""
     autograph = tf.__internal__.autograph
-    converted: Callable[..., Any] = autograph.tf_convert(
-        function, autograph.control_status_ctx(), convert_by_default=False
-    )
+    converted: Function = autograph.tf_convert(function, autograph.control_status_ctx(), convert_by_default=False)
     return converted
 
 
@@ -171,7 +172,7 @@ def _seed_name(holder: Any) -> str:
     return TF_GRAPH_SEED if isinstance(holder, tf.Graph) else TF_GLOBAL_SEED
 
 
-def graph_depth(graph: Any) -> int:
+def graph_depth(graph: tf.Graph) -> int:
     """Returns how many traced graphs enclose `graph`, as those of a loop over several steps do."""
     depth = 0
     while (graph := getattr(graph, TF_OUTER_GRAPH, None)) is not None and hasattr(graph, TF_OUTER_GRAPH):
@@ -179,7 +180,7 @@ def graph_depth(graph: Any) -> int:
     return depth
 
 
-def traced_functions(function: Any) -> Sequence[Any]:
+def traced_functions(function: StepFunction) -> Sequence[Any]:
     """Returns the concrete functions of a `tf.function`; of any other object, none."""
     found: Sequence[Any] = getattr(function, TF_TRACED)() if hasattr(function, TF_TRACED) else ()
     return found
@@ -199,7 +200,7 @@ def is_python_call(node: tf.compat.v1.NodeDef) -> bool:
     return node.op in TF_PYTHON_OPS
 
 
-def python_function(node: tf.compat.v1.NodeDef) -> Any:
+def python_function(node: tf.compat.v1.NodeDef) -> Function:
     """Returns what an operation that calls Python calls, or None if it is gone."""
     return script_ops._py_funcs.get(node.attr[TF_PYTHON_TOKEN].s.decode())
 
@@ -257,13 +258,13 @@ def dataset_numbers(dataset: tf.data.Dataset, names: Sequence[str]) -> dict[str,
     return {name: int(getattr(dataset, TF_NUMBER.format(name))) for name in names}
 
 
-def dataset_leaves(structure: Any) -> list[Any]:
+def dataset_leaves(structure: Structure) -> list[Structure]:
     """Returns the components of what a dataset is made of, as `from_tensor_slices` takes it: a list is one of them."""
-    leaves: list[Any] = dataset_nest.flatten(structure)
+    leaves: list[Structure] = dataset_nest.flatten(structure)
     return leaves
 
 
-def dataset_structure(structure: Any, leaves: Sequence[Any]) -> Any:
+def dataset_structure(structure: Structure, leaves: Sequence[Structure]) -> Structure:
     """Returns a structure with other components."""
     return dataset_nest.pack_sequence_as(structure, leaves)
 
@@ -272,7 +273,7 @@ _SOURCES = threading.RLock()  # of those that replace them
 
 
 @contextlib.contextmanager
-def replacing_dataset_sources(slices: Callable[..., Any], tensors: Callable[..., Any]) -> Iterator[None]:
+def replacing_dataset_sources(slices: Function, tensors: Function) -> Iterator[None]:
     """Within it, `tf.data.Dataset.from_tensor_slices` and `from_tensors` are other functions, in all threads.
 
     Args:
@@ -349,7 +350,7 @@ class _AverageArithmetic:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
-    def div_no_nan(self, loss: Any, size: Any) -> Any:
+    def div_no_nan(self, loss: tf.Tensor, size: Any) -> Any:
         """As TensorFlow's; of a batch size that the caller was given, the result goes through `correct`."""
         value = self._own.div_no_nan(loss, size)
         return value if TF_AVERAGE_COUNTED in sys._getframe(1).f_locals else self._correct(value)
@@ -403,7 +404,7 @@ def replace_checkpoint_writer(write: Writer, device: str | None) -> None:
         return options
 
     @functools.wraps(own_save)
-    def save(self: Any, file_prefix: Any, *args: Any, options: Any = None, **kwargs: Any) -> Any:
+    def save(self: Any, file_prefix: str | os.PathLike[str], *args: Any, options: Any = None, **kwargs: Any) -> Any:
         if not tf.executing_eagerly() or not isinstance(file_prefix, str) or args or kwargs:
             return own_save(self, file_prefix, *args, options=options, **kwargs)
         save_to = functools.partial(own_save, self, options=with_device(options))
@@ -412,7 +413,7 @@ def replace_checkpoint_writer(write: Writer, device: str | None) -> None:
         )
 
     @functools.wraps(own_restore)
-    def restore(self: Any, save_path: Any, options: Any = None) -> Any:
+    def restore(self: Any, save_path: str | os.PathLike[str], options: Any = None) -> Any:
         return own_restore(self, save_path, with_device(options))
 
     save.tensorflow_own, restore.tensorflow_own = own_save, own_restore  # type: ignore[attr-defined]

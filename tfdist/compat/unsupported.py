@@ -6,11 +6,11 @@ import collections.abc
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Data
 from tfdist.compat import keras_internals, keras_loops
 from tfdist.compat.optimizer_search import optimizers
 from tfdist.errors import ConfigError
@@ -204,7 +204,7 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
             yield f"{text} is not possible under {strategy.kind}, {why}."
 
 
-def check_data(strategy: tf.distribute.Strategy, data: Any) -> None:
+def check_data(strategy: tf.distribute.Strategy, data: Data) -> None:
     """Refuses data that are not batches, or that each worker would draw for itself.
 
     Args:

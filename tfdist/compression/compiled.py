@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.aliases import Function
+
 LEAST = 2**16  # numbers; XLA takes 0.1 s for each shape, which fewer would not gain back within thousands of steps
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Function) -> Function:
     """Returns a function that computes the same by XLA on CPUs, where its arguments have enough numbers.
 
     XLA compiles once for each tuple of shapes in a process, however many graphs call the function. Other devices, builds of

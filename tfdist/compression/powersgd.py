@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -45,7 +44,7 @@ class PowerSGD(PowerSGDOptions, Compressor):
         r = min(self.matrix_approximation_rank, p, q)
         return (q, r) if (p + q) * r * self.min_compression_rate <= p * q else None
 
-    def _random(self, shape: tuple[int, ...], number: int, step: Any = 0) -> tf.Tensor:
+    def _random(self, shape: tuple[int, ...], number: int, step: tf.Tensor | int = 0) -> tf.Tensor:
         return tf.random.stateless_normal(shape, [self.random_seed + number, step])
 
     def exchange(

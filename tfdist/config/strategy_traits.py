@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from tfdist.config import registry
 from tfdist.errors import ConfigError, format_value
@@ -120,7 +120,7 @@ def find_traits(name: str) -> StrategyTraits:
     return traits
 
 
-def traits_of(strategy: Any) -> StrategyTraits:
+def traits_of(strategy: object) -> StrategyTraits:
     """Returns the traits of a strategy object, which may be TensorFlow's own, or its default one."""
     if (found := getattr(strategy, "traits", None)) is not None:
         return found

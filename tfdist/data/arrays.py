@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.aliases import Data, Structure
 from tfdist.compat import tf_internals
 from tfdist.config.validation import per_replica_batch_size
 from tfdist.data import sent_arrays
@@ -16,7 +17,7 @@ from tfdist.errors import ConfigError
 
 
 def epochs(
-    arrays: Any,
+    arrays: Data,
     context: tf.distribute.InputContext,
     global_batch_size: int,
     seed: int,
@@ -74,7 +75,7 @@ def epochs(
         mine = turns // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
         return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(dealt, mine))
 
-    def batch(indices: tf.Tensor) -> Any:
+    def batch(indices: tf.Tensor) -> Structure:
         taken = tf.nest.pack_sequence_as(arrays, [sent_arrays.gather(each, indices) for each in tensors])
         return load(taken) if load else taken
 

@@ -15,16 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from tfdist.aliases import Json, RandomGenerator
 from tfdist.compat.tf_internals import PYTHON_FUNCTION_HOLDERS
 
 # Their bound methods are the functions of the modules.
-PROCESS_GENERATORS: tuple[Any, Any] = (random.getstate.__self__, np.random.get_state.__self__)  # type: ignore[attr-defined]
+PROCESS_GENERATORS: tuple[RandomGenerator, RandomGenerator] = (random.getstate.__self__, np.random.get_state.__self__)  # type: ignore[attr-defined]
 _KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 _LIBRARIES = {"tensorflow", "keras", "numpy", "tfdist"}
 _MOST_OBJECTS, _MOST_ITEMS = 5000, 100  # a list of a million file names is no place to search
 
 
-def find_generators(*roots: Any) -> list[Any]:
+def find_generators(*roots: Any) -> list[RandomGenerator]:
     """Returns the generators that Python code can reach, in an order that is the same in the next run of the program.
 
     What Python code does cannot be known before it runs. So this looks at what it holds: attributes and items of objects,
@@ -44,16 +45,16 @@ def find_generators(*roots: Any) -> list[Any]:
     return [each for each in found.values() if isinstance(each, _KINDS) and not isinstance(each, random.SystemRandom)]
 
 
-def get_state(generator: Any) -> Any:
+def get_state(generator: RandomGenerator) -> Json:
     """Returns a generator's state: plain values and arrays."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
-    return getattr(generator, "bit_generator", generator).state
+    return _bits(generator).state
 
 
-def set_state(generator: Any, state: Any) -> None:
+def set_state(generator: RandomGenerator, state: Json) -> None:
     """Sets the state that `get_state` returned, also if JSON has made lists of its tuples."""
     if isinstance(generator, random.Random):
         version, numbers, gauss = state
@@ -61,16 +62,20 @@ def set_state(generator: Any, state: Any) -> None:
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
-        getattr(generator, "bit_generator", generator).state = state
+        _bits(generator).state = state
 
 
-def reset(generator: Any) -> None:
+def reset(generator: RandomGenerator) -> None:
     """Sets a generator to a state that is the same in every process."""
     if isinstance(generator, (random.Random, np.random.RandomState)):
         generator.seed(0)
     else:
-        bits = getattr(generator, "bit_generator", generator)
+        bits = _bits(generator)
         bits.state = type(bits)(0).state
+
+
+def _bits(generator: np.random.Generator | np.random.BitGenerator) -> np.random.BitGenerator:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 def _held(value: Any) -> Iterator[Any]:
@@ -112,6 +117,7 @@ def _named(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
     value: Any = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
+            yield value  # a function, of which this is the argument
             value = names.get(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
             follows = value in (random, np, np.random) or not _is_library(value.__name__)

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import DataAdapter, Function, Json
 from tfdist.compat.keras_loops import PyDatasetAdapter
 from tfdist.data import python_generators
 from tfdist.data.python_generators import PROCESS_GENERATORS, find_generators
@@ -39,7 +40,7 @@ class PythonDataState:
         drawn_by_hooks: For each hook that was called, the states, by generator, from which it has drawn.
     """
 
-    def __init__(self, adapter: Any, called: Sequence[Any], is_backed_up: bool, reads_on: bool):
+    def __init__(self, adapter: DataAdapter, called: Sequence[Function], is_backed_up: bool, reads_on: bool):
         self._data: Any = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) else None
         self._keeps = hasattr(self._data, "state_dict")
         self._reads_on = reads_on and self._data is not None and _has_hooks(self._data)
@@ -51,9 +52,9 @@ class PythonDataState:
         self.order: int | None = None
         self.drawn_by_hooks: list[dict[str, Any]] = []
         self._hooks = 0  # that were called
-        self._after_hook: list[Any] = [None] * len(self._generators)
+        self._after_hook: list[Json] = [None] * len(self._generators)
 
-    def state(self) -> Any:
+    def state(self) -> Json:
         """Returns the state, as plain JSON, or None if no Python code makes the data."""
         if not self.is_used:
             return None
@@ -63,7 +64,7 @@ class PythonDataState:
             state["data"] = _to_json(self._data.state_dict())
         return state
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Json) -> None:
         """Restores what `state` returned."""
         if state:
             set_process_generator_states(state)
@@ -73,7 +74,7 @@ class PythonDataState:
             if self._keeps:
                 self._data.load_state_dict(_from_json(state["data"]))
 
-    def doubts(self, callbacks: Sequence[Any]) -> Iterator[str]:
+    def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
         """Yields why a resume will not be exact, and the remedies. Has a PyDataset make its first batches twice.
 
         Args:
@@ -182,10 +183,10 @@ class PythonDataState:
         finally:
             self._set_states(before)
 
-    def _states(self) -> list[Any]:
+    def _states(self) -> list[Json]:
         return [_to_json(python_generators.get_state(each)) for each in self._generators]
 
-    def _set_states(self, states: Sequence[Any]) -> None:
+    def _set_states(self, states: Sequence[Json]) -> None:
         """Sets the states that are not None."""
         for generator, state in zip(self._generators, states, strict=True):
             if state is not None:
@@ -222,21 +223,21 @@ def _checksum(data: keras.utils.PyDataset, batches: int) -> int:
     return checksum
 
 
-def _to_json(state: Any) -> Any:
+def _to_json(state: Json) -> Json:
     return json.loads(json.dumps(state, default=_plain))
 
 
-def _from_json(state: Any) -> Any:
+def _from_json(state: Json) -> Json:
     return json.loads(json.dumps(state), object_hook=_decode_states)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> Json:
     if isinstance(value, (np.ndarray, np.generic)):
         return {_ARRAY + value.dtype.str: value.tolist()}
     raise TypeError(f"state_dict() must return plain values and arrays. Received: {type(value).__name__}.")
 
 
-def _decode_states(values: dict[str, Any]) -> Any:
+def _decode_states(values: dict[str, Any]) -> Json:
     if len(values) == 1 and (name := next(iter(values))).startswith(_ARRAY):
         return np.asarray(values[name], name.removeprefix(_ARRAY))
     return values

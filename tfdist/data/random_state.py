@@ -11,9 +11,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import DataAdapter, Function, Json
 from tfdist.compat import keras_loops, tf_internals
 from tfdist.compat.keras_internals import SEED_STATE
 from tfdist.compat.tf_internals import GENERATOR_STATE
@@ -32,7 +34,7 @@ def random_states(dataset: tf.data.Dataset) -> Iterator[tf.Variable]:
                 yield variable
 
 
-def python_functions(dataset: tf.data.Dataset) -> Iterator[Any]:
+def python_functions(dataset: tf.data.Dataset) -> Iterator[Function]:
     """Yields the Python functions that a dataset's own functions call, as those of `from_generator` and `py_function`."""
     for function in functions(dataset):
         for node in nodes(function.graph):
@@ -55,7 +57,7 @@ class DatasetRandomState:
         stays: Whether the training has resumed after the last step of an epoch, of which it runs no step again.
     """
 
-    def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: Any, is_backed_up: bool, reads_on: bool):
+    def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: DataAdapter, is_backed_up: bool, reads_on: bool):
         every = [each for dataset in datasets for each in walk(dataset)]
         self._variables = list({id(v): v for each in every for v in random_states(each)}.values())
         called = [function for each in every for function in python_functions(each)]
@@ -66,13 +68,15 @@ class DatasetRandomState:
         self._has_begun = False
         self._epochs = 0  # whose data have ended
         self._is_over = False  # the present epoch's data
-        self._states: dict[str, tuple[list[Any], Any]] = {}  # by moment: at the begin of the "first" and of this "pass"
+        self._states: dict[
+            str, tuple[list[np.ndarray], Json]
+        ] = {}  # by moment: at the begin of the "first" and of this "pass"
         self._adapter = adapter
         begin, end = adapter.on_epoch_begin, adapter.on_epoch_end
         adapter.on_epoch_begin = lambda: self._python.run_hook(begin)
         adapter.on_epoch_end = lambda: self._end_epoch(end)
 
-    def doubts(self, callbacks: Sequence[Any]) -> Iterator[str]:
+    def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
         """Yields why this is not all of the data's state, and the remedies.
 
         Args:
@@ -168,15 +172,15 @@ class DatasetRandomState:
 
         return ready
 
-    def _assign(self, state: tuple[list[Any], Any]) -> None:
+    def _assign(self, state: tuple[list[np.ndarray], Json]) -> None:
         for variable, value in zip(self._variables, state[0], strict=True):
             variable.assign(value)
         self._python.restore(state[1])
 
-    def _now(self) -> tuple[list[Any], Any]:
+    def _now(self) -> tuple[list[np.ndarray], Json]:
         return [variable.numpy() for variable in self._variables], self._python.state()
 
-    def _end_epoch(self, end: Any) -> None:
+    def _end_epoch(self, end: Callable[[], None]) -> None:
         if not self._has_begun:  # as Keras does before the first epoch
             end()
             return

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.compat import tf_internals
 
 PIECE = 2**28  # bytes of a tensor at most, if an example has not more; sending one takes several times its size
@@ -42,7 +43,7 @@ def sent(made: _Made) -> Iterator[None]:
         _made.reset(token)
 
 
-def cut(array: Any, rows: int | None = None) -> _Cut:
+def cut(array: Structure, rows: int | None = None) -> _Cut:
     """Returns `array` as tensors of so many rows each, outside of all graphs; as one where none is sent.
 
     Args:
@@ -73,25 +74,25 @@ def gather(pieces: _Cut, indices: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(found, [*indices.shape, *tensors[0].shape[1:]])
 
 
-def _can_be_cut(array: Any) -> bool:
+def _can_be_cut(array: Structure) -> bool:
     return isinstance(array, (np.ndarray, tf_internals.EagerTensor)) and array.ndim > 0 and len(array) > 0
 
 
-def _bytes(array: Any) -> int:
+def _bytes(array: Structure) -> int:
     return int(np.prod(array.shape, dtype=np.int64)) * (
         array.dtype.size if tf.is_tensor(array) else array.dtype.itemsize
     )
 
 
-def _rows(array: Any) -> int:
+def _rows(array: Structure) -> int:
     return min(max(1, PIECE // max(1, _bytes(array) // len(array))), len(array))
 
 
-def _is_large(leaf: Any) -> bool:
+def _is_large(leaf: Structure) -> bool:
     return _can_be_cut(leaf) and _bytes(leaf) >= SMALLEST
 
 
-def _slices(original: Callable[..., tf.data.Dataset], tensors: Any, name: str | None = None) -> tf.data.Dataset:
+def _slices(original: Callable[..., tf.data.Dataset], tensors: Structure, name: str | None = None) -> tf.data.Dataset:
     leaves = tf_internals.dataset_leaves(tensors)
     large = [leaf for leaf in leaves if _is_large(leaf)]
     if _made.get() is None or not large:
@@ -106,13 +107,13 @@ def _slices(original: Callable[..., tf.data.Dataset], tensors: Any, name: str | 
     return whole
 
 
-def _whole(original: Callable[..., tf.data.Dataset], tensors: Any, name: str | None = None) -> tf.data.Dataset:
+def _whole(original: Callable[..., tf.data.Dataset], tensors: Structure, name: str | None = None) -> tf.data.Dataset:
     if _made.get() is None:
         return original(tensors, name=name)
     return original(_replaced(tensors, tf_internals.dataset_leaves(tensors)), name=name)
 
 
-def _replaced(tensors: Any, leaves: Sequence[Any]) -> Any:
+def _replaced(tensors: Structure, leaves: Sequence[Structure]) -> Any:
     """Returns `tensors` with each large array as one tensor, if one message can hold it: a graph says that it cannot either."""
     new = [cut(leaf, len(leaf))[1][0] if _is_large(leaf) and _bytes(leaf) < LARGEST else leaf for leaf in leaves]
     return tf_internals.dataset_structure(tensors, new)

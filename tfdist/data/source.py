@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Data, DataIterator, Spec, Structure
 from tfdist.compat import keras_loops
 from tfdist.data import resume
 
@@ -36,8 +37,8 @@ class DataSource:
 
     def __init__(
         self,
-        data: Any,
-        datasets: Sequence[Any] = (),
+        data: Data,
+        datasets: Sequence[tf.data.Dataset] = (),
         steps: int | None = None,
         parts: int = 1,
         open_at: OpenAt | None = None,
@@ -49,11 +50,11 @@ class DataSource:
         self.adapter: Any = keras_loops.DataAdapter()
         self._open_at = open_at
 
-    def open(self) -> Any:
+    def open(self) -> DataIterator:
         """Returns an iterator of a new pass."""
         return iter(self.data)
 
-    def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> Any:
+    def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> DataIterator:
         """Returns an iterator of a pass that begins at a step.
 
         Args:
@@ -68,7 +69,7 @@ class DataSource:
         return iter(self.data.skip(steps))
 
     @property
-    def form(self) -> Any:
+    def form(self) -> Structure:
         """The form of an element of the first dataset: of the first element, if it is not known of all."""
         data = self.datasets[0] if self.datasets else self.data
         form = data.element_spec
@@ -77,7 +78,7 @@ class DataSource:
         return next(iter(data.take(1) if isinstance(data, tf.data.Dataset) else data))
 
 
-def _is_known(spec: Any) -> bool:
+def _is_known(spec: Spec) -> bool:
     shape = getattr(spec, "shape", None)
     return shape is None or (shape.rank is not None and None not in shape[1:])
 
@@ -183,7 +184,7 @@ def limited_steps(steps: int | None) -> int | None:
     return steps
 
 
-def run_to_end(function: Callable[[Any], Any], iterator: Any) -> Any:
+def run_to_end(function: Callable[[Any], Any], iterator: DataIterator) -> Any:
     """Returns `function(iterator)`, or None if the iterator has no further element."""
     try:
         return function(iterator)

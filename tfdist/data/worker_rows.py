@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import tensorflow as tf
 
+from tfdist.aliases import Data
 from tfdist.compat import tf_internals
 from tfdist.compat.keras_loops import ArrayDataAdapter
 from tfdist.data import arrays
@@ -25,11 +25,11 @@ class OwnRows:
         sample_weight: The weights of the examples, or None.
     """
 
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
+    x: Data
+    y: Data = None
+    sample_weight: Data = None
 
-    def dataset(self, batch_size: int, shuffle: Any = False) -> tf.data.Dataset:
+    def dataset(self, batch_size: int, shuffle: bool | str = False) -> tf.data.Dataset:
         """Returns the dataset that Keras makes of the arrays.
 
         Args:
@@ -40,7 +40,7 @@ class OwnRows:
         return adapter.get_tf_dataset().apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
 
 
-def own_rows(x: Any, y: Any = None, sample_weight: Any = None) -> OwnRows:
+def own_rows(x: Data, y: Data = None, sample_weight: Data = None) -> OwnRows:
     """Declares that each worker has arrays of its own, all of which are used.
 
         model.fit(tfdist.data.own_rows(x[rank::size], y[rank::size]), batch_size=64, epochs=3)
@@ -67,7 +67,7 @@ def own_rows(x: Any, y: Any = None, sample_weight: Any = None) -> OwnRows:
     return OwnRows(x, y, sample_weight)
 
 
-def is_own(data: Any) -> bool:
+def is_own(data: Data) -> bool:
     """Whether each worker has its own data: `own_rows`, or a dataset that is not to be sharded."""
     if isinstance(data, tf.data.Dataset):
         policy = data.options().experimental_distribute.auto_shard_policy

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
+from tfdist.aliases import Gradient, Variables
 
-def map_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Any) -> Any:
+
+def map_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Gradient) -> Gradient:
     """Returns what a function makes of a gradient's numbers, be they rows or all."""
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
@@ -20,22 +21,22 @@ def factor(number: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:
     return tf.convert_to_tensor(number, dtype) if isinstance(number, (int, float)) else tf.cast(number, dtype)
 
 
-def scale(grads: Sequence[Any], number: tf.Tensor | float) -> list[Any]:
+def scale(grads: Sequence[Gradient], number: tf.Tensor | float) -> list[Gradient]:
     """Returns the gradients times a number."""
     return [map_values(lambda value: value * factor(number, value.dtype), grad) for grad in grads]
 
 
-def add_scalar(grads: Sequence[Any], number: tf.Tensor) -> list[Any]:
+def add_scalar(grads: Sequence[Gradient], number: tf.Tensor) -> list[Gradient]:
     """Returns the gradients with a number added to each of theirs."""
     return [map_values(lambda value: value + tf.cast(number, value.dtype), grad) for grad in grads]
 
 
-def scale_no_nan(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
+def scale_no_nan(grads: Sequence[Gradient], share: tf.Tensor | float) -> list[Gradient]:
     """Returns the gradients times `share`; 0 makes 0 of NaN, too."""
     return [map_values(lambda value: tf.math.multiply_no_nan(value, factor(share, value.dtype)), g) for g in grads]
 
 
-def zero_if_no_examples(grads: Sequence[Any], share: tf.Tensor | float) -> list[Any]:
+def zero_if_no_examples(grads: Sequence[Gradient], share: tf.Tensor | float) -> list[Gradient]:
     """Returns the gradients, or zeros where this replica has no examples: the mean over none is NaN."""
     if isinstance(share, float):
         return list(grads)
@@ -44,7 +45,7 @@ def zero_if_no_examples(grads: Sequence[Any], share: tf.Tensor | float) -> list[
     return [None if grad is None else next(values) for grad in grads]
 
 
-def deduplicate_rows(grads: Sequence[Any]) -> list[Any]:
+def deduplicate_rows(grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns the gradients, those of embeddings with one row for each id that occurs.
 
     The sum of the rows of an id is its gradient. Keras 3.15 applies each row by itself, so that optimizers that square
@@ -62,29 +63,29 @@ def deduplicate_rows(grads: Sequence[Any]) -> list[Any]:
 class _Rows(tf.IndexedSlices):
     """Rows that can be divided by a number."""
 
-    def __truediv__(self, number: Any) -> tf.IndexedSlices:
+    def __truediv__(self, number: tf.Tensor | float) -> tf.IndexedSlices:
         return tf.IndexedSlices(self.values / factor(number, self.dtype), self.indices, self.dense_shape)
 
 
-def with_divisible_rows(grads: Sequence[Any]) -> list[Any]:
+def with_divisible_rows(grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns the gradients, rows so that Keras 3.15 can divide them by an optimizer's `loss_scale_factor`."""
     return [_Rows(g.values, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else g for g in grads]
 
 
-def nan_unless_finite(grads: Sequence[Any]) -> tf.Tensor:
+def nan_unless_finite(grads: Sequence[Gradient]) -> tf.Tensor:
     """Returns 0 if all are finite, else NaN: summed over ranks it tells all of them."""
     numbers = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]
     finite = [tf.reduce_all(tf.math.is_finite(each)) for each in numbers if each.dtype.is_floating]
     return tf.where(tf.reduce_all(finite), 0.0, float("nan"))
 
 
-def propagate_non_finite(grads: Sequence[Any]) -> list[Any]:
+def propagate_non_finite(grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns this replica's gradients, or NaN if any replica's is not finite: it sends a number for all of them."""
     (nothing,) = all_reduce(tf.distribute.ReduceOp.SUM, [nan_unless_finite(grads)])
     return add_scalar(grads, nothing)
 
 
-def with_static_shapes(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def with_static_shapes(grads: Sequence[Gradient], variables: Variables) -> list[Gradient]:
     """Returns the gradients, dense ones with their variables' shapes: an operation may not know what it returns."""
     return [
         tf.ensure_shape(grad, variable.shape) if isinstance(grad, tf.Tensor) and grad.shape != variable.shape else grad
@@ -92,7 +93,7 @@ def with_static_shapes(grads: Sequence[Any], variables: Sequence[Any]) -> list[A
     ]
 
 
-def all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Any]) -> list[Any]:
+def all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns the gradients reduced over all replicas, in one call for each type of number."""
     context = tf.distribute.get_replica_context()
     if context is None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist import compression as compression_lib
+from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import check_compresses
 from tfdist.compat import keras_internals, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import Compressor
@@ -103,11 +103,11 @@ class _ReduceThenApply:
         self._keras_apply = optimizer.apply
         self._update = update
 
-    def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def __call__(self, grads: Sequence[Gradient], trainable_variables: Variables | None = None) -> None:
         with unsupported.explaining_branches():
             self._apply_in_step(grads, trainable_variables)
 
-    def _apply_in_step(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
+    def _apply_in_step(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
         step = step_context.current()
         if step is None:
             return self._reduce(grads, trainable_variables)
@@ -122,7 +122,7 @@ class _ReduceThenApply:
         finally:
             step.is_applying = False
 
-    def _reduce(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
+    def _reduce(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
         self._check_built()
         grads = gradient_lists.deduplicate_rows(grads)  # fewer travel
         if not self._update.accumulates:
@@ -142,8 +142,8 @@ class _ReduceThenApply:
         self,
         context: tf.distribute.ReplicaContext,
         function: Callable[..., None],
-        grads: Sequence[Any],
-        variables: Sequence[Any] | None,
+        grads: Sequence[Gradient],
+        variables: Variables | None,
     ) -> bool:
         """Calls a function with the gradients of all replicas and their variables; returns whether there are any."""
         variables = self._update.variables if variables is None else variables
@@ -154,7 +154,7 @@ class _ReduceThenApply:
             context.merge_call(functools.partial(function, variables=variables), args=(list(mine),))
         return bool(present)
 
-    def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
+    def _apply(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
         self._keras_apply(gradient_lists.with_divisible_rows(grads), trainable_variables)
 
     def _check_built(self) -> None:
@@ -171,7 +171,7 @@ class _ReduceThenApply:
             kind = "that compresses" if self._update.compressor else kind
             raise ConfigError(f"An optimizer {kind} must be built first: optimizer.build(model.trainable_variables).")
 
-    def _scale(self) -> Any:
+    def _scale(self) -> tf.Tensor | float:
         """Returns by what the gradients are multiplied until Keras' `apply` divides them."""
         if not self._update.scaled:
             return self._optimizer.loss_scale_factor or 1.0
@@ -180,9 +180,9 @@ class _ReduceThenApply:
     def _summed(
         self,
         context: tf.distribute.ReplicaContext | None,
-        grads: Sequence[Any],
-        variables: Sequence[Any] | None,
-    ) -> list[Any]:
+        grads: Sequence[Gradient],
+        variables: Variables | None,
+    ) -> list[Gradient]:
         """Returns the gradients, None where there is none, summed over all replicas."""
         if not (context and uses_bucketed_all_reduce(context.strategy)):
             rows = [place for place, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
@@ -204,7 +204,7 @@ class _ReduceThenApply:
         summed = dict(zip(places, totals, strict=True))
         return [summed.get(place) for place in range(len(grads))]
 
-    def _compressed(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _compressed(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
         """Sums through the compressor, and skips the step where a gradient is not finite."""
         scale = self._optimizer.dynamic_scale if self._update.scaled else None  # errors are fed back without it
         grads, finite = self._update.reduce(grads, variables, scale)
@@ -213,8 +213,8 @@ class _ReduceThenApply:
     def _if_finite(
         self,
         strategy: tf.distribute.Strategy,
-        grads: Sequence[Any],
-        variables: Sequence[Any],
+        grads: Sequence[Gradient],
+        variables: Variables,
         finite: tf.Tensor | None = None,
     ) -> None:
         """Updates, unless a reduced gradient is not finite."""
@@ -233,8 +233,8 @@ class _ReduceThenApply:
 def _apply_reduced(
     apply: Callable[..., None],
     optimizer: keras.optimizers.Optimizer,
-    grads: Sequence[Any],
-    trainable_variables: Sequence[Any] | None = None,
+    grads: Sequence[Gradient],
+    trainable_variables: Variables | None = None,
 ) -> None:
     """`apply` of an optimizer that a `LossScaleOptimizer` wraps: the wrapper reduces, and alone may call it in a step."""
     step = step_context.current()
@@ -246,7 +246,9 @@ def _apply_reduced(
     apply(grads, trainable_variables)
 
 
-def _scale_and_weigh_loss(scale_loss: Callable[[Any], Any], optimizer: keras.optimizers.Optimizer, loss: Any) -> Any:
+def _scale_and_weigh_loss(
+    scale_loss: Callable[[Structure], Structure], optimizer: keras.optimizers.Optimizer, loss: Structure
+) -> Structure:
     """`scale_loss`, which Keras calls before it computes gradients."""
     loss = scale_loss(loss)
     step = step_context.current()
@@ -267,7 +269,7 @@ def _build_with_compression(
     build: Callable[..., None],
     optimizer: keras.optimizers.Optimizer,
     update: AccumulatingUpdate,
-    variables: Sequence[Any],
+    variables: Variables,
 ) -> None:
     """`build` of an optimizer that compresses."""
     build(variables)
@@ -275,7 +277,7 @@ def _build_with_compression(
 
 
 def _create_compression_state(
-    optimizer: keras.optimizers.Optimizer, update: AccumulatingUpdate, variables: Sequence[Any]
+    optimizer: keras.optimizers.Optimizer, update: AccumulatingUpdate, variables: Variables
 ) -> None:
     """Creates the compressor's state beside the optimizer's: TensorFlow tracks it, so that checkpoints and backups hold its variables."""
     strategy = variables and getattr(variables[0].value, "distribute_strategy", None)

@@ -9,17 +9,18 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Gradient
 from tfdist.collectives.communicator import Communicator, communicator_for
 from tfdist.collectives.requests import RankContext
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.compression.base import NONE, BucketedReduction, Compressor, RowCodec, StateSpec
 from tfdist.config.strategy_traits import traits_of
 from tfdist.gradients import gradient_lists
+from tfdist.strategy import as_ours
 
 _NOTES, _OTHERS = -1, -2  # lanes beside those of buckets
 
@@ -57,8 +58,8 @@ class Reduction(tf.Module):
             )
 
     def __call__(
-        self, grads: Sequence[Any], numbers: Sequence[int], step: tf.Tensor, scale: tf.Tensor | None = None
-    ) -> tuple[list[Any], tf.Tensor]:
+        self, grads: Sequence[Gradient], numbers: Sequence[int], step: tf.Tensor, scale: tf.Tensor | None = None
+    ) -> tuple[list[Gradient], tf.Tensor]:
         """Returns the gradients' sums, and whether all of them are finite. In cross-replica context.
 
         `grads` has a value per replica for each gradient, dense or `tf.IndexedSlices`; `numbers` says of which variable each is. `step` counts
@@ -88,7 +89,7 @@ class Reduction(tf.Module):
         notes = self._all_reduce_uncompressed(
             [[gradient_lists.nan_unless_finite(values)] for values in mine], members, _NOTES
         )
-        reduced: list[list[Any]] = [[None] * len(grads) for _ in mine]
+        reduced: list[list[Gradient]] = [[None] * len(grads) for _ in mine]
         for into, of_dense, of_others in zip(reduced, packed, others, strict=True):
             for p, total in zip((*dense, *other), (*of_dense.sums, *of_others), strict=True):
                 into[p] = total
@@ -122,8 +123,8 @@ class Reduction(tf.Module):
         return [regroup(each) for each in zip(*reduced, strict=True)], finite
 
     def _all_reduce_uncompressed(
-        self, values: Sequence[list[Any]], members: Sequence[RankContext], lane: int
-    ) -> list[list[Any]]:
+        self, values: Sequence[list[Gradient]], members: Sequence[RankContext], lane: int
+    ) -> list[list[Gradient]]:
         """Returns the sums of some values for each of this process's ranks."""
         if not values[0]:
             return [[] for _ in values]
@@ -170,7 +171,7 @@ def uses_bucketed_all_reduce(strategy: tf.distribute.Strategy) -> bool:
     return num_replicas(strategy) > 1 and not waits
 
 
-def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Any], step: tf.Tensor) -> list[Any]:
+def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Gradient], step: tf.Tensor) -> list[Gradient]:
     """Returns the gradients' sums over all replicas of several processes, in buckets; arguments as of `Reduction`. In cross-replica context."""
     group, local = communicator_for(strategy), strategy.experimental_local_results
     mine = [[local(grad)[place] for grad in grads] for place in range(len(group.ranks))]
@@ -187,7 +188,7 @@ def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Any], 
     return [regroup(summed[place]) for place in range(len(grads))]
 
 
-def gather_rows_in_process(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[Any]:
+def gather_rows_in_process(strategy: tf.distribute.Strategy, grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns the rows of all replicas of one process, for gradients that are `tf.IndexedSlices`. In cross-replica context.
 
     TensorFlow gathers them by a collective, which keeps the number of rows of an execution's first step: the step after it,
@@ -211,10 +212,11 @@ def gather_deduplicated_rows(
     ]
 
 
-def _times(values: Sequence[Any], places: Sequence[int], factor: tf.Tensor) -> list[Any]:
+def _times(values: Sequence[Gradient], places: Sequence[int], factor: tf.Tensor) -> list[Gradient]:
     """Returns the values, those at the places multiplied."""
     return [gradient_lists.scale([value], factor)[0] if p in places else value for p, value in enumerate(values)]
 
 
 def _bucket_bytes(strategy: tf.distribute.Strategy) -> int:
-    return getattr(strategy, "bucket_bytes", 0)
+    ours = as_ours(strategy)
+    return ours.bucket_bytes if ours else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.config.schedule import ScheduleConfig
 from tfdist.errors import ConfigError
@@ -41,7 +42,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         self.warmup_target = warmup_target
         self.initial_learning_rate = initial_learning_rate
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: tf.Tensor | int) -> tf.Tensor:
         after = self.after(step)
         share = keras.ops.cast(step, after.dtype) / self.warmup_steps
         rising = self.initial_learning_rate + (self.warmup_target - self.initial_learning_rate) * share

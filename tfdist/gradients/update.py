@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Gradient, Variables
 from tfdist.collectives import hardware
 from tfdist.collectives.communicator import communicator_for
 from tfdist.collectives.requests import AllReduce, RankContext
@@ -50,7 +51,7 @@ class AccumulatingUpdate:
         self.compressor: Compressor | None = None
         self.reduction: Reduction | None = None  # once it is built
         self.finite: FiniteUpdates | None = None  # if others are left out
-        self._clip: Callable[[Any], Any] | None = None
+        self._clip: Callable[[Sequence[Gradient]], Sequence[Gradient]] | None = None
         # What overrides `apply` must see what one process would: each step's gradient, reduced.
         self._each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
         clips_after_reduce = clips_after_reduce or bool(optimizer.gradient_accumulation_steps and self._each_step)
@@ -58,7 +59,7 @@ class AccumulatingUpdate:
             self._clip = keras_internals.clip_method(optimizer)
             keras_internals.replace_clip(optimizer, list)  # it has been done by then
 
-    def clip_local(self, grads: Sequence[Any], scale: Any = 1.0) -> Sequence[Any]:
+    def clip_local(self, grads: Sequence[Gradient], scale: tf.Tensor | float = 1.0) -> Sequence[Gradient]:
         """Returns this replica's gradients, which are multiplied by `scale`, clipped if it is not done later."""
         if self._clip is None:
             return grads
@@ -70,17 +71,19 @@ class AccumulatingUpdate:
         return [None if grad is None else next(rest) for grad in grads]
 
     @property
-    def variables(self) -> Sequence[Any]:
+    def variables(self) -> Sequence[Gradient]:
         """Those that the optimizer was built with."""
         return keras_internals.trainable_variables(self._optimizer)
 
-    def reduce(self, grads: Sequence[Any], variables: Sequence[Any], scale: Any = None) -> tuple[list[Any], tf.Tensor]:
+    def reduce(
+        self, grads: Sequence[Gradient], variables: Variables, scale: tf.Tensor | float = None
+    ) -> tuple[list[Gradient], tf.Tensor]:
         """Returns the sums of values per replica, multiplied by `scale`, and whether all are finite. In cross-replica context."""
         numbers = [self._number(variable) for variable in variables]
         assert self.reduction is not None  # noqa: S101 (for the type checker: who calls this has looked)
         return self.reduction(grads, numbers, self._optimizer.iterations, scale)
 
-    def _number(self, variable: Any) -> int:
+    def _number(self, variable: keras.Variable) -> int:
         try:
             return keras_internals.variable_index(self._optimizer, variable)
         except KeyError:
@@ -95,7 +98,7 @@ class AccumulatingUpdate:
         """Whether it reduces the gradients itself, once for several steps."""
         return bool(self._optimizer.gradient_accumulation_steps) and not self._each_step
 
-    def __call__(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def __call__(self, grads: Sequence[Gradient], variables: Variables) -> None:
         optimizer = self._optimizer
         grads = gradient_lists.deduplicate_rows(grads)  # of several replicas
         context = tf.distribute.get_replica_context()
@@ -110,7 +113,7 @@ class AccumulatingUpdate:
         if context and _may_differ_between_workers(self._optimizer, context.strategy, clips=self._clip is None):
             context.merge_call(_broadcast_update, args=(self._optimizer,))
 
-    def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
         optimizer = self._optimizer
         step = tf.convert_to_tensor(keras_internals.step_counter(optimizer).value) + 1
         update = tf.convert_to_tensor(optimizer.iterations) + 1
@@ -130,15 +133,15 @@ class AccumulatingUpdate:
                 overwrite = keras_internals.overwrite_method(optimizer)
                 tf.cond(update % frequency == 0, lambda: overwrite(trained), lambda: None)
 
-    def _step(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _step(self, grads: Sequence[Gradient], variables: Variables) -> None:
         keras_internals.update_variables(self._optimizer, grads, variables)
         self._broadcast(tf.distribute.get_replica_context())
 
-    def _add(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _add(self, grads: Sequence[Gradient], variables: Variables) -> None:
         for accumulator, total in self._totals(grads, variables):
             accumulator.assign(total)
 
-    def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
         """Updates with what the steps have added up, which is encoded once."""
         call = strategy.extended.call_for_each_replica
         if not self.accumulates:
@@ -155,14 +158,14 @@ class AccumulatingUpdate:
         totals, finite = self.reduce(shares, variables)
         tf.cond(finite, lambda: call(self._step, args=(totals, variables)), lambda: None)
 
-    def _update(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _update(self, grads: Sequence[Gradient], variables: Variables) -> None:
         shares = self._shares(grads, variables)
         self._step(gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, shares), variables)
 
-    def _update_of_sums(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _update_of_sums(self, grads: Sequence[Gradient], variables: Variables) -> None:
         self._step(self._shares(grads, variables), variables)
 
-    def _shares(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[tf.Tensor]:
+    def _shares(self, grads: Sequence[Gradient], variables: Variables) -> list[tf.Tensor]:
         """Returns what this replica adds to the mean over steps and replicas, and begins to add up anew.
 
         Each adds the whole mean where gradients were reduced before.
@@ -177,7 +180,7 @@ class AccumulatingUpdate:
             )  # as Keras, also of a variable that has no gradient at this step
         return list(shares)
 
-    def _totals(self, grads: Sequence[Any], variables: Sequence[Any]) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
+    def _totals(self, grads: Sequence[Gradient], variables: Variables) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
         # A replica's gradient is its share of a sum, while accumulators are statistics, which average over the replicas:
         # so the mean of the accumulators is what one process would have.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync if self.accumulates else 1
@@ -204,7 +207,7 @@ class FiniteUpdates:
         self,
         strategy: tf.distribute.Strategy,
         update: Callable[[], None],
-        grads: Sequence[Any],
+        grads: Sequence[Gradient],
         finite: tf.Tensor | None = None,
     ) -> None:
         """Makes an update, by `update` on all replicas, if its reduced gradients are finite, which may be known. In cross-replica context."""
@@ -271,7 +274,7 @@ def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> Non
     if "apply" not in vars(optimizer):
         apply = optimizer.apply
 
-        def apply_sums(grads: Sequence[Any], *variables: Any, **named: Any) -> None:
+        def apply_sums(grads: Sequence[Gradient], *variables: Any, **named: Any) -> None:
             apply(gradient_lists.with_divisible_rows(gradient_lists.deduplicate_rows(grads)), *variables, **named)
 
         optimizer.apply = apply_sums

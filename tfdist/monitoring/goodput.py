@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tfdist.aliases import Logs
 from tfdist.runtime import goodput, progress
 
 
@@ -55,11 +56,11 @@ class Goodput(keras.callbacks.Callback):
         """Restores what `state_dict` returned."""
         self._saved_steps = state["steps"]
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._go_on()
         self._begin("train", "steps")
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._compiled.add("train")
         waited = getattr(self.model.train_function, "input_seconds", 0.0)
         if waited >= self._waited:  # else it is another function
@@ -67,17 +68,17 @@ class Goodput(keras.callbacks.Callback):
         self._waited = waited
         self._ledger.switch("steps")
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._ledger.switch("other")
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         self._begin("test", "validation")
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
         if "test" not in self._compiled:
             self._begin("test", "validation", compiled=True)
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs = None) -> None:
         self._ledger.switch("other")
 
     def _begin(self, function: str, part: str, compiled: bool = False) -> None:

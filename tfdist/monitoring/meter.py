@@ -17,6 +17,7 @@ from tfdist.gradients.reduction import Reduction
 from tfdist.monitoring import compression_report
 from tfdist.monitoring.network import WireBytes
 from tfdist.runtime import goodput, progress
+from tfdist.strategy import as_ours
 
 _RESIDUAL = "residual"  # the state of `ErrorFeedback`
 
@@ -103,8 +104,8 @@ class WireMeter(Meter):
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
         super().begin(model, is_chief)
-        cluster_task = getattr(model.distribute_strategy, "cluster_task", None)
-        self._wire = WireBytes(*cluster_task) if cluster_task else None
+        ours = as_ours(model.distribute_strategy)
+        self._wire = WireBytes(*ours.cluster_task) if ours and ours.cluster_task else None
         self._planned: dict[bool, int | None] = {}  # of steps with compression, and without
 
     def on_epoch_begin(self) -> None:
@@ -216,14 +217,15 @@ class GradientNorm(Meter):
         super().begin(model, is_chief)
         strategy, optimizer = model.distribute_strategy, getattr(model, "optimizer", None)
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # that of a LossScaleOptimizer
-        traits = getattr(strategy, "traits", None)
-        if optimizer is None or (traits.asynchronous if traits else strategy.num_replicas_in_sync > 1):
+        ours = as_ours(strategy)
+        if optimizer is None or (ours.traits.asynchronous if ours else strategy.num_replicas_in_sync > 1):
             return
         clip = keras_internals.clip_method(optimizer)
         if not isinstance(clip, _NormThenClip):
             clip = _NormThenClip(clip)
             keras_internals.replace_clip(optimizer, clip)
-            strategy.gauges = [*getattr(strategy, "gauges", ()), clip.norm]
+            if ours:
+                ours.gauges = [*ours.gauges, clip.norm]
             model.train_function = None  # to be traced anew; on all workers
         self._norm = clip.norm
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
 
 import keras
 
+from tfdist.aliases import Logs
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.cluster.spec import split_address
 
@@ -62,10 +62,10 @@ class WireBytes(keras.callbacks.Callback):
         # Of steps before compression, and with it.
         self._bytes, self._steps = [0, 0], [0, 0]
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._last = None
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._step = batch
         if self._last is None or self._reads < _FIRST or batch - self._last[0] >= _EVERY:
             self._count(batch)

@@ -15,6 +15,7 @@ from tensorboard.plugins.custom_scalar import summary as custom_scalars
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import summary as hparams_lib
 
+from tfdist.strategy import as_ours
 from tfdist.version import __version__
 
 _CHARTS_PAGE = "Training"
@@ -60,7 +61,8 @@ def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
 
 
 def _kind(strategy: tf.distribute.Strategy) -> str:
-    return getattr(strategy, "kind", "") or type(strategy).__name__.lstrip("_")
+    ours = as_ours(strategy)
+    return ours.kind if ours else type(strategy).__name__.lstrip("_")
 
 
 def _table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
@@ -94,7 +96,7 @@ def charts_layout(by_step: bool, compresses: bool) -> tf.compat.v1.Summary:
 
 
 def hparams_start(
-    hparams: Mapping[str, Any], strategy: tf.distribute.Strategy, batch_size: int | None, learning_rate: Any
+    hparams: Mapping[str, Any], strategy: tf.distribute.Strategy, batch_size: int | None, learning_rate: float | None
 ) -> tf.compat.v1.Summary:
     """Returns the summary by which the tab "HParams" lists a training, with its hyperparameters.
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Logs
 from tfdist.compat import optimizer_search
 from tfdist.config.monitoring import step_range
 from tfdist.errors import ConfigError, format_value
@@ -171,7 +172,7 @@ class TensorBoard(keras.callbacks.Callback):
         for name in sizes.keys() & self._runs.keys():
             self._try(self._runs[name].cut, sizes[name])
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._cut()
         if not self._goes_on:
             self._begin(epoch)
@@ -226,7 +227,7 @@ class TensorBoard(keras.callbacks.Callback):
             start = side_summaries.hparams_start(self._hparams, self._strategy, batch_size, self._first_rate)
             self._try(self._runs["hparams"].write_summary, start)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if self._profiler.is_off:
             return
         folder, steps = os.path.join(self.log_dir, self._mine), getattr(self.model, "steps_per_execution", 1)

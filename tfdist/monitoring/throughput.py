@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
+
+from tfdist.aliases import Logs
 
 
 class Throughput(keras.callbacks.Callback):
@@ -47,7 +48,7 @@ class Throughput(keras.callbacks.Callback):
         self._epoch_steps = 0
         self._compiled = False
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._last = self._clock() if self._compiled else None
         self._epoch_steps = 0
 
@@ -59,7 +60,7 @@ class Throughput(keras.callbacks.Callback):
         """Restores what `state_dict` returned."""
         self.steps, self._epoch_steps = state["steps"], state["epoch_steps"]
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         now = self._clock()
         # Keras gives the number of an execution's last step, also where the epoch ends before it.
         ended = min(batch + 1, (self.params or {}).get("steps") or batch + 1)

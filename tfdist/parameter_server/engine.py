@@ -23,6 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import DataIterator, Gradient, Logs, Spec, StepFunction, Structure
 from tfdist.compat import keras_internals, keras_loops, optimizer_search
 from tfdist.data.source import DataSource, Passes, run_to_end
 from tfdist.engine import Engine
@@ -42,6 +43,8 @@ _DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weigh
 
 class ParameterServerEngine(Engine):
     """Trains, evaluates and predicts on a cluster's workers, which send gradients to the servers as they are: the compressor is None."""
+
+    strategy: ParameterServerStrategy
 
     def __init__(self, strategy: ParameterServerStrategy, compressor: None = None):
         self.strategy = strategy
@@ -84,32 +87,32 @@ class ParameterServerEngine(Engine):
         data = WorkerDataset(make, self.scheduler.workers)
         return DataSource(data, steps=data.total(), open_at=data.open_at)
 
-    def run(self, function: Any, iterator: Any, left: int | None) -> Any:
+    def run(self, function: StepFunction, iterator: DataIterator, left: int | None) -> Logs:
         return function.run(iterator, left) if isinstance(function, Execution) else run_to_end(function, iterator)
 
-    def run_batch(self, function: Any, batch: Any) -> Any:
+    def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
         return function(iter([batch]))
 
-    def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
+    def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
         return keras_loops.metrics_or_logs(model, logs)
 
-    def predictor(self, model: keras.Model, passes: Passes, steps: int | None) -> Callable[[int], Any]:
+    def predictor(self, model: keras.Model, passes: Passes, steps: int | None) -> Callable[[int], Structure]:
         """As of `Engine`: the workers compute some batches ahead of the loop. Raises ConfigError where the model has no variables yet."""
         if not model.built:
             raise ConfigError(
                 f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
                 "call its build(), in `with trainer.scope():`."
             )
-        outputs: Iterator[Any] | None = None
+        outputs: Iterator[Structure] | None = None
 
-        def predict(count: int) -> Any:
+        def predict(count: int) -> Structure:
             nonlocal outputs
             outputs = outputs or model.predict_function.all_outputs(passes.iterator, steps)
             return concatenated(list(itertools.islice(outputs, count)))
 
         return predict
 
-    def predict_batch(self, model: keras.Model, batch: Any) -> Any:
+    def predict_batch(self, model: keras.Model, batch: Structure) -> Structure:
         return model.predict_function([batch])
 
     def drain(self, model: keras.Model) -> None:
@@ -144,7 +147,7 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     deduplicate_rows_before_update(optimizer)
     update_step, weight_decay = keras_internals.variable_update_methods(optimizer)
 
-    def on_server(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
+    def on_server(gradient: Gradient, variable: tf.Variable, learning_rate: keras.Variable | float) -> None:
         with tf.device(variable.device):
             update_step(gradient, variable, learning_rate)
 
@@ -168,18 +171,18 @@ class Predictor:
         """The model's `predict_step`, when the model has its variables."""
         return WorkerStep(self.model, self.model.predict_step)
 
-    def __call__(self, batches: Sequence[Any]) -> Any:
+    def __call__(self, batches: Sequence[Structure]) -> Structure:
         """Returns the outputs of a list of batches, as of one."""
         return concatenated([next(self.outputs([batch], batch)) for batch in batches])
 
-    def all_outputs(self, iterator: Any, steps: int | None) -> Iterator[Any]:
+    def all_outputs(self, iterator: DataIterator, steps: int | None) -> Iterator[Structure]:
         """Returns the outputs of the batches of a pass, or of the first `steps`."""
         if isinstance(iterator, PipelinesIterator):
             traced = self.step.trace(iterator.element_spec)
             return map(traced.packed, iterator.run_all(self.step, traced, self.scheduler, steps))
         return self.outputs(itertools.islice(iterator, steps), iterator.element_spec)
 
-    def outputs(self, batches: Iterable[Any], spec: Any) -> Iterator[Any]:
+    def outputs(self, batches: Iterable[Structure], spec: Spec) -> Iterator[Structure]:
         """Yields the outputs of batches in their order, computed some batches ahead."""
         traced = self.step.trace(spec)
         self.step.begin()
@@ -198,7 +201,7 @@ class Predictor:
         return self.step.call(traced, batch, inputs)
 
 
-def concatenated(parts: Sequence[Any]) -> Any:
+def concatenated(parts: Sequence[Structure]) -> Structure:
     """Returns the outputs of several batches as of one; None of none."""
     if len(parts) < 2:
         return parts[0] if parts else None

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import DataIterator, Step, Structure
 from tfdist.compat import unsupported
 from tfdist.engine import Engine, RunningMeans
 from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
@@ -38,7 +39,7 @@ class Execution:
             while one ran, which is how old its weights were; and how long the chief waited for a batch that it reads itself.
     """
 
-    def __init__(self, model: keras.Model, engine: Engine, scheduler: Scheduler, step: Callable[[Any], Any]):
+    def __init__(self, model: keras.Model, engine: Engine, scheduler: Scheduler, step: Step):
         unsupported.check_model(model)  # it may have been compiled anew
         engine.attach(model)
         self.measured = RunningMeans()
@@ -62,14 +63,14 @@ class Execution:
         self._unread: list[int] = []
         self._begun: int | None = None  # steps since all was drained
 
-    def __call__(self, iterator: Any) -> dict[str, Any]:
+    def __call__(self, iterator: DataIterator) -> dict[str, Any]:
         """Schedules an execution, as Keras' own function runs it. Raises StopIteration where there is no batch left."""
         found = self.run(iterator)
         if found is None:
             raise StopIteration
         return found
 
-    def run(self, iterator: Any, left: int | None = None) -> dict[str, Any] | None:
+    def run(self, iterator: DataIterator, left: int | None = None) -> dict[str, Any] | None:
         """Schedules the steps of an execution; returns the logs so far, or None if there is no batch left.
 
         The epoch or evaluation has `left` steps left, or None if unknown. Raises ClusterError as `ParameterServerEngine.running`,
@@ -107,7 +108,7 @@ class Execution:
             self._scheduler.retried_steps += self._flight.retries
         self._reset()
 
-    def _schedule(self, iterator: Any, left: int | None) -> None:
+    def _schedule(self, iterator: DataIterator, left: int | None) -> None:
         if self._worker_step is None:  # by now metrics have variables
             self._worker_step = WorkerStep(self._model, self._step, ROWS * self._scheduler.workers)
         step = self._worker_step
@@ -190,7 +191,7 @@ class Execution:
         self._logs.update({name: own[name] if name in own else logs[name] for name in traced.names})
 
 
-def _run_on(data: Any, run: Callable[[Any], Any], worker: int) -> Any:
+def _run_on(data: Structure, run: Callable[[DataIterator], Structure], worker: int) -> Structure:
     return run(data)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.cluster import TaskSpec, preflight, reachability
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
@@ -62,7 +63,7 @@ class Scheduler:
         """True if a server that has not answered for long is given up."""
         return bool(self._watch.lost_servers)
 
-    def start(self, function: Callable[[int], Any], results: queue.SimpleQueue[Any], key: Any) -> None:
+    def start(self, function: Callable[[int], Structure], results: queue.SimpleQueue[Any], key: Any) -> None:
         """Runs `function(number of the worker)` in a thread of the chief, whose TensorFlow operations run on that worker.
 
         Puts `(key, result, error, how often it ran)` into `results`, once.
@@ -208,7 +209,7 @@ class InFlight:
         retries: How often functions ran again because their worker was lost.
     """
 
-    def __init__(self, scheduler: Scheduler, commit: Callable[[Any], None], ordered: bool):
+    def __init__(self, scheduler: Scheduler, commit: Callable[[Structure], None], ordered: bool):
         self._scheduler = scheduler
         self._commit = commit
         self._ordered = ordered
@@ -222,7 +223,7 @@ class InFlight:
         """The number of functions that have no result yet."""
         return self._scheduled - self._arrived
 
-    def add(self, function: Callable[[int], Any]) -> None:
+    def add(self, function: Callable[[int], Structure]) -> None:
         """Schedules a function, once there is room."""
         workers = self._scheduler.workers
         while (
@@ -256,7 +257,7 @@ class InFlight:
     def _take(self) -> None:
         self._arrive(*self._scheduler.take(self._results))
 
-    def _arrive(self, key: int, result: Any, error: Exception | None, tries: int) -> None:
+    def _arrive(self, key: int, result: Structure, error: Exception | None, tries: int) -> None:
         self._arrived += 1
         self.retries += tries - 1
         if error is not None:

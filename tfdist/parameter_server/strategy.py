@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Data
 from tfdist.cluster import ClusterSpec, connection_timeout, greeting, preflight
 from tfdist.cluster.spec import ClusterTask
 from tfdist.compat import keras_internals, optimizer_search
@@ -37,6 +38,8 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
     Made in the chief's process, once all other tasks can be reached. `placement` says on which server a variable goes: `"round_robin"`, the next
     one; `"by_bytes"`, the one with the fewest bytes so far. Optimizer slots go where their variable is. A server may be silent for `start_timeout` s.
     """
+
+    cluster: ClusterSpec
 
     def __init__(
         self, cluster: ClusterSpec, placement: str = "round_robin", start_timeout: float = preflight.START_TIMEOUT
@@ -73,16 +76,22 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         self.bytes_per_server[server_index(variable)] += (variable.shape.num_elements() or 0) * variable.dtype.size
         return variable
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> Data:
         """Raises an error: the Trainer takes the dataset itself."""
         raise ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
 
-    def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[..., tf.data.Dataset], options: tf.distribute.InputOptions | None = None
+    ) -> Data:
         """Raises an error: the Trainer takes the function itself."""
         raise ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
 
 
-def lives_on_chief(name: Any, synchronization: Any, aggregation: Any) -> bool:
+def lives_on_chief(
+    name: str | None, synchronization: tf.VariableSynchronization | None, aggregation: tf.VariableAggregation | None
+) -> bool:
     """Returns whether a variable stays on the chief: a metric's, a scalar of an optimizer, or a seed generator's state."""
     scalar = name in keras_internals.OPTIMIZER_SCALARS and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     return scalar or name == keras_internals.SEED_STATE or synchronization == tf.VariableSynchronization.ON_READ

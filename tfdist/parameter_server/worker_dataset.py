@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import DataIterator, Structure
 from tfdist.compat import tf_internals
 from tfdist.data import sent_arrays
 from tfdist.errors import ConfigError
@@ -63,7 +64,7 @@ class WorkerDataset:
                 self._traced[pipeline] = self._trace(pipeline)
         return self._traced[pipeline]()
 
-    def example_batch(self) -> Any:
+    def example_batch(self) -> Structure:
         """Returns a batch of one example of zeros, for a model to learn shapes from."""
 
         def zero(spec: tf.TensorSpec) -> tf.Tensor:
@@ -144,10 +145,10 @@ class PipelinesIterator:
         self.results: collections.deque[list[np.ndarray]] | None = None
         self._data = data
         self.element_spec = tf.data.IteratorSpec(data.element_spec)
-        self._iterators: dict[int, Any] = {}
+        self._iterators: dict[int, DataIterator] = {}
         self._is_checked = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Structure:
         return self._data.example_batch()  # for shapes that are not known; steps take theirs on the workers
 
     def check(self, steps: int | None) -> None:
@@ -163,7 +164,7 @@ class PipelinesIterator:
             )
         self._is_checked = True
 
-    def next(self, run: Callable[[Any], Any], worker: int) -> Any:
+    def next(self, run: Callable[[DataIterator], Structure], worker: int) -> Structure:
         """Runs `run(iterator)` on the worker's own iterator, whose device is in force."""
         iterator = self._iterators.pop(worker, None)
         if iterator is None:

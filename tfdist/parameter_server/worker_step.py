@@ -27,6 +27,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Step, Structure
 from tfdist.compat import keras_internals, keras_metrics, optimizer_search
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.replicas import batch_splitting, random_seeds
@@ -50,7 +51,7 @@ class WorkerStep:
     Of such steps, `rows` may be on their way or unread.
     """
 
-    def __init__(self, model: keras.Model, step: Callable[[Any], Any], rows: int = 0):
+    def __init__(self, model: keras.Model, step: Step, rows: int = 0):
         self._model = model
         self._step = step
         self._predicts = step == model.predict_step
@@ -98,7 +99,7 @@ class WorkerStep:
             [attempt_id, row, sum(self._started) + number, *counts, *scalars, *self._seed_values], tf.float64
         )
 
-    def trace(self, data: Any, returns: bool = False) -> TracedStep:
+    def trace(self, data: Structure, returns: bool = False) -> TracedStep:
         """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
 
         Keras weighs some logs by a batch size that it knows, so it must not know here what it does not elsewhere. If `returns`, the function returns
@@ -129,7 +130,7 @@ class WorkerStep:
         self._last = data, returns, self._traced[id(function)]
         return self._last[2]
 
-    def call(self, traced: TracedStep, data: Any, inputs: tf.Tensor) -> list[np.ndarray]:
+    def call(self, traced: TracedStep, data: Structure, inputs: tf.Tensor) -> list[np.ndarray]:
         """Runs a step on the device in force; returns what it returned, flat, on the chief."""
         outputs = traced.function(data, inputs)
         return [tensor.numpy() for tensor in tf.nest.flatten(outputs, expand_composites=True)]
@@ -155,7 +156,7 @@ class WorkerStep:
             end = start
         return tf.nest.pack_sequence_as(traced.custom_logs, flat[::-1])
 
-    def _run(self, returns: bool, data: Any, inputs: tf.Tensor) -> Any:
+    def _run(self, returns: bool, data: Structure, inputs: tf.Tensor) -> Structure:
         if isinstance(data, tf.data.Iterator):
             data = data.get_next()
         number = inputs[2]
@@ -217,7 +218,7 @@ class WorkerStep:
                 self._no_sums.add(metric.name)
                 logger.warning(_NO_SUM.format(metric.name))
 
-    def _numbers(self, own: Any) -> list[tf.Tensor]:
+    def _numbers(self, own: Structure) -> list[tf.Tensor]:
         values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(own)]
         for value in values:
             if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
@@ -245,7 +246,7 @@ class WorkerStep:
                 "optimizers when it began: make it an attribute of the model or of a layer, and build it before fit."
             )
 
-    def _add(self, traced: TracedStep, rows: tf.Tensor) -> Any:
+    def _add(self, traced: TracedStep, rows: tf.Tensor) -> Structure:
         def one(row: tf.Tensor) -> tf.Tensor:
             offset = 0
             for variable in (*self._metrics, *self._iterations):
@@ -280,7 +281,7 @@ class WorkerStep:
 class _Scope(keras.StatelessScope):
     """A scope in which variables that are not mapped are themselves, as a tape must see them."""
 
-    def get_current_value(self, variable: keras.Variable) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> Structure:
         value = super().get_current_value(variable)
         return keras_internals.raw_value(variable) if value is None else value
 
@@ -306,7 +307,7 @@ class TracedStep:
     function: Any = None
     count: Any = None
 
-    def packed(self, arrays: Sequence[np.ndarray]) -> Any:
+    def packed(self, arrays: Sequence[np.ndarray]) -> Structure:
         """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
         structure = self.function.structured_outputs
         return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfdist.aliases import Spec, Structure
 from tfdist.compat.tf_internals import num_replicas
 
 ENDED_EARLY = "The data of this worker have ended before those of another one."
@@ -27,11 +28,11 @@ class SplitBatch(NamedTuple):
             are not known, `[1, 2]`: its examples that count, and whether there are any. None if all count.
     """
 
-    batch: Any
+    batch: Structure
     counts: tf.Tensor | None
 
 
-def examples(batch: Any) -> tf.Tensor | int | None:
+def examples(batch: Structure) -> tf.Tensor | int | None:
     """Returns the number of examples in a batch: an int where it is known while a step is traced, None where there are none."""
     first = next((v for v in tf.nest.flatten(batch) if v is not None), None)
     if isinstance(first, tf.RaggedTensor):
@@ -44,20 +45,20 @@ def examples(batch: Any) -> tf.Tensor | int | None:
     return int(first.shape[0]) if known else tf.shape(first)[0]
 
 
-def without_optionals(data: Any) -> Any:
+def without_optionals(data: Structure) -> Structure:
     """Returns Keras' data with None for what it marks as absent."""
     absent = (tf.experimental.Optional, tf.OptionalSpec)
     return tf.nest.map_structure(lambda v: None if isinstance(v, absent) else v, data)
 
 
-def is_splittable(spec: Any) -> bool:
+def is_splittable(spec: Spec) -> bool:
     """Whether elements of a dataset are batches of rows that can be taken apart."""
     specs = tf.nest.flatten(spec)
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
     return bool(specs) and all(isinstance(each, kinds) and each.shape.rank for each in specs)
 
 
-def static_batch_size(spec: Any) -> int | None:
+def static_batch_size(spec: Spec) -> int | None:
     """Returns the number of examples that every batch of a dataset has, None where that is not known."""
     sizes = {each.shape[0] for each in tf.nest.flatten(spec)}
     return sizes.pop() if len(sizes) == 1 else None
@@ -67,11 +68,11 @@ def split_batches(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int])
     """Splits each batch of a dataset, for all replicas, evenly and in order. Returns `SplitBatch`es: for each batch, those `parts` in turn."""
 
     @tf.autograph.experimental.do_not_convert
-    def take(part: Any, *element: Any) -> SplitBatch:
+    def take(part: tf.Tensor, *element: Structure) -> SplitBatch:
         return _part(batch_of(dataset, element), part, replicas)
 
     @tf.autograph.experimental.do_not_convert
-    def take_all(*element: Any) -> tf.data.Dataset:
+    def take_all(*element: Structure) -> tf.data.Dataset:
         numbers = tf.data.Dataset.from_tensor_slices(tf.constant(list(parts), tf.int64))
         return numbers.map(tf.autograph.experimental.do_not_convert(lambda part: take(part, *element)))
 
@@ -93,18 +94,18 @@ def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     nothing = tf.nest.map_structure(_nothing, spec)
 
     @tf.autograph.experimental.do_not_convert
-    def counted(*element: Any) -> SplitBatch:
+    def counted(*element: Structure) -> SplitBatch:
         batch = batch_of(dataset, element)
         size = tf.cast(num_rows(batch), tf.int64)
         return SplitBatch(batch, tf.stack([[size, tf.cast(size > 0, tf.int64)]]))
 
     @tf.autograph.experimental.do_not_convert
-    def never_none(last: Any, dealt: Any) -> tuple[Any, SplitBatch]:
+    def never_none(last: tf.Tensor, dealt: Structure) -> tuple[Structure, SplitBatch]:
         batch, counts = dealt
         found = tf.cond(counts[0, 0] > 0, lambda: (flat(rows_of(batch, 0, 1)), flat(batch)), lambda: (last, last))
         return found[0], SplitBatch(tf.nest.pack_sequence_as(spec, found[1], expand_composites=True), counts)
 
-    def flat(batch: Any) -> tuple[tf.Tensor, ...]:  # `scan` takes no sparse or ragged tensors
+    def flat(batch: Structure) -> tuple[tf.Tensor, ...]:  # `scan` takes no sparse or ragged tensors
         return tuple(tf.nest.flatten(batch, expand_composites=True))
 
     end = tf.data.Dataset.from_tensors(SplitBatch(nothing, tf.constant([[0, 0]], tf.int64))).repeat()
@@ -124,7 +125,7 @@ def count_examples(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Te
     return strategy.reduce(tf.distribute.ReduceOp.SUM, dealt.counts, axis=None)[0]
 
 
-def is_over(batch: Any, strategy: tf.distribute.Strategy) -> bool:
+def is_over(batch: Structure, strategy: tf.distribute.Strategy) -> bool:
     """Whether no replica has an example of a batch of a distributed iterator: the data of all workers have ended.
 
     A collective, as `count_examples`.
@@ -142,24 +143,24 @@ def local_rows(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> list[int]
     return [int(counts[0, 0]) for counts in strategy.experimental_local_results(dealt.counts)]
 
 
-def part_of_batch(batch: Any, strategy: tf.distribute.Strategy) -> SplitBatch:
+def part_of_batch(batch: Structure, strategy: tf.distribute.Strategy) -> SplitBatch:
     """Returns this replica's part of a batch that all replicas are given. In a replica."""
     return _part(batch, _part_number(strategy), num_replicas(strategy))
 
 
-def counted_rows(outputs: Any, dealt: SplitBatch) -> Any:
+def counted_rows(outputs: Structure, dealt: SplitBatch) -> Structure:
     """Returns those of a replica's outputs that are of examples that count."""
     return outputs if dealt.counts is None else rows_of(outputs, 0, dealt.counts[0, 0])
 
 
-def place_in_batch(strategy: tf.distribute.Strategy, size: Any) -> tuple[tf.Tensor, Any]:
+def place_in_batch(strategy: tf.distribute.Strategy, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns which of `size` examples is the first of this replica's even part, from 0, and `size`. In a replica."""
     part, replicas = tf.cast(_part_number(strategy), tf.int64), num_replicas(strategy)
     size = tf.cast(size, tf.int64)
     return part * (size // replicas) + tf.minimum(part, size % replicas), size
 
 
-def _part_number(strategy: tf.distribute.Strategy) -> Any:
+def _part_number(strategy: tf.distribute.Strategy) -> tf.Tensor:
     """Returns which part of a batch this replica has: workers take turns."""
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
     replicas, local = num_replicas(strategy), len(strategy.extended.worker_devices)
@@ -173,16 +174,16 @@ def relax_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """
 
     @tf.autograph.experimental.do_not_convert
-    def each(*element: Any) -> Any:
+    def each(*element: Structure) -> Structure:
         return relax_size(batch_of(dataset, element))
 
     return dataset.map(each)
 
 
-def relax_size(batch: Any) -> Any:
+def relax_size(batch: Structure) -> Structure:
     """Returns a batch of which the trace does not know the size, so that it is no constant there."""
 
-    def relaxed(tensor: Any) -> Any:
+    def relaxed(tensor: tf.Tensor) -> Structure:
         if isinstance(tensor, tf.RaggedTensor):
             first, *others = tensor.nested_row_splits
             return tf.RaggedTensor.from_nested_row_splits(tensor.flat_values, [relaxed(first), *others], validate=False)
@@ -193,18 +194,18 @@ def relax_size(batch: Any) -> Any:
     return tf.nest.map_structure(relaxed, batch)
 
 
-def batch_of(dataset: tf.data.Dataset, element: tuple[Any, ...]) -> Any:
+def batch_of(dataset: tf.data.Dataset, element: tuple[Structure, ...]) -> Structure:
     return element if isinstance(dataset.element_spec, tuple) else element[0]
 
 
-def num_rows(batch: Any) -> Any:
+def num_rows(batch: Structure) -> tf.Tensor:
     first = tf.nest.flatten(batch)[0]
     if isinstance(first, tf.RaggedTensor):
         return first.nrows()
     return first.dense_shape[0] if isinstance(first, tf.SparseTensor) else tf.shape(first)[0]
 
 
-def _part(batch: Any, part: Any, replicas: int) -> SplitBatch:
+def _part(batch: Structure, part: tf.Tensor, replicas: int) -> SplitBatch:
     """Returns the examples of one of `replicas` even parts, numbered in order; of an empty one the batch's first."""
     size = tf.cast(num_rows(batch), tf.int64)
     part, rows, longer = tf.cast(part, tf.int64), size // replicas, size % replicas
@@ -214,10 +215,10 @@ def _part(batch: Any, part: Any, replicas: int) -> SplitBatch:
     return SplitBatch(taken, tf.stack([[mine, size, tf.minimum(size, replicas)]]))
 
 
-def rows_of(batch: Any, begin: Any, end: Any) -> Any:
+def rows_of(batch: Structure, begin: tf.Tensor, end: tf.Tensor) -> Structure:
     """Returns the examples from `begin` up to, but not, `end`."""
 
-    def take(values: Any) -> Any:
+    def take(values: Structure) -> Structure:
         if not isinstance(values, tf.SparseTensor):
             return values[begin:end]
         shape = tf.shape(values, out_type=tf.int64)
@@ -229,7 +230,7 @@ def rows_of(batch: Any, begin: Any, end: Any) -> Any:
     return tf.nest.map_structure(take, batch)
 
 
-def _nothing(spec: Any) -> Any:
+def _nothing(spec: Spec) -> Structure:
     shape = [0, *(size or 0 for size in spec.shape[1:])]
     if isinstance(spec, tf.SparseTensorSpec):
         return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)

@@ -13,8 +13,10 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Function, Structure
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.errors import ConfigError
+from tfdist.strategy import Strategy
 
 Kind = Literal["sum", "mean", "only_first_replica"]
 
@@ -31,7 +33,7 @@ _NOT_COMBINED = (
 )
 
 
-def declare(strategy: Any, variable: tf.Variable, kind: Kind, name: str) -> None:
+def declare(strategy: Strategy, variable: tf.Variable, kind: Kind, name: str) -> None:
     """Notes what a weight, with a copy on each replica, declares. A replica may assign it within `combining` alone. In place.
 
     A mean needs nothing further (see `MovingStatistics`). `name` is for messages.
@@ -40,8 +42,8 @@ def declare(strategy: Any, variable: tf.Variable, kind: Kind, name: str) -> None
     if kind == "mean":
         return
 
-    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
-        def assign(*args: Any, **kwargs: Any) -> Any:
+    def checked(own: Function) -> Function:
+        def assign(*args: Any, **kwargs: Any) -> tf.Variable | tf.Tensor:
             in_replica = tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context()
             if in_replica and num_replicas(strategy) > 1 and id(variable) not in strategy.combined_weights:
                 raise ConfigError(_NOT_COMBINED.format(name, kind))
@@ -53,7 +55,7 @@ def declare(strategy: Any, variable: tf.Variable, kind: Kind, name: str) -> None
         setattr(variable, method, checked(getattr(variable, method)))
 
 
-def declared(variable: Any) -> Kind | None:
+def declared(variable: tf.Variable) -> Kind | None:
     """Returns the aggregation that a weight declares; None if it declares nothing, or is not a Keras weight that replicas assign."""
     return getattr(variable, _KIND, None)
 
@@ -69,7 +71,7 @@ def combined_variables(model: keras.Model, trains: bool = True) -> list[tf.Varia
 
 
 @contextlib.contextmanager
-def combining(strategy: Any, model: keras.Model, trains: bool) -> Iterator[Callable[[Any], None]]:
+def combining(strategy: Strategy, model: keras.Model, trains: bool) -> Iterator[Callable[[Structure], None]]:
     """Combines what the replicas of one step assign to a model's weights. Outside of replicas, around the step.
 
     `"sum"`: the value before the step, and the sum of what each replica has added to it. `"only_first_replica"`: the value of replica 0.
@@ -86,7 +88,7 @@ def combining(strategy: Any, model: keras.Model, trains: bool) -> Iterator[Calla
     local = strategy.experimental_local_results
     before = [[component.read_value() for component in local(variable)] for variable in variables]
 
-    def combine(counts: Any) -> None:
+    def combine(counts: Structure) -> None:
         some = (
             [True] * len(before[0]) if counts is None else [tf.reshape(count, [-1])[0] > 0 for count in local(counts)]
         )
@@ -103,7 +105,9 @@ def combining(strategy: Any, model: keras.Model, trains: bool) -> Iterator[Calla
         strategy.combined_weights = set()
 
 
-def _changes(strategy: Any, variable: tf.Variable, before: Sequence[tf.Tensor], some: Sequence[Any]) -> list[tf.Tensor]:
+def _changes(
+    strategy: Strategy, variable: tf.Variable, before: Sequence[tf.Tensor], some: Sequence[tf.Tensor | bool]
+) -> list[tf.Tensor]:
     """Returns what each of this process's replicas adds to a sum over all, flat. A mean's last number counts the replicas."""
     found = []
     components = strategy.experimental_local_results(variable)
@@ -129,7 +133,7 @@ def _combined(kind: Kind | None, before: tf.Tensor, total: tf.Tensor) -> tf.Tens
     return before + new if kind == "sum" else new
 
 
-def _sums(strategy: Any, variables: Sequence[tf.Variable], changes: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
+def _sums(strategy: Strategy, variables: Sequence[tf.Variable], changes: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
     """Returns the sum of each variable's changes over all replicas, by one collective for each type."""
     found: dict[int, tf.Tensor] = {}
     for wire in dict.fromkeys(_wire(variable.dtype) for variable in variables):

@@ -8,18 +8,20 @@ right for a moving mean: a class that assigns one what depends on the data, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Function
 from tfdist.compat import call_stack, keras_internals
 from tfdist.compat.tf_internals import EagerTensor, num_replicas
 from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import declared_weights
 from tfdist.runtime.log import logger
+from tfdist.strategy import Strategy
 
 _ASSIGNED = "_tfdist_assigned_on_replica"  # an attribute of guarded variables
 EQUAL_ON_REPLICAS = (
@@ -44,7 +46,7 @@ _BY_HAND = (
 )
 
 
-def guard(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> bool:
+def guard(strategy: tf.distribute.Strategy, weights: Iterable[keras.Variable]) -> bool:
     """Makes weights without an aggregation note that a replica assigns them, and integers raise if that depends on data. In place.
 
     Returns whether there are integers among them: the step must then be traced with an unknown batch size, as a known one is a constant.
@@ -66,8 +68,8 @@ def guard(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> bool:
     return integers
 
 
-def _guarded(strategy: tf.distribute.Strategy, weight: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    def assign(*args: Any, **kwargs: Any) -> Any:
+def _guarded(strategy: tf.distribute.Strategy, weight: keras.Variable, own: Function) -> Function:
+    def assign(*args: Any, **kwargs: Any) -> tf.Variable | tf.Tensor:
         if tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context():
             setattr(weight.value, _ASSIGNED, True)
             values = tf.nest.flatten((args, kwargs), expand_composites=True)
@@ -78,7 +80,7 @@ def _guarded(strategy: tf.distribute.Strategy, weight: Any, own: Callable[..., A
     return assign
 
 
-def _depends_on_data(values: Iterable[Any]) -> bool:
+def _depends_on_data(values: Iterable[object]) -> bool:
     """Whether one of the values comes from an argument of a traced function, from an iterator, or from anything else stateful.
 
     What comes from the whole batch is the same on all replicas, and does not count.
@@ -103,7 +105,7 @@ def _depends_on_data(values: Iterable[Any]) -> bool:
     return False
 
 
-def watch_averages(strategy: Any, model: keras.Model) -> bool:
+def watch_averages(strategy: Strategy, model: keras.Model) -> bool:
     """Makes untrained floating-point weights of custom classes note if a replica assigns them what depends on the data. In place.
 
     Those that declare an aggregation are left alone, and what Keras' own layers assign. Returns whether there are such weights: the step must then
@@ -129,8 +131,8 @@ def watch_averages(strategy: Any, model: keras.Model) -> bool:
     return watched
 
 
-def _watched(strategy: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-    def assign(*args: Any, **kwargs: Any) -> Any:
+def _watched(strategy: Strategy, name: str, own: Function) -> Function:
+    def assign(*args: Any, **kwargs: Any) -> tf.Variable | tf.Tensor:
         if (
             name not in strategy.statistics.undeclared
             and tf.distribute.get_strategy() is strategy
@@ -144,7 +146,7 @@ def _watched(strategy: Any, name: str, own: Callable[..., Any]) -> Callable[...,
     return assign
 
 
-def warn_of_averages(strategy: Any) -> None:
+def warn_of_averages(strategy: Strategy) -> None:
     """Logs, once and on the first rank, the weights that `watch_averages` has noticed."""
     noticed = strategy.statistics.undeclared
     if new := [name for name, warned in noticed.items() if not warned]:
@@ -154,7 +156,7 @@ def warn_of_averages(strategy: Any) -> None:
             logger.warning(_AVERAGED.format(weights))
 
 
-def check_equal_on_replicas(strategy: tf.distribute.Strategy, weights: Iterable[Any]) -> None:
+def check_equal_on_replicas(strategy: tf.distribute.Strategy, weights: Iterable[keras.Variable]) -> None:
     """Raises ConfigError, which names them, if this process's replicas hold different values of weights that they have assigned."""
     faults = []
     for weight in weights:

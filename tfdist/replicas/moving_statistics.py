@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
+from tfdist.strategy import Strategy
+
 
 class MovingStatistics:
     """BatchNorm's moving statistics and their like, under a strategy with a copy of the variables on each replica.
@@ -22,7 +24,7 @@ class MovingStatistics:
             been warned of it (see `equal_weights`).
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy):
+    def __init__(self, strategy: Strategy):
         self.synchronized = False
         self.undeclared: dict[str, bool] = {}
         self._managed = 0

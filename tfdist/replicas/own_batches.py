@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.replicas import batch_splitting
 
 
@@ -21,14 +20,14 @@ def split_own_batches(
     """
 
     @tf.autograph.experimental.do_not_convert
-    def split(*element: Any) -> tf.data.Dataset:
+    def split(*element: Structure) -> tf.data.Dataset:
         batch = batch_splitting.batch_of(dataset, element)
         rows = tf.cast(batch_splitting.num_rows(batch), tf.int64)
         full = rows if size is None else tf.constant(size, tf.int64)
         piece = tf.maximum(-(-full // workers), 1)
 
         @tf.autograph.experimental.do_not_convert
-        def part(number: tf.Tensor) -> Any:
+        def part(number: tf.Tensor) -> Structure:
             begin, which = number // replicas * piece, number % replicas
             mine = tf.minimum(piece, rows - begin)
             begin += which * (mine // replicas) + tf.minimum(which, mine % replicas)

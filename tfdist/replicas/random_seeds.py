@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.compat import keras_internals, tf_internals
 
 # Added to a seed once per replica. Odd and large, so that the seeds of two layers, which Keras draws below 1e9, do not
@@ -138,7 +139,7 @@ def use_entropy_per_worker() -> None:
     tf_internals.set_seed(tf.compat.v1.get_default_graph(), None)
 
 
-def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], value: Any) -> None:
+def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], value: Structure) -> None:
     """Assigns a seed generator's state, `[seed, counter]`, from outside of the replicas, and keeps the replicas' seeds apart.
 
     Outside of a replica a state reads as that of this process's first replica. Such a state gives all replicas back what

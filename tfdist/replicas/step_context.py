@@ -8,7 +8,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
+
+from tfdist.aliases import Structure
 
 
 @dataclasses.dataclass
@@ -36,19 +39,19 @@ class StepContext:
     """
 
     examples: tf.Tensor | None
-    part: Callable[[], Any] = lambda: None
+    part: Callable[[], tf.Tensor] = lambda: None
     rows: tf.Tensor | int | None = None
-    place: Callable[[], tuple[tf.Tensor, Any]] | None = None
-    number: Any = 0
-    data: Any = None
+    place: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None = None
+    number: tf.Tensor | int = 0
+    data: Structure = None
     is_compiled: bool = False
     is_alone: bool = False
-    optimizer: Any = None
+    optimizer: keras.optimizers.Optimizer | None = None
     gradient_weight: tf.Tensor | float | None = None
     weighs_loss: bool = False
     deferred: list[tuple[Any, Any]] | None = None
     is_applying: bool = False
-    graph: Any = dataclasses.field(
+    graph: tf.Graph | None = dataclasses.field(
         default_factory=lambda: None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     )
 

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Data, DataIterator, Function, Logs, Step, StepFunction, Structure
 from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.data import worker_rows
@@ -30,6 +31,7 @@ from tfdist.step import empty_replicas, synchronized_norm
 from tfdist.step.empty_replicas import metric_variables
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
+from tfdist.strategy import Strategy
 
 _NOTES = "float32"  # the type of the workers' notes, which are reduced with the logs of that type
 
@@ -47,7 +49,7 @@ class Execution:
         input_seconds: The total time that steps have waited for their batches.
     """
 
-    def __init__(self, model: keras.Model, compression: Compressor | None, nan_policy: str, step: Callable[[Any], Any]):
+    def __init__(self, model: keras.Model, compression: Compressor | None, nan_policy: str, step: Step):
         unsupported.check_model(model)  # it may have been compiled anew, and fitted without the Trainer
         attach(model, compression, nan_policy)
         self.agreed_flags: tf.Tensor | None = None
@@ -65,10 +67,10 @@ class Execution:
         if self._is_traced:
             self._batch = tf.function(self._run_batch, reduce_retracing=True, autograph=False)
             self._next = tf.function(self._next, reduce_retracing=True, autograph=False)
-        self._of_spec: dict[Any, Callable[..., Any]] = {}
+        self._of_spec: dict[Any, Function] = {}
         self._of_iterator: Any = weakref.WeakKeyDictionary()
 
-    def __call__(self, iterator: Any) -> Mapping[str, Any]:
+    def __call__(self, iterator: DataIterator) -> Mapping[str, Any]:
         """Runs an execution, as Keras' own function does. Raises StopIteration where there is no batch left."""
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             for _, batch in zip(range(self._steps), iterator, strict=False):
@@ -79,7 +81,7 @@ class Execution:
             raise StopIteration
         return found
 
-    def run(self, iterator: Any, left: int | None = None) -> Mapping[str, Any] | None:
+    def run(self, iterator: DataIterator, left: int | None = None) -> Mapping[str, Any] | None:
         """Runs an execution, of at most `left` steps. Returns the last step's logs, averaged over the replicas; None if there is no batch left.
 
         Raises:
@@ -92,7 +94,7 @@ class Execution:
         except tf.errors.OutOfRangeError:
             return None
 
-    def run_batch(self, batch: Any) -> Mapping[str, Any]:
+    def run_batch(self, batch: Structure) -> Mapping[str, Any]:
         """Runs a step on one batch. Returns its logs, averaged over the replicas; raises as `run`."""
 
         def execute() -> Mapping[str, Any]:
@@ -133,7 +135,7 @@ class Execution:
         """Returns what the step's logs are that it computes from metrics, with the metrics of all replicas. A collective."""
         return self._replica.computed.now() if self._replica.computed else {}
 
-    def _execute(self, iterator: Any, left: int | None) -> Mapping[str, Any]:
+    def _execute(self, iterator: DataIterator, left: int | None) -> Mapping[str, Any]:
         execute = self._bound(iterator) if self._is_traced else functools.partial(self._next, iterator)
         steps = self._steps if left is None else min(self._steps, left)
         logs, self.agreed_flags, waited = execute() if self._steps == 1 else execute(tf.constant(steps))
@@ -143,7 +145,7 @@ class Execution:
             self.measured.add("perf/input_wait_ms", 1000 * seconds / done)
         return logs
 
-    def _bound(self, iterator: Any) -> Callable[..., Any]:
+    def _bound(self, iterator: DataIterator) -> Function:
         """Returns `_next` for an iterator, as a function of that iterator's tensors.
 
         To find the graph for an iterator, and to take a distributed one apart, takes as long as a small step: once is enough. An
@@ -157,14 +159,14 @@ class Execution:
             if spec not in self._of_spec:
 
                 @functools.partial(tf.function, autograph=False)
-                def of_tensors(tensors: Any, *rest: Any) -> Any:
+                def of_tensors(tensors: Structure, *rest: Any) -> Structure:
                     return traced(tf.nest.pack_sequence_as(spec, tensors, expand_composites=True), *rest)
 
                 self._of_spec[spec] = of_tensors.get_concrete_function(tensors, *rest)
             bound = self._of_iterator[iterator] = functools.partial(self._of_spec[spec], tensors)
         return bound
 
-    def _run_one(self, data: Any, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
+    def _run_one(self, data: Structure, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
         """One step; returns the packed logs, averaged over this process's replicas."""
         if isinstance(data, batch_splitting.SplitBatch) and totals is None:
             totals = batch_splitting.count_examples(data, self._strategy)
@@ -182,7 +184,7 @@ class Execution:
         local = self._strategy.experimental_local_results
         return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
 
-    def _run_next(self, data: Any) -> dict[str, tf.Tensor]:
+    def _run_next(self, data: Structure) -> dict[str, tf.Tensor]:
         """As `_run_one`; raises OutOfRangeError if no replica has an example."""
         if not isinstance(data, batch_splitting.SplitBatch):
             return self._run_one(data)
@@ -190,30 +192,32 @@ class Execution:
         with tf.control_dependencies([tf.cond(totals[0] > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
             return self._run_one(data, tf.identity(totals))
 
-    def _run_batch(self, data: Any) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+    def _run_batch(self, data: Structure) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         return self._reduced(self._run_one(data))
 
-    def _run_single(self, iterator: Any) -> tuple[Mapping[str, Any], tf.Tensor | None, Any]:
+    def _run_single(self, iterator: DataIterator) -> tuple[Mapping[str, Any], tf.Tensor | None, Structure]:
         data, waited = measure_input_wait(iterator.get_next)
         return *self._reduced(self._run_next(data)), (waited, 1)
 
-    def _run_some(self, iterator: Any, steps: tf.Tensor) -> tuple[Mapping[str, Any], tf.Tensor | None, Any]:
+    def _run_some(
+        self, iterator: DataIterator, steps: tf.Tensor
+    ) -> tuple[Mapping[str, Any], tf.Tensor | None, Structure]:
         """As `_run_single`, of several steps. Every one runs in the loop, so that the step is traced once."""
         shapes: dict[str, tf.TensorShape] = {}  # of the packed logs, once the step is traced
 
-        def body(done: tf.Tensor, _: Any, logs: Any, waited: tf.Tensor) -> Any:
+        def body(done: tf.Tensor, _: Any, logs: Logs, waited: tf.Tensor) -> Structure:
             self._replica.number = done
             data, seconds = measure_input_wait(iterator.get_next_as_optional)
             more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
             return done + tf.cast(more, tf.int32), more, logs, waited + seconds
 
-        def run(data: Any, logs: Any) -> Any:
+        def run(data: Structure, logs: Logs) -> Logs:
             if not isinstance(data, batch_splitting.SplitBatch):
                 return True, run_one(data, None, logs)
             totals = batch_splitting.count_examples(data, self._strategy)
             return totals[0] > 0, tf.cond(totals[0] > 0, lambda: run_one(data, totals, logs), lambda: logs)
 
-        def run_one(data: Any, totals: tf.Tensor | None, logs: Any) -> Any:
+        def run_one(data: Structure, totals: tf.Tensor | None, logs: Logs) -> Structure:
             packed = self._run_one(data, totals)
             shapes.update({dtype: values.shape for dtype, values in packed.items()})
             return {**logs, **packed}
@@ -248,12 +252,12 @@ class Execution:
         return self._replica.unpack(packed), flags
 
 
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: Structure) -> Structure:
     """Returns an array as a tensor, as a `tf.function` does with its arguments, which `run_eagerly=True` leaves out."""
     return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
 
-def measure_input_wait(get: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
+def measure_input_wait(get: Callable[[], Structure]) -> tuple[Structure, tf.Tensor]:
     """Returns the result of `get`, and the seconds until all of its tensors were there, a float64 scalar.
 
     A graph that draws its own data gives no other measure of how long a step waits for its batch. The seconds are NaN
@@ -317,7 +321,7 @@ class Prediction:
                 self._step = tf.function(self._step, reduce_retracing=True, jit_compile=True)
             self._run = tf.function(self._run_one, reduce_retracing=True, autograph=False)
 
-    def __call__(self, batches: Sequence[Any], is_whole: bool = False) -> Any:
+    def __call__(self, batches: Sequence[Structure], is_whole: bool = False) -> Structure:
         """Returns the outputs of a list of batches, as of one. If `is_whole`, every replica is given all of them, and takes its part.
 
         Raises StopIteration where no example is left, and RuntimeError where the user's step raises StopIteration.
@@ -336,11 +340,11 @@ class Prediction:
             raise StopIteration
         return each[0] if len(each) == 1 else tf.nest.map_structure(keras_loops.concatenate, *each)
 
-    def _run_one(self, data: Any, is_whole: bool) -> Any:
+    def _run_one(self, data: Structure, is_whole: bool) -> Structure:
         """Predicts one batch."""
         counts = equal_weights.guard(self._strategy, self._model.weights)
 
-        def replica(data: Any) -> Any:
+        def replica(data: Structure) -> Structure:
             data = batch_splitting.without_optionals(data)
             if not isinstance(data, SplitBatch):
                 data = batch_splitting.part_of_batch(data, self._strategy) if is_whole else SplitBatch(data, None)
@@ -394,14 +398,14 @@ def _make_predict_function(model: keras.Model, force: bool = False) -> Any:
     return model.predict_function
 
 
-def _as_number(value: Any) -> Any:
+def _as_number(value: Structure) -> Any:
     return keras.ops.convert_to_numpy(value) if isinstance(value, (keras.Variable, tf.Variable)) else value
 
 
 class SynchronousEngine(Engine):
     """The engine of strategies whose replicas train in step: the sum of their gradients updates all weights."""
 
-    def __init__(self, strategy: Any, compressor: Compressor | None = None):
+    def __init__(self, strategy: Strategy, compressor: Compressor | None = None):
         self.strategy = strategy
         self.compressor = compressor
         self.num_replicas = strategy.num_replicas_in_sync
@@ -409,7 +413,7 @@ class SynchronousEngine(Engine):
     def attach(self, model: keras.Model) -> None:
         attach(model, self.compressor, self.nan_policy)
 
-    def source(self, dataset: Any, steps: int | None) -> DataSource:
+    def source(self, dataset: Data, steps: int | None) -> DataSource:
         source: DataSource = self.strategy.source(dataset, steps)
         return source
 
@@ -417,15 +421,15 @@ class SynchronousEngine(Engine):
         source: DataSource = self.strategy.source_from_function(make)
         return source
 
-    def run(self, function: Any, iterator: Any, left: int | None) -> Any:
+    def run(self, function: StepFunction, iterator: DataIterator, left: int | None) -> Logs:
         if isinstance(function, Execution):
             return function.run(iterator, left)
         return run_to_end(function, iterator)
 
-    def run_batch(self, function: Any, batch: Any) -> Any:
+    def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
         return function.run_batch(batch) if isinstance(function, Execution) else function(iter([batch]))
 
-    def epoch_logs(self, model: keras.Model, function: Any, logs: Any) -> Any:
+    def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
         """As of `Engine`. A metric may return its variable, which a validation would change before callbacks get the logs of training."""
         found = keras_loops.metrics_or_logs(model, logs)
         if found is not logs:
@@ -434,10 +438,10 @@ class SynchronousEngine(Engine):
             return {**logs, **function.computed_logs()}
         return found
 
-    def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Any]:
+    def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Structure]:
 
-        def predict(count: int) -> Any:
-            batches: list[Any] = []
+        def predict(count: int) -> Structure:
+            batches: list[Structure] = []
             with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
                 while len(batches) < count:
                     batches.append(next(passes.iterator))
@@ -450,7 +454,7 @@ class SynchronousEngine(Engine):
 
         return predict
 
-    def data_to_predict(self, model: keras.Model, data: Any) -> Any:
+    def data_to_predict(self, model: keras.Model, data: Structure) -> Structure:
         """As of `Engine`; a dataset is sharded by batches, unless each worker has its own."""
         has_peers = self.strategy.traits.several_processes and self.strategy.num_workers > 1
         if not isinstance(data, tf.data.Dataset) or (worker_rows.is_own(data) and has_peers):
@@ -459,7 +463,7 @@ class SynchronousEngine(Engine):
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
         return data.with_options(options)
 
-    def predict_batch(self, model: keras.Model, batch: Any) -> Any:
+    def predict_batch(self, model: keras.Model, batch: Structure) -> Structure:
         function = model.predict_function
         if isinstance(function, Prediction):
             return function([batch], is_whole=self.strategy.num_replicas_in_sync > 1)

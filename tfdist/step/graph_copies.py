@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Function, Structure
 from tfdist.compat.tf_internals import EagerTensor
 from tfdist.replicas import random_seeds
 from tfdist.step.empty_replicas import metric_variables
@@ -46,7 +47,7 @@ class ComputedLogs:
             return None
         return id(tensor.op.inputs[0])
 
-    def _copy_logs(self, values: dict[int, tf.Tensor]) -> Any:
+    def _copy_logs(self, values: dict[int, tf.Tensor]) -> Structure:
         def now(tensor: tf.Tensor) -> tf.Tensor | None:
             variable = self._read(tensor)
             return None if variable is None else values[variable]
@@ -54,7 +55,7 @@ class ComputedLogs:
         return copy_to_current_graph(now, self._logs)
 
 
-def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: Any) -> Any:
+def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: Structure) -> Structure:
     """Computes `values`, tensors of another graph for which `depends_only_on` holds, in the current graph.
 
     `now` returns the current graph's tensor that replaces one of the other graph, or None where the tensor is not given.
@@ -62,7 +63,7 @@ def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: 
     graph = tf.compat.v1.get_default_graph()
     copies: dict[int, tf.Tensor] = {}
 
-    def copy(tensor: Any) -> Any:
+    def copy(tensor: tf.Tensor) -> Structure:
         if _is_constant(tensor):
             return tf.convert_to_tensor(tensor)
         if id(tensor) not in copies:
@@ -83,7 +84,7 @@ def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: 
     return tf.nest.map_structure(copy, values)
 
 
-def depends_only_on(given: Callable[[tf.Tensor], bool], values: Any) -> bool:
+def depends_only_on(given: Callable[[tf.Tensor], bool], values: Structure) -> bool:
     """Whether `values`, tensors in any structure, are computed from constants and those tensors of their graph alone for which `given` holds."""
     pending, seen, met = list(tf.nest.flatten(values)), set(), False
     while pending:
@@ -101,7 +102,7 @@ def depends_only_on(given: Callable[[tf.Tensor], bool], values: Any) -> bool:
     return met
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: Structure) -> bool:
     return not isinstance(value, tf.Tensor) or isinstance(value, EagerTensor)
 
 
@@ -109,7 +110,7 @@ def _calls_functions(op: tf.Operation) -> bool:
     return any(op.node_def.attr[name].HasField("func") for name in op.node_def.attr)
 
 
-def depends_on(given: Any, value: tf.Tensor) -> bool:
+def depends_on(given: Structure, value: tf.Tensor) -> bool:
     """Whether a tensor is computed from one of the tensors in `given`; True outside of a graph, where it is unknown."""
     if isinstance(value, EagerTensor):
         return True
@@ -145,7 +146,7 @@ def adds_to(start: tf.Tensor, value: tf.Tensor, state: Sequence[tf.Tensor]) -> b
     return len(own) == 1 and adds_to(start, own[0], state) and not any(depends_on(state, each) for each in rest)
 
 
-def trace_apart(fn: Callable[..., Any], specs: Sequence[Any]) -> Any:
+def trace_apart(fn: Function, specs: Sequence[Structure]) -> Structure:
     """Traces a function in a graph that is never run. Returns the function's result.
 
     It runs in a new thread, outside of the replicas: a function within a replica's step could assign none of their

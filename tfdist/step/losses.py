@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.compat import call_stack, keras_internals, keras_losses, tf_internals
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
@@ -75,12 +76,12 @@ def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[
         yield
 
 
-def _total_of_step(value: Any) -> Any:
+def _total_of_step(value: Structure) -> Structure:
     """Returns a sum divided by the size of the whole batch as `total` does, but in a replica's step only."""
     return value if step_context.current() is None else total(value)
 
 
-def _replace_losses(compiled: Any) -> None:
+def _replace_losses(compiled: keras.losses.Loss) -> None:
     keras_losses.keep_configuration_errors(compiled)
     losses = keras_losses.losses(compiled)
     for number, each in enumerate(losses):
@@ -99,7 +100,7 @@ class _CompiledLoss:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loss, name)
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def __call__(self, y_true: Structure, y_pred: Structure, sample_weight: Structure = None) -> Structure:
         step = step_context.current()
         if step is None or step.is_alone:
             return self.loss(y_true, y_pred, sample_weight)
@@ -130,7 +131,7 @@ class _CompiledLoss:
             tf.math.divide_no_nan(divisor, total * gradient_lists.factor(part, total.dtype)), value.dtype
         )
 
-    def _find_kind(self, y_true: Any, y_pred: Any) -> Literal["examples", "whole", "total"]:
+    def _find_kind(self, y_true: Structure, y_pred: Structure) -> Literal["examples", "whole", "total"]:
         """Returns whether the loss has a value for each example, must see the whole batch, or returns what `total` declares.
 
         One that is not Keras' own is traced once more, apart from the step, for the rank of what it returns.
@@ -149,7 +150,7 @@ class _CompiledLoss:
         rank = value.shape.rank if tf.is_tensor(value) else np.ndim(value)  # it may return a Python number
         return "total" if is_total(value) else "examples" if rank else "whole"
 
-    def _values(self, y_true: Any, y_pred: Any) -> Any:
+    def _values(self, y_true: Structure, y_pred: Structure) -> Structure:
         rows = (y_true, y_pred)
         rows = tf.nest.map_structure(lambda each: keras.ops.convert_to_tensor(each, self.loss.dtype), rows)
         return self.loss.call(*rows)
@@ -170,7 +171,7 @@ class _CompiledLoss:
             )
         return whole_batch.divide_gradient(value, step.part())
 
-    def _divisor(self, mask: Any, sample_weight: Any, dtype: Any) -> tf.Tensor | None:
+    def _divisor(self, mask: Structure, sample_weight: Structure, dtype: tf.DType | str) -> tf.Tensor | None:
         """Returns by what Keras divides this replica's sum, if that is not as many for each example."""
         reduction = self.loss.reduction
         if mask is None and (sample_weight is None or reduction in _MEANS):
@@ -190,7 +191,7 @@ class _AddedLoss:
         self._add = keras_losses.added_loss_method(model)
         self._warned: set[str] = set()
 
-    def __call__(self, loss: Any) -> Any:
+    def __call__(self, loss: keras.losses.Loss) -> Structure:
         total, step = self._add(loss), step_context.current()
         if step is None or step.is_alone:
             return total
@@ -200,7 +201,7 @@ class _AddedLoss:
             self._warn(loss, step)
         return total
 
-    def _warn(self, loss: Any, step: StepContext) -> None:
+    def _warn(self, loss: keras.losses.Loss, step: StepContext) -> None:
         """Says once of a layer that its number is taken for a mean, if it depends on the data."""
         for layer in keras_internals.layers(self._model):
             # Keras divides what an activity regularizer returns by the number of examples.
@@ -217,7 +218,7 @@ class _WeightedLossTracker:
     def __init__(self, tracker: keras.metrics.Metric):
         self._update = tracker.update_state
 
-    def __call__(self, value: Any, sample_weight: Any = None) -> Any:
+    def __call__(self, value: Structure, sample_weight: Structure = None) -> Structure:
         step = step_context.current()
         if not call_stack.called_from_keras_step():
             return _update_mean(self._update, value, sample_weight)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.compat import keras_metrics
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.replicas import step_context
@@ -99,7 +100,7 @@ class _WholeBatchUpdate:
         self._warned = False
         self.has_seen_whole_batch = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Structure:
         step = step_context.current()
         if step is None or step.is_alone:
             return self._update(*args, **kwargs)
@@ -128,7 +129,7 @@ class _WholeBatchUpdate:
                 variable.assign(tf.where(is_first, value, tf.zeros_like(value)))
         return None
 
-    def _kind_of_function(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Kind:
+    def _kind_of_function(self, y_true: Structure, y_pred: Structure, sample_weight: Structure = None) -> Kind:
         """Returns whether the function of a `MeanMetricWrapper` has a value for each example. It is traced apart from the step."""
         function, arguments = keras_metrics.function(self._metric)
         if tf.executing_eagerly():  # where it may do what cannot be traced
@@ -140,7 +141,7 @@ class _WholeBatchUpdate:
             return "mean"
         return "examples" if tf.convert_to_tensor(value).shape.rank else "mean"
 
-    def _obstacle(self, step: StepContext, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    def _obstacle(self, step: StepContext, args: Sequence[Structure], kwargs: Mapping[str, Any]) -> str | None:
         if step.graph is not None and step.graph is not tf.compat.v1.get_default_graph():
             return "it is updated within tf.cond, a loop or a tf.function, where replicas gather nothing"
         return whole_batch.obstacle(step, self._metric.dtype, (args, kwargs))
@@ -169,6 +170,6 @@ def summed(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [tf.cast(tf.reshape(part, v.shape), v.dtype) for part, v in zip(parts, variables, strict=True)]
 
 
-def _holding(variables: Sequence[keras.Variable], values: Sequence[Any]) -> keras.StatelessScope:
+def _holding(variables: Sequence[keras.Variable], values: Sequence[Structure]) -> keras.StatelessScope:
     """Returns a scope in which variables hold other values, and what is assigned to them is kept."""
     return keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True)))

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Gradient, Spec, Step, Structure, Variables
 from tfdist.compat import (
     keras_internals,
     keras_loops,
@@ -25,13 +26,14 @@ from tfdist.compat import (
     tf_internals,
     unsupported,
 )
+from tfdist.strategy import Strategy
 
 _left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
     weakref.WeakKeyDictionary()
 )  # what a step does not use
 
 
-def build(model: keras.Model, step: str, batch: Any, parts: int | None = None) -> None:
+def build(model: keras.Model, step: str, batch: Structure, parts: int | None = None) -> None:
     """Builds what is not built of a model, for the step named `step`, which will run first.
 
     `batch` is a replica's; or the form of a batch that is split among `parts` replicas.
@@ -54,7 +56,7 @@ def build(model: keras.Model, step: str, batch: Any, parts: int | None = None) -
             left[step] = _unbuilt(model)
 
 
-def _by_call(model: keras.Model, batch: Any) -> None:
+def _by_call(model: keras.Model, batch: Structure) -> None:
     keras_loops.build_by_call(model, tf.nest.map_structure(_present, batch))
 
 
@@ -86,7 +88,7 @@ def _calls_keras_step(kind: type[keras.Model], step: str) -> bool:
     return True
 
 
-def _of_replica(form: Any, parts: int) -> Any:
+def _of_replica(form: Spec, parts: int) -> Structure:
     if _present(form) is None or not form.shape.rank or form.shape[0] is None:
         return form
     spec = form if isinstance(form, tf.TypeSpec) else tf.type_spec_from_value(form)
@@ -103,7 +105,7 @@ def _unbuilt(model: keras.Model) -> set[int]:
     return {id(part) for part in parts if part is not None and not part.built}
 
 
-def trace(step: Callable[[Any], Any], model: keras.Model, batch: Any) -> None:
+def trace(step: Step, model: keras.Model, batch: Structure) -> None:
     """Traces the step, and drops the graph. Variables that it makes are made outside."""
     strategy = model.distribute_strategy
     with (
@@ -119,17 +121,17 @@ def trace(step: Callable[[Any], Any], model: keras.Model, batch: Any) -> None:
             optimizer.build(variables)
 
 
-def _outside_of_graphs(strategy: Any, create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+def _outside_of_graphs(strategy: Strategy, create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
     with tf.init_scope(), strategy.as_it_is():
         return create(**kwargs)
 
 
-def _present(value: Any) -> Any:
+def _present(value: Structure) -> Structure:
     """Returns a part of a batch, or of its form, and None for what is absent."""
     return value if hasattr(value, "shape") and hasattr(value, "dtype") else None
 
 
-def _placeholder(value: Any) -> Any:
+def _placeholder(value: Structure) -> Structure:
     """Returns what stands for a part of the batch in the graph; only a form says whether the size may differ."""
     if _present(value) is None:
         return None
@@ -147,7 +149,9 @@ def _noting(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[list[t
     """Makes `apply` of the optimizers note for which variables it is called, and do no more."""
     applied: list[tuple[Any, list[Any]]] = []
 
-    def note(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+    def note(
+        optimizer: keras.optimizers.Optimizer, grads: Sequence[Gradient], trainable_variables: Variables | None = None
+    ) -> None:
         if trainable_variables:
             applied.append((optimizer, list(trainable_variables)))
 

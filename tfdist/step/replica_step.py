@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Function, Logs, Step, Structure
 from tfdist.compat import keras_internals
 from tfdist.errors import ConfigError
 from tfdist.replicas import batch_splitting, equal_weights, step_context
@@ -27,7 +28,7 @@ PACKED = (tf.float32, tf.float64)  # the types of packed logs
 class ReplicaStep:
     """A step on one replica."""
 
-    def __init__(self, model: keras.Model, step: Callable[[Any], Any]):
+    def __init__(self, model: keras.Model, step: Step):
         self.model = model
         self._step = step
         self.trains = step == model.train_step
@@ -40,12 +41,12 @@ class ReplicaStep:
         self._is_keras = step.__func__ in (keras.Model.train_step, keras.Model.test_step)  # type: ignore[attr-defined]
         self.computed: ComputedLogs | None = None
         self._compiles = model.jit_compile and not model.run_eagerly
-        self._compiled: dict[int, Callable[..., Any]] = {}  # one for each replica
+        self._compiled: dict[int, Function] = {}  # one for each replica
         self._variables: Any = None
         self._logs: Any = None
         self.number: Any = 0  # of the step that is being traced among those of an execution
 
-    def __call__(self, data: Any, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+    def __call__(self, data: Structure, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         """Runs the step on this replica's batch, or what it was dealt, of which `totals` are as of `batch_splitting.count_examples`.
 
         Returns the packed logs, and the moves of statistics, as of `empty_replicas.snapshot_statistics`.
@@ -60,7 +61,7 @@ class ReplicaStep:
                 else (self._run_unsplit_batch(data), [])
             )
 
-    def check_counts(self, data: Any) -> None:
+    def check_counts(self, data: Structure) -> None:
         """Traces the step on a batch of all replicas: eager values do not show whether they depend on data. Outside of replicas.
 
         Raises ConfigError where an integer weight is assigned what depends on the data, or the step cannot be traced.
@@ -78,7 +79,7 @@ class ReplicaStep:
                 f"whether they depend on the data ({e}). Create those that count with aggregation='sum'."
             ) from e
 
-    def _run_split_batch(self, dealt: Any, totals: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+    def _run_split_batch(self, dealt: Structure, totals: Structure) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         data, counts = dealt
         mine = counts[0, 0]
         examples, everything = tf.cast(mine, tf.float64), tf.cast(totals[0], tf.float64)
@@ -96,7 +97,7 @@ class ReplicaStep:
         packed = {name: tf.math.multiply_no_nan(each, tf.cast(weight, each.dtype)) for name, each in packed.items()}
         return packed, moves
 
-    def _run_unsplit_batch(self, data: Any) -> dict[str, tf.Tensor]:
+    def _run_unsplit_batch(self, data: Structure) -> dict[str, tf.Tensor]:
         examples, context = batch_splitting.examples(data), tf.distribute.get_replica_context()
         if self._relaxes:
             data = batch_splitting.relax_size(data)
@@ -117,10 +118,10 @@ class ReplicaStep:
 
     def _run(
         self,
-        data: Any,
+        data: Structure,
         examples: tf.Tensor | None,
-        part: Callable[[], Any],
-        place: Callable[[], tuple[tf.Tensor, Any]] | None,
+        part: Callable[[], Structure],
+        place: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
     ) -> dict[str, tf.Tensor]:
         """Runs the step on a batch, of which `examples` count; `part` returns this replica's part in the mean over the batch of all."""
         context = tf.distribute.get_replica_context()
@@ -144,7 +145,7 @@ class ReplicaStep:
             self.model.optimizer.apply(grads, variables)
         return self._pack(logs)
 
-    def _local(self, data: Any, examples: tf.Tensor | None, share: Any) -> Any:
+    def _local(self, data: Structure, examples: tf.Tensor | None, share: tf.Tensor | float) -> Structure:
         """What is compiled: the step up to its gradients, as no collective can be."""
         with self._within(data, share, examples, lambda: share, None) as context:
             captured = context.deferred = []
@@ -155,11 +156,11 @@ class ReplicaStep:
     @contextlib.contextmanager
     def _within(
         self,
-        data: Any,
-        share: Any,
+        data: Structure,
+        share: tf.Tensor | float,
         examples: tf.Tensor | None,
-        part: Callable[[], Any],
-        place: Callable[[], tuple[tf.Tensor, Any]] | None,
+        part: Callable[[], Structure],
+        place: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
     ) -> Iterator[StepContext]:
         context = StepContext(
             examples,
@@ -177,7 +178,7 @@ class ReplicaStep:
         with losses.scale_losses_for_replica(self.model, context):
             yield context
 
-    def _check_batch_norm_has_examples(self, data: Any, num_empty_replicas: tf.Tensor) -> Any:
+    def _check_batch_norm_has_examples(self, data: Structure, num_empty_replicas: tf.Tensor) -> Any:
         """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""
         if not any(isinstance(layer, keras.layers.BatchNormalization) for layer in keras_internals.layers(self.model)):
             return data
@@ -185,7 +186,7 @@ class ReplicaStep:
         with tf.control_dependencies([fed] if fed is not None else []):
             return tf.nest.map_structure(tf.identity, data)
 
-    def _pack(self, logs: Any) -> dict[str, tf.Tensor]:
+    def _pack(self, logs: Logs) -> dict[str, tf.Tensor]:
         """Concatenates the numbers of the logs, so that one collective reduces them all."""
         self._logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         if self._replicas > 1 and not self._is_keras and tf.inside_function():
@@ -202,7 +203,7 @@ class ReplicaStep:
             packed.setdefault(dtype.name, []).append(tf.reshape(tf.cast(value, dtype), [-1]))
         return {dtype: tf.concat(values, 0) for dtype, values in packed.items()}
 
-    def unpack(self, packed: dict[str, tf.Tensor]) -> Any:
+    def unpack(self, packed: dict[str, tf.Tensor]) -> Structure:
         """Returns the logs from what `_pack` made of them."""
         offsets = dict.fromkeys(packed, 0)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Function, Structure
 from tfdist.compat import keras_internals
 from tfdist.replicas import step_context
 
@@ -25,7 +24,7 @@ def synchronize_moments(model: keras.Model) -> None:
             keras_internals.replace_moments(layer, functools.partial(_moments, keras_internals.moments(layer)))
 
 
-def _moments(moments: Callable[..., Any], inputs: tf.Tensor, mask: Any) -> Any:
+def _moments(moments: Function, inputs: tf.Tensor, mask: Structure) -> Structure:
     step = step_context.current()
     if step is None or step.examples is None or mask is not None:  # Keras synchronizes nothing under a mask
         return moments(inputs, mask)
@@ -39,7 +38,7 @@ def _moments(moments: Callable[..., Any], inputs: tf.Tensor, mask: Any) -> Any:
 
 def _scale_gradient(factor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
-    def same(value: tf.Tensor) -> Any:
+    def same(value: tf.Tensor) -> Structure:
         return tf.identity(value), lambda gradient: gradient * tf.cast(factor, gradient.dtype)
 
     return same(value)

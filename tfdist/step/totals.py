@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.gradients import gradient_lists
 from tfdist.replicas import step_context
 
 _TOTAL = "_tfdist_total"
 
 
-def total(value: Any) -> Any:
+def total(value: Structure) -> Structure:
     """Declares a number to be a sum over the examples of a batch, in what `add_loss`, a loss function or a `train_step` computes.
 
     Several replicas take a number for a mean over their examples, and average it. A sum they add up:
@@ -36,11 +35,11 @@ def total(value: Any) -> Any:
     return value
 
 
-def is_total(value: Any) -> bool:
+def is_total(value: Structure) -> bool:
     """Whether `total` has returned a value."""
     return getattr(value, _TOTAL, False)
 
 
-def divide_by_share(value: Any, part: Any) -> Any:
+def divide_by_share(value: Structure, part: Structure) -> Structure:
     """Returns a sum divided by this replica's share, so that the average by shares is the sum over replicas."""
     return tf.math.divide_no_nan(value, gradient_lists.factor(part, value.dtype))

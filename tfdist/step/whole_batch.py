@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.collectives.communicator import Communicator, InProcessCommunicator, communicator_for
 from tfdist.compat import keras_internals, keras_losses
 from tfdist.compat.tf_internals import num_replicas, regroup
@@ -22,6 +22,7 @@ from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import equal_weights, step_context
 from tfdist.replicas.step_context import StepContext
 from tfdist.step.totals import divide_by_share
+from tfdist.strategy import as_ours
 
 # Found in the message of the error with which a step ends.
 ROWS_ARE_NOT_EXAMPLES = (
@@ -37,7 +38,7 @@ GATHERED_ROWS_ARE_NOT_EXAMPLES = (
 )
 
 
-def whole_batch(tensor: Any) -> Any:
+def whole_batch(tensor: tf.Tensor) -> Structure:
     """Returns a tensor's rows of all replicas, in the order of the batch: what one process would have.
 
     For what depends on all examples of a batch, such as a queue of features, a codebook or a maximum that a layer assigns: all replicas
@@ -138,7 +139,7 @@ def _with_gradient(
     share = None if step.weighs_loss else step.gradient_weight
     wide = tf.float64 if whole.dtype == tf.float64 else tf.float32
 
-    def gradient(upstream: Any) -> tuple[tf.Tensor, None]:
+    def gradient(upstream: Structure) -> tuple[tf.Tensor, None]:
         sent = tf.math.multiply_no_nan(tf.cast(upstream, wide), tf.cast(mine > 0, wide))
         if isinstance(share, tf.Tensor):
             sent *= tf.cast(share, wide)
@@ -151,12 +152,12 @@ def _with_gradient(
         padding = [[0, rows - mine], *[[0, 0]] * (own.shape.rank - 1)]
         return tf.cast(tf.ensure_shape(tf.pad(total[before : before + mine], padding), own.shape), own.dtype), None
 
-    def add(strategy: tf.distribute.Strategy, values: Any, step: Any) -> Any:
+    def add(strategy: tf.distribute.Strategy, values: Structure, step: tf.Tensor) -> Structure:
         local = strategy.experimental_local_results
         return regroup(tuple(_group(strategy).add(list(local(values)), local(step)[0])))
 
     @tf.custom_gradient
-    def identity(own: tf.Tensor, whole: tf.Tensor) -> Any:
+    def identity(own: tf.Tensor, whole: tf.Tensor) -> Structure:
         return tf.identity(whole), gradient
 
     return identity(own, whole)
@@ -174,7 +175,7 @@ def _gather_obstacle(step: StepContext) -> str | None:
     return None
 
 
-def obstacle(step: StepContext, dtype: Any, arguments: Any) -> str | None:
+def obstacle(step: StepContext, dtype: tf.DType | str, arguments: Structure) -> str | None:
     """Returns why a loss or metric, which computes in `dtype`, cannot be given the whole batch of `arguments`; None if it can."""
     if (why := _gather_obstacle(step)) is not None:
         return why
@@ -188,12 +189,15 @@ def obstacle(step: StepContext, dtype: Any, arguments: Any) -> str | None:
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     size = tf.as_dtype(dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
     limit = getattr(tf.distribute.get_strategy(), "gather_loss_bytes", 0)
-    if size > limit:
+    ours = as_ours(tf.distribute.get_strategy())
+    if size > (limit := ours.gather_loss_bytes if ours else 0):
         return f"{size:,} bytes of an example are more than strategy.gather_loss_bytes ({limit:,}); raise it"
     return None
 
 
-def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
+def gathered(
+    step: StepContext, loss: keras.losses.Loss, y_true: Structure, y_pred: Structure, sample_weight: Structure
+) -> list[Structure]:
     """Returns `y_true`, `y_pred` and `sample_weight` of the whole batch, in its order. A collective.
 
     They get the loss's type, as it would convert them itself; predictions keep Keras' masks.
@@ -205,7 +209,7 @@ def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: An
     mine, whole = tf.cast(step.examples, tf.int32), iter(columns)
     given, found_masks = tf.nest.map_structure(lambda each: None if each is None else next(whole), own)
 
-    def with_own(others: Any, mine_alone: Any, mask: Any) -> Any:
+    def with_own(others: Structure, mine_alone: Structure, mask: Structure) -> Structure:
         joined = tf.concat([others[:before], mine_alone[:mine], others[before + mine :]], 0)
         if mask is not None:
             keras_losses.set_mask(joined, tf.cast(mask, tf.bool))
@@ -216,7 +220,7 @@ def gathered(step: StepContext, loss: keras.losses.Loss, y_true: Any, y_pred: An
     return [given[0], tf.nest.pack_sequence_as(given[1], joined), given[2]]
 
 
-def gathered_values(step: StepContext, values: Any) -> Any:
+def gathered_values(step: StepContext, values: Structure) -> Structure:
     """Returns what a metric is given, of the whole batch, in its order and its types; gradients do not flow through it. A collective.
 
     `values` has tensors with a row for each example, perhaps with masks of Keras', in any structure; other values stay as they are.
@@ -230,7 +234,7 @@ def gathered_values(step: StepContext, values: Any) -> Any:
     whole = [tf.cast(column, each.dtype) for column, each in zip(columns, sent, strict=True)]
     found, found_masks = iter(whole), iter(whole[len(tensors) :])
 
-    def of_whole_batch(value: Any) -> Any:
+    def of_whole_batch(value: Structure) -> Structure:
         if not tf.is_tensor(value):
             return value
         joined = next(found)
@@ -241,11 +245,11 @@ def gathered_values(step: StepContext, values: Any) -> Any:
     return tf.nest.map_structure(of_whole_batch, values)
 
 
-def divide_gradient(value: tf.Tensor, part: Any) -> tf.Tensor:
+def divide_gradient(value: tf.Tensor, part: Structure) -> tf.Tensor:
     """Returns a loss of the whole batch as it is, whose gradient is divided by this replica's share, which it will be multiplied by."""
 
     @tf.custom_gradient
-    def identity(x: tf.Tensor) -> Any:
+    def identity(x: tf.Tensor) -> Structure:
         return tf.identity(x), lambda upstream: divide_by_share(upstream, part)
 
     return identity(value)
@@ -273,7 +277,7 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
     context, mine = tf.distribute.get_replica_context(), tf.shape(rows)[0]
     number, replicas = tf.cast(step.number, tf.int64), num_replicas(context.strategy)
 
-    def gather(strategy: tf.distribute.Strategy, values: Any, step: Any) -> Any:
+    def gather(strategy: tf.distribute.Strategy, values: Structure, step: tf.Tensor) -> Structure:
         local = strategy.experimental_local_results
         return regroup(tuple(_group(strategy).gather(list(local(values)), local(step)[0])))
 
@@ -292,13 +296,13 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
     return tf.cast(tf.gather(every[:, 1:], tf.argsort(every[:, 0])), rows.dtype), before
 
 
-def _group(strategy: Any) -> Communicator:
+def _group(strategy: tf.distribute.Strategy) -> Communicator:
     if traits_of(strategy).several_processes:
         return communicator_for(strategy)
     return InProcessCommunicator(num_replicas(strategy))
 
 
-def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, of_loss: bool = True) -> Any:
+def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, of_loss: bool = True) -> Structure:
     """Returns an operation that fails if a tensor has other than so many rows. Raises ConfigError if that is known now."""
     known, wanted = tensor.shape[0], tf.get_static_value(rows)
     if known is not None and wanted is not None:

@@ -10,19 +10,20 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster.spec import ClusterTask
+from tfdist.aliases import Function, Structure
+from tfdist.cluster.spec import ClusterSpec, ClusterTask
 from tfdist.collectives.communicator import Communicator
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
 from tfdist.config import StrategyConfig, StrategyTraits
-from tfdist.engine import Engine
 from tfdist.replicas import declared_weights, random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
+from tfdist.strategy import Attaches, Trains
 
 _KEYS = 100_000  # of the collectives of one strategy
 
@@ -40,23 +41,28 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     - Batches are dealt out evenly and in their order (see `DataDistribution`).
     """
 
-    # `create_strategy` sets what this strategy has.
+    # `create_strategy` sets these, which `Strategy` describes.
     traits = StrategyTraits()
     kind = ""
-    cluster_task: ClusterTask | None = None  # where its replicas are in several processes
-    engine: Engine | None = None
-    trainer: Any = None  # the one in whose scope models are made
-    communicator: Communicator | None = None  # of its replicas, once it is asked for
+    cluster: ClusterSpec | None = None
+    cluster_task: ClusterTask | None = None
+    bucket_bytes = 0
     gather_loss_bytes = StrategyConfig.gather_loss_bytes
+    transport = transport_reason = ""
+    communicator: Communicator | None = None
+    unlike_processors: tuple[int, ...] = ()
+    # The Trainer and its loops set these.
+    engine: Attaches | None = None
+    trainer: Trains | None = None
+    notes: tf.Variable | None = None
+    gauges: Sequence[tf.Variable] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)
-        self.combined_weights: set[int] = (
-            set()
-        )  # which weights' copies become one after the step that runs: `declared_weights`
+        self.combined_weights: set[int] = set()
         self._view = threading.local()  # each replica runs in a thread of its own
         self._steps = 0  # of the Trainer's that are being run or traced
-        self.executions = 0  # of models' functions; the same on every task whenever they are between two
+        self.executions = 0
         super().__init__(*args, **kwargs)
 
     @property
@@ -87,7 +93,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             self._view.one = before
 
     @property
-    def extended(self) -> Any:
+    def extended(self) -> tf.distribute.StrategyExtended:
         """TensorFlow's `extended`; not for an optimizer of which a step of the Trainer's does not know."""
         if self._steps and (optimizer := call_stack.applying_optimizer()) is not None:
             unsupported.check_applied(optimizer)
@@ -102,6 +108,11 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             yield
         finally:
             self._steps -= several
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes with replicas, this one included."""
+        return 1
 
     @functools.cached_property
     def local_replicas(self) -> list[int]:
@@ -155,7 +166,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         if super().num_replicas_in_sync > 1:
             own = variable.assign
 
-            def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+            def assign(value: Structure, *args: Any, **kwargs: Any) -> Any:
                 if tf.distribute.get_strategy() is self and not tf.distribute.in_cross_replica_context():
                     return own(value, *args, **kwargs)
                 random_seeds.assign_seed(components, self.local_replicas, value)
@@ -172,12 +183,12 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         if (move := getattr(self._view, "move", None)) is not None:
             move()
 
-    def _drawing(self, fn: Callable[..., Any], move: Callable[[int], None]) -> Callable[..., Any]:
+    def _drawing(self, fn: Function, move: Callable[[int], None]) -> Function:
         """Returns `fn` as it is to be traced for each replica."""
         converted = tf_internals.convert_as_caller(fn)
         generator = random_seeds.GlobalSeedGenerator.for_current_thread(self)
 
-        def replica(*args: Any, **kwargs: Any) -> Any:
+        def replica(*args: Any, **kwargs: Any) -> Structure:
             context = tf.distribute.get_replica_context()
             number = tf.get_static_value(context.replica_id_in_sync_group)
             self._view.move = lambda: move(int(number))
@@ -190,7 +201,9 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
         return tf.autograph.experimental.do_not_convert(replica)
 
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self, fn: Function, args: Any = (), kwargs: Any = None, options: tf.distribute.RunOptions | None = None
+    ) -> Structure:
         """Runs `fn` on each replica, as TensorFlow's own `run`."""
         self.statistics.mark_possibly_changed()
         several = super().num_replicas_in_sync > 1
@@ -199,7 +212,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
                 fn = self._drawing(fn, move)
             return super().run(fn, args, kwargs, options)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, axis: int | None = None) -> Structure:
         """Reduces over replicas as TensorFlow's own `reduce`, also for what Keras 3 gives it.
 
         Args:

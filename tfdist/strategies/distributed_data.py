@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Data, DataIterator, Function, Structure
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.data import arrays, resume, worker_rows
 from tfdist.data.graph import walk
@@ -38,7 +38,9 @@ class DataDistribution(tf.distribute.Strategy):
         self.statistics.synchronize()
         self.statistics.mark_possibly_changed()
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> tf.distribute.DistributedDataset:
         """Splits each (global) batch of `dataset` over the replicas, in order.
 
         TensorFlow's AUTO sharding deals out whole files where it can, which permutes the results of `predict`
@@ -79,7 +81,7 @@ class DataDistribution(tf.distribute.Strategy):
         return self._source(dataset, distribute(copy_python_data(dataset)), distribute, steps)
 
     def _source(
-        self, dataset: tf.data.Dataset, distributed: Any, distribute: Callable[..., Any], steps: int | None
+        self, dataset: tf.data.Dataset, distributed: Data, distribute: Function, steps: int | None
     ) -> DataSource:
         """Returns the source of a distributed dataset.
 
@@ -90,7 +92,7 @@ class DataDistribution(tf.distribute.Strategy):
             steps: The number of its batches, or None if unknown.
         """
 
-        def open_at(number: int, done: int, ready: Callable[[], None]) -> Any:
+        def open_at(number: int, done: int, ready: Callable[[], None]) -> DataIterator:
             resume.replay(dataset, number - 1)
             ready()
             return iter(distribute(copy_python_data(dataset.skip(done))))
@@ -101,7 +103,9 @@ class DataDistribution(tf.distribute.Strategy):
         """Whether there are several workers."""
         return num_replicas(self) > len(self.extended.worker_devices)
 
-    def _share(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+    def _share(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> tf.distribute.DistributedDataset:
         """As TensorFlow's own `experimental_distribute_dataset`."""
         try:
             return super().experimental_distribute_dataset(dataset, options)
@@ -140,7 +144,7 @@ class DataDistribution(tf.distribute.Strategy):
         size = batch_splitting.static_batch_size(dataset.element_spec)
         return size is None or size % replicas > 0
 
-    def _split(self, dataset: tf.data.Dataset) -> Any:
+    def _split(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
         replicas = num_replicas(self)
 
         def mine(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -150,7 +154,9 @@ class DataDistribution(tf.distribute.Strategy):
 
         return super().distribute_datasets_from_function(mine)
 
-    def distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any = None) -> Any:
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[..., tf.data.Dataset], options: tf.distribute.InputOptions | None = None
+    ) -> tf.distribute.DistributedDataset:
         """Distributes `dataset_fn(InputContext)`, one dataset of per-replica batches for each worker."""
         source = self._source_from_function(dataset_fn, options, deals=False)
         setattr(source.data, SOURCE, source)
@@ -164,7 +170,11 @@ class DataDistribution(tf.distribute.Strategy):
         return self._source_from_function(dataset_fn, None, deals=True)
 
     def _source_from_function(
-        self, dataset_fn: Callable[..., tf.data.Dataset], options: Any, deals: bool, counts: bool = False
+        self,
+        dataset_fn: Callable[..., tf.data.Dataset],
+        options: tf.distribute.InputOptions | None,
+        deals: bool,
+        counts: bool = False,
     ) -> DataSource:
         """Returns the source of the datasets that a function makes for each worker.
 
@@ -184,7 +194,7 @@ class DataDistribution(tf.distribute.Strategy):
             steps.append(int(-(-batches.max() // elements)) if (batches >= 0).all() else None)
             return self._with_equal_steps(dataset, sizes, batches, deals, counts)
 
-        def open_at(number: int, done: int, ready: Callable[[], None]) -> Any:
+        def open_at(number: int, done: int, ready: Callable[[], None]) -> DataIterator:
             def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 dataset = made[context.input_pipeline_id]
                 resume.replay(dataset, number - 1)
@@ -252,7 +262,7 @@ def copy_python_data(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset
 
     @tf.autograph.experimental.do_not_convert
-    def copy(*element: Any) -> Any:
+    def copy(*element: Structure) -> Structure:
         batch = element if isinstance(dataset.element_spec, tuple) else element[0]
         return tf.nest.map_structure(_deep_copy, batch, expand_composites=True)
 

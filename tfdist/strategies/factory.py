@@ -18,9 +18,10 @@ from tfdist.runtime.process_end import GRACE_SECONDS
 from tfdist.strategies import model_methods, startup
 from tfdist.strategies.base import KerasStrategy
 from tfdist.strategies.single_process import make_virtual_cpus
+from tfdist.strategy import Strategy
 
 
-def make_engine(strategy: Any, compressor: Any = None) -> Engine:
+def make_engine(strategy: Strategy, compressor: Any = None) -> Engine:
     """Returns what trains under a strategy.
 
     Args:

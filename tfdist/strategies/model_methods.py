@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Function
 from tfdist.compat import keras_internals, tf_internals
 from tfdist.config import registry
 from tfdist.errors import ConfigError
@@ -23,19 +24,7 @@ from tfdist.runtime.log import logger
 from tfdist.strategies import saving
 from tfdist.strategies.base import KerasStrategy
 
-Method = Callable[..., Any]
-
-
-class Trains(Protocol):
-    """What a strategy's `trainer` does for the models of its scope."""
-
-    is_at_work: bool
-
-    def call(self, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-        """Does what `method`, Keras' method of that name, does for `model`, as the trainer's own does."""
-
-    def on_model_saved(self, model: keras.Model) -> None:
-        """Removes the backups of the trainings of `model` that have finished, as its own method has saved it."""
+Method = Function
 
 
 USE_TRAINER = "{0} trains models of a Trainer alone: make the model in the scope of tfdist.Trainer({0!r})."
@@ -80,14 +69,14 @@ def _trained(name: str, keras_own: Method) -> Method:
             if name in ("fit", "train_on_batch"):
                 _say_alone(model)
             return keras_own(model, *args, **kwargs)
-        trainer: Trains | None = strategy.trainer
+        trainer = strategy.trainer
         if trainer is not None and not trainer.is_at_work:
             return trainer.call(name, keras_own, model, args, kwargs)
         if strategy.engine is None:
             raise ConfigError(USE_TRAINER.format(strategy.kind))
         if not keras_internals.has_replaced_make_function(model):
             strategy.engine.attach(model)
-        run: Callable[..., Any] = registry.resolve("loop", _LOOP, {})
+        run: Function = registry.resolve("loop", _LOOP, {})
         return run(strategy.engine, name, keras_own, model, args, kwargs)
 
     return method
@@ -100,7 +89,7 @@ def _saved(make: Callable[[Method], Method], keras_own: Method) -> Method:
     @functools.wraps(keras_own)
     def method(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         strategy = model.distribute_strategy
-        trainer: Trains | None = strategy.trainer if isinstance(strategy, KerasStrategy) else None
+        trainer = strategy.trainer if isinstance(strategy, KerasStrategy) else None
         if trainer is None:
             return write(model, *args, **kwargs)
         delete_backup = kwargs.pop("delete_backup", True)
@@ -118,8 +107,13 @@ def _say_alone(model: keras.Model) -> None:
     It is no error: a model that helps may be trained alone on purpose, such as by a callback, of which nothing is said.
     """
     strategy = _newest()
-    trainer: Trains | None = getattr(strategy, "trainer", None)
-    if trainer is None or trainer.is_at_work or model in _alone or tf.distribute.has_strategy():
+    if (
+        strategy is None
+        or strategy.trainer is None
+        or strategy.trainer.is_at_work
+        or model in _alone
+        or tf.distribute.has_strategy()
+    ):
         return
     if model.distribute_strategy is not tf.distribute.get_strategy():
         return  # another strategy's

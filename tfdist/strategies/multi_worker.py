@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.cluster import ClusterSpec, connection_timeout, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import ClusterTask
@@ -38,22 +39,15 @@ _HEARTBEAT_MS = 180_000
 
 
 class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
-    """Trains on the devices of several workers, each with a copy of the variables.
+    """Trains on the devices of several workers, each with a copy of the variables."""
 
-    Attributes:
-        bucket_bytes: How large the buckets are in which gradients are summed; 0 means one sum of all.
-        unlike_processors: Each worker's number of threads, if their processors differ; else empty.
-        transport: The name of that by which gradients travel.
-        transport_reason: Why they travel by it.
-        notes: Numbers by which this worker tells the others something at the next step, `[n]` float32, or None.
-    """
-
-    bucket_bytes = 0
-    unlike_processors: tuple[int, ...] = ()
     transport, transport_reason = "grpc", "there is one worker"
-    notes: tf.Variable | None = None
 
-    def __init__(self, cluster_resolver: Any = None, communication_options: Any = None):
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+    ):
         super().__init__(cluster_resolver, communication_options)
         if cluster_resolver is not None:
             # A second strategy would start the server anew, under the collectives that the other workers still have on their way.
@@ -76,7 +70,7 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distri
             )
         made: Any = kwargs.get("initial_value")
 
-        def checked(value: Any) -> Any:
+        def checked(value: Structure) -> Structure:
             if tf.TensorShape(np.shape(value)).num_elements() == 0:  # TensorFlow dies of it, by SIGSEGV
                 raise ConfigError(f"{cannot} no numbers ({kwargs.get('name')}) to the workers; leave it out.")
             return value

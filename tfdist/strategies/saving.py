@@ -25,13 +25,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Function
 from tfdist.cluster import ClusterSpec, reachability
 from tfdist.compat import keras_internals, tf_cluster, tf_internals
 from tfdist.runtime import temporary
 from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.strategies.base import KerasStrategy
 
-Method = Callable[..., Any]
+Method = Function
 
 _PARTIAL = ".partial"
 _KNOWN_SECONDS = 60.0  # limit for a text that has been published
@@ -46,8 +47,10 @@ def keras_writer(keras_own: Method) -> Method:
     signature = inspect.signature(keras_own)
 
     @functools.wraps(keras_own)
-    def write(saveable: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        def save(path: Any) -> None:
+    def write(
+        saveable: keras.Model | keras.layers.Layer, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
+        def save(path: str | os.PathLike[str]) -> None:
             with _portable_schedule(saveable):
                 outside_of_scopes(keras_own, saveable, path, *args, **kwargs)
 
@@ -87,19 +90,19 @@ def _portable_schedule(saveable: Any) -> Iterator[None]:
         optimizer.learning_rate = schedule
 
 
-def _strategy_of(saveable: Any) -> KerasStrategy | None:
+def _strategy_of(saveable: keras.Model | keras.layers.Layer) -> KerasStrategy | None:
     """Returns the strategy in whose scope a model, or a layer's variables, were made; None if it is not one of tfdist's."""
     found = [getattr(saveable, "distribute_strategy", None)]
     found += [getattr(each.value, "distribute_strategy", None) for each in getattr(saveable, "variables", ())]
     return next((each for each in found if isinstance(each, KerasStrategy)), None)
 
 
-def _save_beside(save: Callable[[str], Any], path: str) -> None:
+def _save_beside(save: Callable[[str], object], path: str) -> None:
     with beside(path) as partial:
         save(partial)
 
 
-def _save_shards(save: Callable[[str], Any], path: str) -> None:
+def _save_shards(save: Callable[[str], object], path: str) -> None:
     """Saves weights in several files, of which one names the others, so that they keep their names: in a folder beside `path`."""
     partial = f"{path}.{uuid.uuid4().hex[:8]}{_PARTIAL}"
     try:
@@ -115,7 +118,7 @@ def _save_shards(save: Callable[[str], Any], path: str) -> None:
             tf.io.gfile.rmtree(partial)
 
 
-def _check_room(saveable: Any, path: str) -> None:
+def _check_room(saveable: keras.Model | keras.layers.Layer, path: str) -> None:
     """Raises an OSError if a disk has not enough room for the weights of a model or layer: HDF5, once it has met a full disk, crashes the process at its end."""
     bytes_needed = sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in saveable.weights)
     folder = os.path.dirname(path) or "."
@@ -127,7 +130,7 @@ def model_export(keras_own: Method) -> Method:
     """Returns `Model.export` that is safe on every rank."""
 
     @functools.wraps(keras_own)
-    def method(model: keras.Model, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(model: keras.Model, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         export = functools.partial(outside_of_scopes, keras_own, model)
         if not _is_ours(model, filepath):
             return export(filepath, *args, **kwargs)
@@ -149,13 +152,13 @@ def checkpoints_by_one(strategy: KerasStrategy) -> None:
     Variables on parameter servers are written by the chief: a server's disk may be another one.
     """
 
-    def save(own: Callable[[str], Any], prefix: str, objects: Callable[[], Iterable[Any]]) -> Any:
+    def save(own: Callable[[str], object], prefix: str, objects: Callable[[], Iterable[object]]) -> Any:
         if _PARTIAL in prefix:  # of a SavedModel that is being written
             return own(prefix)
         by_one(strategy, prefix, lambda: _save_beside(own, prefix), objects)
         return tf.constant(prefix)
 
-    def save_model(own: Callable[[str], Any], folder: str, objects: Callable[[], Iterable[Any]]) -> Any:
+    def save_model(own: Callable[[str], object], folder: str, objects: Callable[[], Iterable[object]]) -> Any:
         if _PARTIAL in folder:
             return own(folder)
         save = functools.partial(outside_of_scopes, own)
@@ -167,7 +170,7 @@ def checkpoints_by_one(strategy: KerasStrategy) -> None:
 
 
 def by_one(
-    strategy: KerasStrategy, path: str, write: Callable[[], None], objects: Callable[[], Iterable[Any]] = tuple
+    strategy: KerasStrategy, path: str, write: Callable[[], None], objects: Callable[[], Iterable[object]] = tuple
 ) -> None:
     """Calls `write` on the first task that comes; the others wait for it. Where one does not find its files, it writes its own.
 
@@ -310,7 +313,7 @@ class _Renaming(io.TextIOBase):
         self._out.flush()
 
 
-def _is_ours(model: keras.Model, filepath: Any) -> bool:
+def _is_ours(model: keras.Model, filepath: str | os.PathLike[str]) -> bool:
     return isinstance(model.distribute_strategy, KerasStrategy) and isinstance(filepath, (str, os.PathLike))
 
 

@@ -5,27 +5,28 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from tfdist.aliases import Data, Structure
 
 _ROWS = 128  # of each array, spread over it
 _ROW_VALUES = 256  # of each such row, spread over it
 TOLERANCE = 1e-5  # between digests of equal arrays, which processors of two kinds may have computed
 
 
-def describe(data: Any) -> str:
+def describe(data: Data) -> str:
     """Returns the types and shapes of the arrays in a structure, and their first values; empty without arrays."""
     return "; ".join(f"{_kind(each)}{_first(each)}" for each in _arrays(data))
 
 
-def kinds(data: Any) -> str:
+def kinds(data: Data) -> str:
     """Returns the types of the arrays in a structure, and the shapes of their rows."""
     return "; ".join(f"{_dtype(each)} {tuple(each.shape[1:])}" for each in _arrays(data))
 
 
-def digest(data: Any) -> float:
+def digest(data: Data) -> float:
     """Returns a number made of some rows of each array in a structure; 0 without arrays.
 
     For arrays of numbers it is a random projection, made with the same signs on all workers, so that rounding changes it little.
@@ -33,13 +34,13 @@ def digest(data: Any) -> float:
     return sum((number + 1) * _digest(each) for number, each in enumerate(_arrays(data)))
 
 
-def _arrays(data: Any) -> Iterator[Any]:
+def _arrays(data: Data) -> Iterator[Structure]:
     for each in tf.nest.flatten(data):
         if getattr(each, "shape", None) is not None and len(each.shape):
             yield each
 
 
-def _digest(array: Any) -> float:
+def _digest(array: Structure) -> float:
     values = _sample(array)
     if values.dtype.kind not in "biufc":
         return 1000 * zlib.crc32(repr(values.tolist()).encode()) / 2**32
@@ -51,7 +52,7 @@ def _digest(array: Any) -> float:
     return float(signs @ values) / norm + math.log(norm)
 
 
-def _sample(array: Any) -> np.ndarray:
+def _sample(array: Structure) -> np.ndarray:
     """Returns values of some rows, flat."""
     if isinstance(array, tf.SparseTensor):
         return _sample(array.values)
@@ -77,16 +78,16 @@ def _sample(array: Any) -> np.ndarray:
     return taken[:, :: -(-max(taken.shape[1], 1) // _ROW_VALUES)].ravel()
 
 
-def _kind(array: Any) -> str:
+def _kind(array: Structure) -> str:
     return f"{_dtype(array)} {tuple(array.shape)}"
 
 
-def _dtype(array: Any) -> str:
+def _dtype(array: Structure) -> str:
     dtype = getattr(array, "dtype", None)
     return str(getattr(dtype, "name", dtype) or type(array).__name__)
 
 
-def _first(array: Any) -> str:
+def _first(array: Structure) -> str:
     values = _sample(array)[:1]
     if not len(values):
         return ""

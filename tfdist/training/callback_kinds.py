@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Function, Logs
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.log import logger
 from tfdist.runtime.temporary import temporary_folder
@@ -104,7 +105,7 @@ class _LogFileGuard(keras.callbacks.Callback):
         super().__init__()
         self._loggers = loggers
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         for each in self._loggers:  # which open their files as the training begins, and again after a restore
             if each.csv_file and not isinstance(each.csv_file, _OptionalFile):
                 each.csv_file = _OptionalFile(each.csv_file, each.filename)
@@ -130,7 +131,7 @@ class _OptionalFile:
     def closed(self) -> bool:
         return bool(self._file.closed)
 
-    def _try(self, action: Callable[..., Any], *arguments: Any) -> None:
+    def _try(self, action: Function, *arguments: Any) -> None:
         try:
             action(*arguments)
         except (OSError, tf.errors.OpError) as e:

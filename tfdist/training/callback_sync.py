@@ -16,17 +16,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Logs, Variables
 from tfdist.collectives import hardware
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import ClusterError
 from tfdist.replicas import equal_weights
+from tfdist.strategy import Strategy
 from tfdist.training.callback_kinds import only_observes, only_writes
 
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
 def wrap_callbacks(
-    callbacks: Sequence[keras.callbacks.Callback], strategy: Any, ranks: Ranks, check_weights: bool
+    callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy, ranks: Ranks, check_weights: bool
 ) -> tuple[keras.callbacks.Callback, list[keras.callbacks.Callback], keras.callbacks.Callback]:
     """Returns what goes before the callbacks of this rank, these, and what goes behind them. A collective.
 
@@ -58,7 +60,7 @@ def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
 class _Synchronize(keras.callbacks.Callback):
     """Comes first: makes all ranks hold the same statistics, so that any of the others may read the model alone."""
 
-    def __init__(self, strategy: Any, on_batches: bool):
+    def __init__(self, strategy: Strategy, on_batches: bool):
         super().__init__()
         self._strategy = strategy
         self._on_batches = on_batches
@@ -68,11 +70,11 @@ class _Synchronize(keras.callbacks.Callback):
 
     on_train_begin = on_train_end = on_epoch_begin = on_epoch_end = on_test_begin = on_test_end = _synchronize
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if self._on_batches:
             self._strategy.statistics.synchronize()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._strategy.statistics.desynchronize()
         if self._on_batches:
             self._strategy.statistics.synchronize()
@@ -85,7 +87,7 @@ class _CheckConsistency(keras.callbacks.Callback):
     observe: then unequal weights are an error, else the chief's hold.
     """
 
-    def __init__(self, strategy: Any, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
+    def __init__(self, strategy: Strategy, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
         super().__init__()
         self._strategy = strategy
         self._ranks = ranks
@@ -93,29 +95,29 @@ class _CheckConsistency(keras.callbacks.Callback):
         self._alike = alike
         self._check_weights = check_weights
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if self._on_batches and not self._alike:
             self._agree()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self._on_batches:
             self._agree()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._agree()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._agree()
         if self._check_weights or not self._alike:
             self._weights_are_equal(f"after epoch {epoch + 1}")
         else:
             equal_weights.check_equal_on_replicas(self._strategy, self.model.weights)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         self._agree()
         self._weights_are_equal("before the training")
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         self._weights_are_equal("at the end of the training")
 
     def _agree(self) -> None:
@@ -156,7 +158,7 @@ class _CheckConsistency(keras.callbacks.Callback):
             variable.assign(self._ranks.broadcast(tf.convert_to_tensor(variable.value)))
 
 
-def fingerprint(variables: Sequence[Any]) -> int:
+def fingerprint(variables: Variables) -> int:
     """Returns a checksum of the variables' bits, 32 bits long."""
     checksum = 0
     for variable in variables:

@@ -12,12 +12,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Data
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import unsupported
 from tfdist.config import StrategyConfig, validation
 from tfdist.data import graph, worker_rows
 from tfdist.errors import ConfigError, unknown_name_message
+from tfdist.strategy import Strategy, as_ours
 from tfdist.training import array_digest, program_likeness
 from tfdist.training.callback_kinds import place_attribute
 
@@ -36,14 +38,14 @@ _TEXT_LENGTH = 200  # bytes of a transformation's text in a message
 
 def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -> None:
     """Raises ConfigError unless `tfdist.create_strategy` has made the strategy, and there are no options, which only go with a name."""
-    if not hasattr(strategy, "statistics") or options:
+    if as_ours(strategy) is None or options:
         raise ConfigError(
             "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
             f"go with the first two. Received: {type(strategy).__name__}, options {sorted(options)}."
         )
 
 
-def check_options(trainer: type, strategy: Any, options: Collection[str]) -> None:
+def check_options(trainer: type, strategy: object, options: Collection[str]) -> None:
     """Raises ConfigError for names that are neither arguments of a trainer's class nor options of a strategy; options go with a strategy's name."""
     fields = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}
     known = fields | {*inspect.signature(trainer).parameters} - {"options"}
@@ -52,7 +54,7 @@ def check_options(trainer: type, strategy: Any, options: Collection[str]) -> Non
         raise ConfigError(faults)
 
 
-def check_nan_policy(policy: str, strategy: Any) -> None:
+def check_nan_policy(policy: str, strategy: Strategy) -> None:
     """Raises ConfigError where there is no such policy, or the strategy cannot follow it."""
     if faults := list(validation.nan_policy_faults(policy, strategy.kind, strategy.traits)):
         raise ConfigError(faults)
@@ -74,7 +76,7 @@ def check_trains_alone(cluster_and_task: tuple[ClusterSpec, TaskSpec] | None, st
         )
 
 
-def check_model(model: Any, strategy: tf.distribute.Strategy, method: str) -> None:
+def check_model(model: keras.Model, strategy: tf.distribute.Strategy, method: str) -> None:
     """Raises ConfigError where `model`, the first argument of the trainer's `method`, is no model, was built elsewhere, or is not supported."""
     if not isinstance(model, keras.Model):
         raise ConfigError(
@@ -100,7 +102,7 @@ def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 
 
 def check_consistency(
-    ranks: Ranks, model: keras.Model, data: Any, validation_data: Any, arguments: Mapping[str, Any]
+    ranks: Ranks, model: keras.Model, data: Data, validation_data: Data, arguments: Mapping[str, Any]
 ) -> None:
     """Checks before training that all workers gave `fit` the same, and run the same program. A collective; raises ConfigError on all workers.
 
@@ -137,7 +139,7 @@ def check_consistency(
         raise ConfigError(faults)
 
 
-def check_data_consistency(ranks: Ranks, data: Any, arguments: Mapping[str, Any]) -> None:
+def check_data_consistency(ranks: Ranks, data: Data, arguments: Mapping[str, Any]) -> None:
     """Checks before `evaluate` and `predict` that all workers gave the same arrays, or declared their own. A collective."""
     arrays = _Arrays(data, None, arguments)
     own, digests = np.split(ranks.gather(float(worker_rows.is_own(data)), *arrays.digests()), [1], axis=1)
@@ -150,7 +152,7 @@ def check_data_consistency(ranks: Ranks, data: Any, arguments: Mapping[str, Any]
         raise ConfigError(faults)
 
 
-def check_class_weight(data: Any, class_weight: Any) -> None:
+def check_class_weight(data: Data, class_weight: Mapping[int, float] | None) -> None:
     """Raises ConfigError where data are distributed already, so that classes cannot weigh them."""
     if class_weight is not None and isinstance(data, tf.distribute.DistributedDataset):
         raise ConfigError(
@@ -159,7 +161,7 @@ def check_class_weight(data: Any, class_weight: Any) -> None:
         )
 
 
-def own_sizes(ranks: Ranks, data: Any) -> list[int] | None:
+def own_sizes(ranks: Ranks, data: Data) -> list[int] | None:
     """Returns the number of each worker's own examples or batches, None where workers share the data. A collective."""
     if ranks.size == 1 or not worker_rows.is_own(data):
         return None
@@ -170,7 +172,7 @@ def own_sizes(ranks: Ranks, data: Any) -> list[int] | None:
 class _Arrays:
     """The arrays that a worker was given, by argument, and their comparison with those of the others."""
 
-    def __init__(self, data: Any, validation_data: Any, arguments: Mapping[str, Any]):
+    def __init__(self, data: Data, validation_data: Data, arguments: Mapping[str, Any]):
         own = {
             "x": data,
             "y": arguments.get("y"),
@@ -211,11 +213,11 @@ class _Arrays:
         return spread > array_digest.TOLERANCE * np.maximum(1, np.abs(digests).max(0))
 
 
-def _rows(data: Any) -> Any:
+def _rows(data: Data) -> Any:
     return (data.x, data.y, data.sample_weight) if isinstance(data, worker_rows.OwnRows) else data
 
 
-def _present(validation_data: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _present(validation_data: Data, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "validation_data", validation_data
     for name in ("y", "sample_weight", "class_weight"):
         yield name, arguments.get(name)
@@ -231,7 +233,7 @@ def _by_worker(column: Iterable[float]) -> str:
     )
 
 
-def _length(data: Any) -> float:
+def _length(data: Data) -> float:
     """Returns how many examples arrays have, or batches a dataset; whether it ends where each worker has its own."""
     if worker_rows.is_own(data):
         endless = isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
@@ -242,7 +244,7 @@ def _length(data: Any) -> float:
     return float(first.shape[0]) if first is not None and len(first.shape) else _NO_NUMBER
 
 
-def _data_order(data: Any) -> list[str]:
+def _data_order(data: Data) -> list[str]:
     """Returns `_MOST_TRANSFORMATIONS` texts of how a dataset orders its elements; empty ones where workers have datasets of their own."""
     texts = []
     if isinstance(data, tf.data.Dataset) and not worker_rows.is_own(data):

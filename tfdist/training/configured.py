@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Logs
 from tfdist.config import TrainConfig
 from tfdist.config import callbacks as callbacks_lib
 from tfdist.errors import ConfigError, describe_error, format_value, unknown_name_message
@@ -68,7 +69,7 @@ class MonitoredMetrics(keras.callbacks.Callback):
         self._missing = dict.fromkeys(monitored)
         self._at_once = at_once
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if not self._at_once:
             return
         self._at_once = False
@@ -79,7 +80,7 @@ class MonitoredMetrics(keras.callbacks.Callback):
             known = [*logs, *(f"val_{name}" for name in logs), "learning_rate"]
             self._check([metric for _, metric in self._missing if metric not in known], known)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         logs = logs or {}
         validated = any(name.startswith("val_") for name in logs)
         later = {pair for pair in self._missing if pair[1].startswith("val_") and not validated}

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tfdist.aliases import Data, Structure
 from tfdist.compat import optimizer_search
 from tfdist.errors import ConfigError, format_value
 from tfdist.training import loop, loops, single_steps
@@ -17,13 +18,13 @@ from tfdist.training.loop_context import LoopContext
 class StepModel(keras.Model):
     """The Keras model that runs a function as its training step; `logs` is what the last step has returned."""
 
-    def __init__(self, function: Callable[[Any], dict[str, Any]], uses: list[Any]):
+    def __init__(self, function: Callable[[Structure], dict[str, Any]], uses: list[object]):
         super().__init__(name=getattr(function, "__name__", "step"))
         self.uses = uses
         self.function = function
         self.logs: dict[str, Any] = {}
 
-    def train_step(self, data: Any) -> dict[str, Any]:
+    def train_step(self, data: Structure) -> dict[str, Any]:
         """Runs the function. Raises ConfigError where it returns something other than logs."""
         logs = self.function(data)
         if not isinstance(logs, dict):
@@ -55,7 +56,7 @@ class Step:
         ConfigError: The arguments are others, or there is no optimizer in `uses`.
     """
 
-    def __init__(self, context: LoopContext, function: Callable[[Any], dict[str, Any]], uses: Sequence[Any]):
+    def __init__(self, context: LoopContext, function: Callable[[Structure], dict[str, Any]], uses: Sequence[object]):
         if not callable(function) or not isinstance(uses, (list, tuple)):
             raise ConfigError(
                 "trainer.step takes a function and, as `uses`, a list of what it uses: trainer.step(train, uses=[model, optimizer]). "
@@ -72,7 +73,7 @@ class Step:
         self.model.compile(optimizers[0], auto_scale_loss=False)
         context.attach(self.model, "step")
 
-    def __call__(self, batch: Any) -> dict[str, Any]:
+    def __call__(self, batch: Structure) -> dict[str, Any]:
         """Runs the step on every replica.
 
         Args:
@@ -94,14 +95,14 @@ class Step:
 
     def loop(
         self,
-        x: Any,
-        y: Any = None,
+        x: Data,
+        y: Data = None,
         *,
         epochs: int = 1,
         steps_per_epoch: int | None = None,
         callbacks: Sequence[keras.callbacks.Callback] | None = None,
         **kwargs: Any,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Structure]:
         """Yields the batches of a training. Call the step with each.
 
         Backups are taken as in `fit`: a loop that was interrupted begins with the batch after the last backup, with all that

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Logs
 from tfdist.config.export import rises
 from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.runtime.goodput import during
@@ -79,11 +80,11 @@ class ExportBest(keras.callbacks.Callback):
             self.best, self._version = about["metrics"][self.monitor], newest
             self._remove_others(newest)  # the kill may have come before that
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         if self._version is None:
             self._version = newest_version(self.path)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         logs = logs or {}
         value = logs.get(self.monitor)
         if value is None:
@@ -92,7 +93,7 @@ class ExportBest(keras.callbacks.Callback):
             self._export(epoch, {name: float(each) for name, each in logs.items() if np.ndim(each) == 0})
             self.best = float(value)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         if self.best is None:
             logger.warning(
                 f"ExportBest has exported no model to {self.path}: {self.monitor} had no finite value after any epoch"

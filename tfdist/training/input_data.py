@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Callbacks, Data, DataIterator, Function, Structure
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import keras_loops, tf_internals, unsupported
 from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE, GeneratorDataAdapter
@@ -37,8 +38,8 @@ def open_source(
     data: tuple[Any, Any, Any],
     batch_size: int | None,
     steps: int | None,
-    shuffle: Any = False,
-    class_weight: Any = None,
+    shuffle: bool | str = False,
+    class_weight: Mapping[int, float] | None = None,
 ) -> DataSource:
     """Returns the source of a loop over `(x, y, sample_weight)`; `x` may be a `DatasetFunction`."""
     x, y, sample_weight = data
@@ -74,7 +75,7 @@ def open_source(
     return source
 
 
-def unpack_own_rows(data: Any, arguments: dict[str, Any]) -> Any:
+def unpack_own_rows(data: Data, arguments: dict[str, Any]) -> Data:
     """Returns the inputs of `own_rows` in one process, where they are plain arrays, and puts the others into the arguments."""
     if not isinstance(data, OwnRows):
         return data
@@ -83,7 +84,7 @@ def unpack_own_rows(data: Any, arguments: dict[str, Any]) -> Any:
     return data.x
 
 
-def check_own_rows(data: Any, arguments: dict[str, Any]) -> None:
+def check_own_rows(data: Data, arguments: dict[str, Any]) -> None:
     """Raises ConfigError if there are targets, weights or a split beside `own_rows`."""
     both = [name for name in ("y", "sample_weight") if arguments.get(name) is not None]
     both += ["validation_split"] if arguments.get("validation_split") else []
@@ -94,7 +95,7 @@ def check_own_rows(data: Any, arguments: dict[str, Any]) -> None:
         )
 
 
-def as_function(data: Any, batch_size: int | None, shuffle: Any = False) -> Any:
+def as_function(data: Data, batch_size: int | None, shuffle: bool | str = False) -> Data:
     """Returns the dataset function of `own_rows`, and other data as they are. A batch size of None is Keras' own."""
     if not isinstance(data, OwnRows):
         return data
@@ -109,7 +110,7 @@ def as_function(data: Any, batch_size: int | None, shuffle: Any = False) -> Any:
     return make
 
 
-def order_by_worker(outputs: Any, rows: list[list[int]], ranks: Ranks) -> Any:
+def order_by_worker(outputs: Structure, rows: list[list[int]], ranks: Ranks) -> Structure:
     """Returns the outputs for the first worker's own rows, then those for the second one's, and so on. A collective.
 
     `outputs` are in the order of steps, within a step of replicas, within a replica of workers; `rows[step][replica]` counts this worker's.
@@ -120,7 +121,7 @@ def order_by_worker(outputs: Any, rows: list[list[int]], ranks: Ranks) -> Any:
     workers = np.broadcast_to(np.arange(ranks.size), counts.shape)
     order = np.argsort(np.repeat(workers.ravel(), counts.ravel()), kind="stable")
 
-    def sort(values: Any) -> Any:
+    def sort(values: Structure) -> Structure:
         return values[order] if isinstance(values, np.ndarray) else tf.gather(values, order)
 
     return tf.nest.map_structure(sort, outputs)
@@ -129,18 +130,18 @@ def order_by_worker(outputs: Any, rows: list[list[int]], ranks: Ranks) -> Any:
 def from_generator(generator: types.GeneratorType) -> tf.data.Dataset:
     """Makes a dataset of the batches that a Python generator yields. Raises ValueError as Keras: of none, or of no tuples."""
 
-    def present(batch: Any) -> Any:  # TensorFlow cannot split an absent sample_weight over replicas
+    def present(batch: Structure) -> Structure:  # TensorFlow cannot split an absent sample_weight over replicas
         return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
 
     return GeneratorDataAdapter(map(present, generator)).get_tf_dataset()
 
 
-def is_function(data: Any) -> bool:
+def is_function(data: Data) -> bool:
     """Whether data are a function of an input context."""
     return callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset))
 
 
-def batch_size(data: Any, arguments: dict[str, Any]) -> int | None:
+def batch_size(data: Data, arguments: dict[str, Any]) -> int | None:
     """Returns the global batch size of `fit`, or None if it is unknown before the first step."""
     if isinstance(data, tf.data.Dataset):
         return arrays.batch_size(data)
@@ -149,7 +150,7 @@ def batch_size(data: Any, arguments: dict[str, Any]) -> int | None:
     return arguments.get("batch_size") or DEFAULT_BATCH_SIZE
 
 
-def bind_arguments(method: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def bind_arguments(method: Function, model: keras.Model, args: Any, kwargs: Any) -> dict[str, Any]:
     """Returns the arguments of a Keras method by name. Raises ConfigError for a wrong type or range, where Keras would raise later or not at all."""
     try:
         _, *others = inspect.signature(method).bind(model, *args, **kwargs).arguments.items()
@@ -201,7 +202,7 @@ def _is_whole(value: Any, least: int) -> bool:
         return False
 
 
-def next_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+def next_batch(iterator: DataIterator, strategy: tf.distribute.Strategy) -> Structure:
     """Returns the next batch of a pass, or None at its end."""
     try:
         batch = next(iterator)
@@ -210,7 +211,7 @@ def next_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
     return None if batch_splitting.is_over(batch, strategy) else batch
 
 
-def as_list(callbacks: Any) -> list[keras.callbacks.Callback]:
+def as_list(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
     """Returns callbacks as a list, however they were given."""
     listed = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
     if isinstance(listed, keras.callbacks.Callback):

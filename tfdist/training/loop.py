@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
+from tfdist.aliases import Callbacks, Data, Function, Logs, Structure
 from tfdist.backup.data_position import TrainingPasses
 from tfdist.backup.session import BackupSession
 from tfdist.compat import call_stack, keras_loops, tf_internals
@@ -28,7 +29,11 @@ class Hooks(keras.callbacks.CallbackList):
     """
 
     def __init__(
-        self, callbacks: Any, session: BackupSession | None = None, progress: Progress | None = None, **options: Any
+        self,
+        callbacks: Callbacks,
+        session: BackupSession | None = None,
+        progress: Progress | None = None,
+        **options: Any,
     ):
         self.session = session
         self.progress = progress
@@ -39,22 +44,22 @@ class Hooks(keras.callbacks.CallbackList):
 def fit(
     engine: Engine,
     model: keras.Model,
-    x: Any = None,
-    y: Any = None,
+    x: Data = None,
+    y: Data = None,
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: str | int = "auto",
-    callbacks: Any = None,
+    callbacks: Callbacks = None,
     validation_split: float = 0.0,
-    validation_data: Any = None,
-    shuffle: Any = True,
-    class_weight: Any = None,
-    sample_weight: Any = None,
+    validation_data: Data = None,
+    shuffle: bool | str = True,
+    class_weight: Mapping[int, float] | None = None,
+    sample_weight: Data = None,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
-    validation_freq: Any = 1,
+    validation_freq: int | Sequence[int] = 1,
     session: BackupSession | None = None,
     progress: Progress | None = None,
 ) -> keras.callbacks.History:
@@ -92,7 +97,7 @@ def fit(
         )
         return {f"val_{name}": value for name, value in logs.items()}
 
-    def epoch_logs(logs: Any) -> dict[str, Any]:
+    def epoch_logs(logs: Logs) -> dict[str, Any]:
         return dict(engine.epoch_logs(model, model.train_function, logs))
 
     training = train(hooks, passes, initial_epoch, epochs, epoch_logs, validate)
@@ -114,7 +119,7 @@ def train(
     passes: TrainingPasses,
     initial_epoch: int,
     epochs: int,
-    epoch_logs: Callable[[Any], dict[str, Any]],
+    epoch_logs: Callable[[Logs], dict[str, Any]],
     validate: Callable[[int], dict[str, Any]] = lambda epoch: {},
 ) -> Generator[int | None, Any, None]:
     """Runs a training around its steps, which the caller runs. Epochs count from 0.
@@ -175,15 +180,15 @@ def train(
 def evaluate(
     engine: Engine,
     model: keras.Model,
-    x: Any = None,
-    y: Any = None,
+    x: Data = None,
+    y: Data = None,
     batch_size: int | None = None,
     verbose: str | int = "auto",
-    sample_weight: Any = None,
+    sample_weight: Data = None,
     steps: int | None = None,
-    callbacks: Any = None,
+    callbacks: Callbacks = None,
     return_dict: bool = False,
-) -> Any:
+) -> Logs:
     """Evaluates a model, which the engine has attached, as Keras' `evaluate`."""
     keras_loops.check_compiled(model, "evaluate")
     validation = callbacks.validation if isinstance(callbacks, Hooks) else None
@@ -197,7 +202,7 @@ def evaluate(
     _call(hooks.on_test_begin)
     if session:
         session.on_validation_begin()
-    logs: Any = None
+    logs: Logs = None
     model.reset_metrics()
     with _closing(None if validation else passes):
         for begin, end, left in passes.epoch():
@@ -225,12 +230,12 @@ def evaluate(
 def predict(
     engine: Engine,
     model: keras.Model,
-    x: Any,
+    x: Data,
     batch_size: int | None = None,
     verbose: str | int = "auto",
     steps: int | None = None,
-    callbacks: Any = None,
-) -> Any:
+    callbacks: Callbacks = None,
+) -> Structure:
     """Returns the outputs of a model, which the engine has attached, as Keras' `predict`."""
     passes = _passes(engine, model, (x, None, None), batch_size, steps)
     size = int(model.steps_per_execution)
@@ -238,7 +243,7 @@ def predict(
     model.make_predict_function()
     model.stop_predicting = False
     run = engine.predictor(model, passes, passes.steps_per_epoch)
-    parts: list[Any] = []
+    parts: list[Structure] = []
     _call(hooks.on_predict_begin)
     with _closing(passes):
         for begin, end, left in passes.epoch():
@@ -260,20 +265,20 @@ def predict(
 
 def steps(
     engine: Engine,
-    model: Any,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    model: keras.Model,
+    x: Data,
+    y: Data = None,
+    sample_weight: Data = None,
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: str | int = 0,
-    callbacks: Any = (),
-    shuffle: Any = True,
+    callbacks: Callbacks = (),
+    shuffle: bool | str = True,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     session: BackupSession | None = None,
     progress: Progress | None = None,
-) -> Iterator[Any]:
+) -> Iterator[Structure]:
     """Yields each batch of a training of a `StepModel`, whose steps the caller runs."""
     source = input_data.open_source(engine, (x, y, sample_weight), batch_size, steps_per_epoch, shuffle)
     passes = _training_passes(model, source, steps_per_epoch, session)
@@ -318,7 +323,7 @@ def _training_passes(
 
 def _training_hooks(
     model: keras.Model,
-    callbacks: Any,
+    callbacks: Callbacks,
     session: BackupSession | None,
     progress: Progress | None,
     **shown: Any,
@@ -332,14 +337,14 @@ def _training_hooks(
     return Hooks(listed, session, progress, add_history=True, add_progbar=shown["verbose"] != 0, model=model, **shown)
 
 
-def _hooks(model: keras.Model, callbacks: Any, passes: Passes, verbose: str | int) -> Hooks:
+def _hooks(model: keras.Model, callbacks: Callbacks, passes: Passes, verbose: str | int) -> Hooks:
     if isinstance(callbacks, Hooks):
         return callbacks
     shown: dict[str, Any] = {"verbose": verbose, "epochs": 1, "steps": passes.steps}
     return Hooks(input_data.as_list(callbacks), add_progbar=verbose != 0, model=model, **shown)
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
+def _call(function: Function, *args: Any) -> Any:
     """Calls a hook. If it raises StopIteration, by a `next()` without a default, the message names the callback and its method."""
     try:
         return function(*args)
@@ -360,7 +365,7 @@ def _closing(*parts: Any) -> Iterator[None]:
                 part.close()
 
 
-def _is_due(epoch: int, frequency: Any) -> bool:
+def _is_due(epoch: int, frequency: int | Sequence[int]) -> bool:
     """Whether there is a validation after an epoch, from 0."""
     if isinstance(frequency, int):
         return (epoch + 1) % frequency == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from tfdist.aliases import Data
 from tfdist.backup import compatibility
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.backup.session import BackupSession
@@ -103,7 +104,7 @@ class LoopContext:
 
     @contextlib.contextmanager
     def backing_up(
-        self, backup: BackupAndRestore | None, model: keras.Model, data: Any, fit_arguments: dict[str, Any]
+        self, backup: BackupAndRestore | None, model: keras.Model, data: Data, fit_arguments: dict[str, Any]
     ) -> Iterator[BackupSession | None]:
         """Backs up the `fit` inside, which goes on from a backup if there is one; its value, for the loop, is None without a backup."""
         with progress.training(self.task.name):

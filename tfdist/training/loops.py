@@ -6,12 +6,13 @@ import contextlib
 import math
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Data, Function, Logs, Structure
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.compat import unsupported
 from tfdist.data import worker_rows
@@ -23,7 +24,7 @@ from tfdist.runtime.progress import Progress
 from tfdist.training import callback_kinds, callback_sync, checks, console, input_data, loop, single_steps
 from tfdist.training.loop_context import LoopContext
 
-Method = Callable[..., Any]
+Method = Function
 
 
 def run(context: LoopContext, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
@@ -98,7 +99,7 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         console.print_missing_update(model)
 
 
-def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
+def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Logs:
     unsupported.check_data(context.strategy, arguments.get("x"))
     data = _own_as_function(context, arguments.pop("x", None), arguments, takes_targets=True)
     arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
@@ -106,7 +107,7 @@ def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         return loop.evaluate(context.engine, model, data, **arguments)
 
 
-def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Any:
+def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Structure:
     """Returns the outputs for all examples, in their order, on every rank."""
     data = arguments.pop("x")
     unsupported.check_data(context.strategy, data)
@@ -174,10 +175,10 @@ def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -
 class _NonFiniteStop(keras.callbacks.Callback):
     """Raises, for the policy `stop`, after a step whose loss or gradient is not finite. All ranks have the same of both."""
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         self._skipped = self._count()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch, self._done = epoch + 1, 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -197,7 +198,7 @@ class _NonFiniteStop(keras.callbacks.Callback):
         return sum(int(number.numpy()) for number in skipped_updates(self.model))
 
 
-def _own_as_function(context: LoopContext, data: Any, arguments: dict[str, Any], takes_targets: bool) -> Any:
+def _own_as_function(context: LoopContext, data: Data, arguments: dict[str, Any], takes_targets: bool) -> Data:
     """Returns data that `evaluate` and `predict` take, once all workers have given the same, or declared their own. A collective."""
     input_data.check_own_rows(data, arguments)
     if context.ranks.size == 1:

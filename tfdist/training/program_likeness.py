@@ -130,7 +130,7 @@ def _model(model: keras.Model) -> Iterator[Item]:
         yield f"the model's variable {path}", f"{tuple(variable.shape)} {variable.dtype}, {kind}"
 
 
-def _layers(parent: Any, inside: str) -> Iterator[Item]:
+def _layers(parent: keras.layers.Layer, inside: str) -> Iterator[Item]:
     for number, layer in enumerate(getattr(parent, "layers", ()), 1):
         where = f"layer {number}{inside}"
         yield f"the model's {where}", type(layer).__name__
@@ -165,7 +165,7 @@ def _compiled(model: keras.Model) -> Iterator[Item]:
             yield f"compile's {name}", _text(config[name])
 
 
-def _given_rate(optimizer: Any) -> float | None:
+def _given_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     """Returns the learning rate that this worker was given, though all start with the chief's; None if it is a schedule."""
     variable: Any = getattr(optimizer.learning_rate, "value", None)
     if not hasattr(variable, "given_and_broadcast"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 
+from tfdist.aliases import Data, Logs, Structure
 from tfdist.compat import keras_loops
 from tfdist.engine import Engine
 from tfdist.step import model_building
@@ -14,12 +16,12 @@ from tfdist.step import model_building
 def train_on_batch(
     engine: Engine,
     model: keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    class_weight: Any = None,
+    x: Data,
+    y: Data = None,
+    sample_weight: Data = None,
+    class_weight: Mapping[int, float] | None = None,
     return_dict: bool = False,
-) -> Any:
+) -> Logs:
     """Trains a model, which the engine has attached, on a batch, as Keras' `train_on_batch`."""
     keras_loops.check_compiled(model, "train_on_batch")
     if class_weight is not None:
@@ -34,15 +36,15 @@ def train_on_batch(
 
 
 def test_on_batch(
-    engine: Engine, model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
-) -> Any:
+    engine: Engine, model: keras.Model, x: Data, y: Data = None, sample_weight: Data = None, return_dict: bool = False
+) -> Logs:
     """Evaluates a model on a batch, as Keras' `test_on_batch`."""
     keras_loops.check_compiled(model, "test_on_batch")
     logs = run(engine, model, "test_step", (x, y, sample_weight), keras_loops.RESETS_METRICS_FOR_BATCH)
     return logs if return_dict else keras_loops.flat_logs(model, logs)
 
 
-def predict_on_batch(engine: Engine, model: keras.Model, x: Any) -> Any:
+def predict_on_batch(engine: Engine, model: keras.Model, x: Data) -> Structure:
     """Returns a model's outputs for a batch, as Keras' `predict_on_batch`."""
     model.make_predict_function()
     return keras_loops.as_arrays(engine.predict_batch(model, (x,)))
@@ -51,7 +53,7 @@ def predict_on_batch(engine: Engine, model: keras.Model, x: Any) -> Any:
 METHODS = {each.__name__: each for each in (train_on_batch, test_on_batch, predict_on_batch)}
 
 
-def run(engine: Engine, model: keras.Model, step: str, batch: Any, reset_metrics: bool) -> dict[str, Any]:
+def run(engine: Engine, model: keras.Model, step: str, batch: Structure, reset_metrics: bool) -> dict[str, Any]:
     """Runs a step, `"train_step"` or `"test_step"`, of a model on a batch, and returns its logs."""
     model_building.build(model, step, batch)
     if step == "train_step":

@@ -17,6 +17,7 @@ from tfdist.config.ranges import MOST_SECONDS, Range
 from tfdist.errors import ConfigError, format_value
 from tfdist.runtime.process_end import GRACE_SECONDS
 from tfdist.strategies.factory import create_strategy, make_engine
+from tfdist.strategy import Strategy
 from tfdist.training import checks
 from tfdist.training.loop_context import LoopContext
 
@@ -30,7 +31,7 @@ def start_strategy(
     backup: BackupAndRestore | None,
     start_timeout: float,
     options: dict[str, Any],
-) -> tuple[Any, Cluster | None]:
+) -> tuple[Strategy, Cluster | None]:
     """Returns the strategy, connected with the other tasks, and the cluster, or None without one. Arguments as of `Trainer`.
 
     SIGTERM is heeded from here on, and the seed of a backup is set. Raises ClusterError where other tasks are not there in time.
@@ -60,7 +61,7 @@ def start_strategy(
 
 
 def create_context(
-    strategy: Any,
+    strategy: Strategy,
     cluster_and_task: Cluster | None,
     backup: BackupAndRestore | None,
     compressor: Compressor | None,
@@ -76,7 +77,7 @@ def create_context(
     engine = make_engine(strategy, compressor)
     if backup and backup.preemption:
         backup.preemption.on_exit = engine.on_exit
-    if traits.asynchronous:
+    if strategy.cluster:
         cluster_and_task = (strategy.cluster, strategy.cluster.chief)
     elif not traits.several_processes:
         checks.check_trains_alone(cluster_and_task, type(strategy).__name__)

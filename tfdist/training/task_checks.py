@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.aliases import Data, Logs, Structure
 from tfdist.config import registry
 from tfdist.config.ranges import MOST_STEPS
 from tfdist.errors import ConfigError, describe_error, format_value, truncate, unknown_name_message
@@ -48,7 +49,7 @@ def make_task(name: str, options: Any) -> Any:
         raise ConfigError(f"task {name!r} must take its options, as Task does: {describe_error(e)}.") from e
 
 
-def checked_model(task: str, model: Any) -> keras.Model:
+def checked_model(task: str, model: keras.Model) -> keras.Model:
     """Returns what `build_model` of a task returned. Raises ConfigError where it is no model."""
     if not isinstance(model, keras.Model):
         raise ConfigError(f"build_model of task {task!r} must return a keras.Model. Received: {format_value(model)}.")
@@ -78,7 +79,7 @@ def checked_steps(task: str, steps: Any) -> int | None:
     return steps
 
 
-def checked_data(task: str, method: str, data: Any, optional: bool = False) -> Any:
+def checked_data(task: str, method: str, data: Data, optional: bool = False) -> Data:
     """Returns what a method of a task returned as data. Raises ConfigError where it is no dataset."""
     if optional and isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ConfigError(
@@ -109,13 +110,13 @@ class FirstStep(keras.callbacks.Callback):
         self.data = "train_data"
         self._is_validated = False
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self.data = ""
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         self.data = "" if self._is_validated else "eval_data"
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._is_validated, self.data = True, ""
 
 
@@ -178,7 +179,7 @@ def _reason(error: BaseException) -> str:
     return truncate(said.strip()).rstrip(".") + "."
 
 
-def _shapes(model: keras.Model, method: str, element: Any) -> str:
+def _shapes(model: keras.Model, method: str, element: Structure) -> str:
     if element is None:
         return ""
     takes = getattr(model, "input_shape", None) if model.built else None

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import compression as compression_lib
+from tfdist.aliases import Function, Logs, Structure
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec, preflight
 from tfdist.collectives import communicator
@@ -178,7 +179,7 @@ class Trainer:
         """
         return self._run("fit", model, args, kwargs)
 
-    def evaluate(self, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, model: keras.Model, *args: Any, **kwargs: Any) -> Logs:
         """Evaluates `model`, as Keras' `evaluate`; every example counts once, whatever the number of replicas.
 
         Args:
@@ -188,7 +189,7 @@ class Trainer:
         """
         return self._run("evaluate", model, args, kwargs)
 
-    def predict(self, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, model: keras.Model, *args: Any, **kwargs: Any) -> Structure:
         """Returns the model's outputs for all of `x`, in its order, on every rank.
 
         Args:
@@ -199,7 +200,7 @@ class Trainer:
         """
         return self._run("predict", model, args, kwargs)
 
-    def step(self, function: Callable[[Any], dict[str, Any]], uses: Sequence[Any]) -> Step:
+    def step(self, function: Callable[[Structure], dict[str, Any]], uses: Sequence[object]) -> Step:
         """Returns a training step for a loop of your own: GradientTape, several optimizers, reinforcement learning.
 
         Each replica runs the function on its part of a batch, of which a loss is the mean. What an optimizer in it applies is the
@@ -306,7 +307,7 @@ class Trainer:
         """
         self._context.print_replicas(global_batch_size)
 
-    def call(self, name: str, method: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any) -> Any:
+    def call(self, name: str, method: Function, model: keras.Model, args: Any, kwargs: Any) -> Any:
         """Does what a model's own method is called for; `method` is Keras'."""
         if name in loops.LOOPS or not keras_internals.has_replaced_make_function(model):
             self._context.attach(model, "fit")

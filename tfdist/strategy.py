@@ -1,0 +1,151 @@
+"""`Strategy`: the attributes that packages share on a strategy, beside the members of `tf.distribute.Strategy` that they use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from tfdist.aliases import Data, Function, Structure
+from tfdist.cluster.spec import ClusterSpec, ClusterTask
+from tfdist.config import StrategyTraits
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+
+class Trains(Protocol):
+    """The part of a Trainer that the models of its scope call."""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a loop of the Trainer runs."""
+
+    def call(self, name: str, method: Function, model: keras.Model, args: Sequence[Any], kwargs: Any) -> Any:
+        """Does what `method`, Keras' method of that name, does for `model`, as the Trainer's own does."""
+
+    def on_model_saved(self, model: keras.Model) -> None:
+        """Removes the backups of the finished training runs of `model`, whose own method has saved it."""
+
+
+class Attaches(Protocol):
+    """The part of an `Engine` that a model without a Trainer calls."""
+
+    def attach(self, model: keras.Model) -> None:
+        """Gives a model the step functions of the engine. In place."""
+
+
+class Statistics(Protocol):
+    """The part of `MovingStatistics` that other packages use."""
+
+    synchronized: bool
+    undeclared: dict[str, bool]
+
+    def __contains__(self, variable: object) -> bool: ...
+    def synchronize(self) -> None: ...
+    def desynchronize(self) -> None: ...
+    def mark_possibly_changed(self) -> None: ...
+    def average(self, variables: Sequence[tf.Variable]) -> None: ...
+    def caller_marks_changes(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Strategy(Protocol):
+    """A strategy of tfdist, as `KerasStrategy` implements it. Of TensorFlow's own ones `as_ours` returns None.
+
+    Attributes:
+        kind: The name by which `create_strategy` made it, such as `"mirrored"`.
+        traits: The traits by which other packages decide.
+        cluster: The cluster of `parameter_server`, for which this process is the chief; else None.
+        cluster_task: The cluster and this process's task in it, where its replicas are in several processes; else None.
+        bucket_bytes: The size of the buckets in which gradients are summed; 0 means one sum of all.
+        gather_loss_bytes: The most bytes that a replica gathers for a loss or metric of the whole batch.
+        transport: The name of the transport of gradients; empty where all replicas are in one process.
+        transport_reason: Why gradients use this transport.
+        communicator: The `Communicator` of its replicas, once `communicator_for` has made it.
+        unlike_processors: Each worker's number of threads if the workers' processors differ; else empty.
+        num_workers: The number of processes with replicas, this one included.
+        local_replicas: The numbers of this process's replicas among all.
+        trainer: The Trainer of the models that are made in its scope, or None.
+        engine: The engine of models that are trained without a Trainer, or None.
+        statistics: The variables of which each replica keeps its own value between steps.
+        combined_weights: The ids of the variables whose copies become one after the step that runs (see `declared_weights`).
+        notes: The flags by which this rank tells the others something at the next step, `[n]` float32, or None.
+        gauges: Variables that steps only measure, and that no backup holds.
+        executions: The number of executions of models' functions so far; equal on all tasks between two executions.
+    """
+
+    kind: str
+    traits: StrategyTraits
+    cluster: ClusterSpec | None
+    cluster_task: ClusterTask | None
+    bucket_bytes: int
+    gather_loss_bytes: int
+    transport: str
+    transport_reason: str
+    communicator: Any
+    unlike_processors: tuple[int, ...]
+    trainer: Trains | None
+    engine: Attaches | None
+    combined_weights: set[int]
+    notes: tf.Variable | None
+    gauges: Sequence[tf.Variable]
+    executions: int
+
+    @property
+    def statistics(self) -> Statistics: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def local_replicas(self) -> list[int]: ...
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+    @property
+    def extended(self) -> tf.distribute.StrategyExtended: ...
+
+    def begin_pass(self) -> None:
+        """Makes statistics equal on all replicas, before a loop passes over data. A collective."""
+
+    def source(self, dataset: Data, steps: int | None) -> Any:
+        """Returns the `DataSource` of a loop over a dataset of batches of the global size."""
+
+    def source_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+        """Returns the `DataSource` of a loop over the datasets that a function makes."""
+
+    def as_one_replica(self) -> contextlib.AbstractContextManager[None]:
+        """Lets this replica's step compute its loss as if there were no other replica."""
+
+    def as_it_is(self) -> contextlib.AbstractContextManager[None]:
+        """Ends `as_one_replica` for the code inside."""
+
+    def only_known_optimizers(self) -> contextlib.AbstractContextManager[None]:
+        """Refuses, with several replicas, optimizers whose gradients the Trainer does not reduce."""
+
+    def decorrelate_random_numbers(self) -> None:
+        """Lets this replica's next random numbers differ from the other replicas'."""
+
+    # Of tf.distribute.Strategy.
+    def scope(self) -> contextlib.AbstractContextManager[Any]: ...
+    def run(self, fn: Function, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Structure: ...
+    def reduce(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, axis: int | None = None
+    ) -> Structure: ...
+    def experimental_local_results(self, value: Structure) -> tuple[Structure, ...]: ...
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> Data: ...
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[tf.distribute.ValueContext], tf.Tensor]
+    ) -> Structure: ...
+    def distribute_datasets_from_function(
+        self, dataset_fn: Function, options: tf.distribute.InputOptions | None = None
+    ) -> Data: ...
+
+
+def as_ours(strategy: object) -> Strategy | None:
+    """Returns a strategy with tfdist's attributes; None for one of TensorFlow's own, such as its default one.
+
+    Args:
+        strategy: The strategy of a model, or `tf.distribute.get_strategy()`.
+    """
+    return cast(Strategy, strategy) if hasattr(strategy, "statistics") else None
