@@ -1,4 +1,4 @@
-"""A GAN in a training loop of one's own: two networks, two optimizers, GradientTape, and a critic's gradient penalty.
+"""A GAN in a training loop of your own: two networks, two optimizers, GradientTape, and a critic's gradient penalty.
 
     python examples/gan_custom_loop.py                                # one process
     tfdist launch --workers=2 -- python examples/gan_custom_loop.py   # two processes

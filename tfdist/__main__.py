@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as e:  # it has been removed, and paths mean nothing
         print(f"tfdist: the current folder cannot be used ({e.strerror}): change to another one.", file=sys.stderr)
         return 2
-    # As `python -m` has it: tasks of one's own are looked for in the current folder.
+    # As `python -m` has it: tasks of your own are looked for in the current folder.
     if not sys.flags.safe_path and folder not in sys.path:
         sys.path.insert(0, folder)
     code = process_end.run_command(functools.partial(_main, imported=process_end.after_imports), sys.argv)

@@ -1,4 +1,4 @@
-"""What a Trainer asks of an engine: the way in which its strategy trains."""
+"""The interface between a Trainer and an engine, which trains under the Trainer's strategy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Engine(abc.ABC):
-    """Trains, evaluates and predicts models under one strategy: what a loop asks for.
+    """Trains, evaluates and predicts models under one strategy.
 
     Attributes:
         strategy: The strategy.
         num_replicas: The number of replicas over all workers; of workers, if they are not in step.
-        compressor: What sums the gradients of models that are attached with fewer bytes, or None.
-        nan_policy: What becomes of steps that are not finite, as of `Trainer`.
+        compressor: Compresses the gradients of attached models, or None.
+        nan_policy: The action after steps that are not finite, as of `Trainer`.
     """
 
     strategy: Strategy
@@ -120,7 +120,7 @@ class Engine(abc.ABC):
 
         Args:
             model: The model.
-            data: What the user gave.
+            data: The user's data.
         """
         return data
 
@@ -132,18 +132,18 @@ class Engine(abc.ABC):
         """
 
     def explaining_errors(self) -> contextlib.AbstractContextManager[Any]:
-        """Turns what TensorFlow raises for a lost task into a sentence."""
+        """Turns TensorFlow's error for a lost task into one sentence."""
         return contextlib.nullcontext()
 
     def peer_preempted(self) -> bool:
-        """Whether a task that takes no part in the steps, and that this one cannot do without, has been told to go."""
+        """Returns whether a task that this one needs, and that runs no steps, has received SIGTERM."""
         return False
 
     def on_exit(self) -> None:  # noqa: B027
         """Is called where this process ends without Python's own clearing up."""
 
     def report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns what a report says of this engine beside what it says of all.
+        """Returns the entries of a report that only this engine has.
 
         Args:
             model: Which was trained.
@@ -152,7 +152,7 @@ class Engine(abc.ABC):
 
 
 class RunningMeans:
-    """The means of what an engine's executions measure, since they were last taken; safe in several threads."""
+    """The means of an engine's measurements since they were last taken; safe in several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -165,7 +165,7 @@ class RunningMeans:
             self._sums[name] = total + value, count + 1
 
     def take(self) -> dict[str, float]:
-        """Returns the mean of each measure that has a value, and begins anew."""
+        """Returns the mean of each measure that has a value, and starts again."""
         with self._lock:
             sums, self._sums = self._sums, {}
         return {name: total / count for name, (total, count) in sums.items()}

@@ -1,6 +1,6 @@
 """The errors that tfdist raises, and the wording of their messages. No TensorFlow here.
 
-Every message names the argument, what was received, what was expected and the remedy.
+Every message names the argument, the value received, the value expected and the remedy.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _LONG_WORD = re.compile(rf"\S{{{_MOST + 50},}}")  # longer than a value that was
 
 
 class ConfigError(ValueError):
-    """What the user asked for cannot work; carries every fault found, not only the first.
+    """The configuration cannot work; carries every error found, not only the first.
 
     Args:
         faults: One sentence per fault; at least one.
 
     Attributes:
-        faults: The sentences, as a tuple; each is one line that can be printed, whatever was received.
+        faults: The sentences, as a tuple; each is one printable line.
 
     Example:
         >>> import tfdist
@@ -69,7 +69,7 @@ class BackupError(_OneLineError):
 def printable(text: str) -> str:
     """Returns a text as one line that steers no terminal: control characters are escaped, and words cut to 200 characters.
 
-    What a message shows may be a stranger's: another program's greeting, a path, a variable.
+    A message may show foreign text: another program's greeting, a path, a variable.
     """
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return _LONG_WORD.sub(lambda word: word[0][: _MOST - 3] + "...", line)
@@ -90,7 +90,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Returns the value's repr, cut to what a sentence can hold."""
+    """Returns the value's repr, cut to the length of a sentence."""
     try:
         return truncate(repr(value))
     except Exception:  # the user's own __repr__, or an int with too many digits
@@ -98,7 +98,7 @@ def format_value(value: Any) -> str:
 
 
 def truncate(text: str) -> str:
-    """Returns the text as `printable` does, cut to what a sentence can hold."""
+    """Returns the text as `printable` does, cut to the length of a sentence."""
     line = printable(text)
     return line if len(line) <= _MOST else line[: _MOST - 3] + "..."
 
@@ -131,11 +131,11 @@ def collect_errors(faults: list[str]) -> Iterator[None]:
 
 
 def stop_iteration_error(where: str, error: StopIteration) -> RuntimeError:
-    """Returns what is raised in place of StopIteration, by which Keras' loops mean the end of the data.
+    """Returns the error to raise instead of StopIteration, by which Keras' loops mean the end of the data.
 
     Args:
         where: The function that has raised it.
-        error: What it has raised; the message names its line, as Keras drops the causes of errors.
+        error: The StopIteration; the message names its line, as Keras drops the causes of errors.
     """
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return RuntimeError(

@@ -20,7 +20,7 @@ class Trains(Protocol):
 
     @property
     def is_at_work(self) -> bool:
-        """Whether a loop of the Trainer runs."""
+        """Returns whether a loop of the Trainer runs."""
 
     def call(self, name: str, method: Function, model: keras.Model, args: Sequence[Any], kwargs: Any) -> Any:
         """Does what `method`, Keras' method of that name, does for `model`, as the Trainer's own does."""

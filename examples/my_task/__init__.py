@@ -1,1 +1,1 @@
-"""A task of one's own; `tfdist new-task my_task` has written it."""
+"""A task of your own; `tfdist new-task my_task` has written it."""

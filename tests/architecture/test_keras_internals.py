@@ -411,7 +411,7 @@ def test_workers_of_a_py_dataset_are_read_and_stopped_where_expected(num_batches
     with unittest.mock.patch.object(keras_loops.OrderedEnqueuer, "start", start_noted):
         dataset = keras_loops.adapted_dataset(adapter)
         assert adapter.enqueuer is None and not threads, moved
-        for _ in range(2):  # begins anew, also where a thread waits for room in the queue
+        for _ in range(2):  # starts again, also where a thread waits for room in the queue
             assert [int(x[0, 0]) for x, _ in dataset.take(2)] == [0, 1], moved
     assert len(threads) == 2 and all(queue.maxsize == 1 for _, queue in threads), moved
     for thread, _ in threads:

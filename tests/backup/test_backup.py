@@ -496,14 +496,14 @@ def test_a_finished_training_that_is_started_again_is_told_so_once(trainer, tmp_
     out = capsys.readouterr().out
     where = f"the training in backup_dir {str(tmp_path / 'backup')!r} finished at epoch 2 (step {2 * STEPS}). {says} "
     assert out.count(f"tfdist: fit trains nothing: {where}To train again from the beginning, remove its backups") == 1
-    assert "going on from step" not in out and "trainer.delete_backup()" in out
+    assert "resuming from step" not in out and "trainer.delete_backup()" in out
 
     trainer.fit(
         model, **DATA["function"](), epochs=1, verbose=0, callbacks=[again]
     )  # a second fit, which is not reached again
     fit_line(trainer, backup(tmp_path), trained, epochs=epochs)
     out = capsys.readouterr().out
-    assert "fit trains nothing" not in out and f"going on from step {2 * STEPS} (the end of epoch 2)" in out
+    assert "fit trains nothing" not in out and f"resuming from step {2 * STEPS} (the end of epoch 2)" in out
     trainer.delete_backup()
 
 

@@ -35,7 +35,7 @@ class Model(keras.Model):
 @pytest.fixture(scope="module")
 def model(mirrored):
     mirrored.trainer = None  # of another test's, which would refuse the model
-    keras.backend.clear_session()  # names begin anew
+    keras.backend.clear_session()  # names start again
     keras.utils.set_random_seed(0)
     with mirrored.scope():
         model = Model()

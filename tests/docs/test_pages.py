@@ -162,7 +162,7 @@ def test_the_search_for_commands_finds_them():
 
 
 def test_pages_say_tfdist_and_not_its_modules():
-    """But cli.md, in one sentence; a test of one's own and a notebook start the module of their own Python."""
+    """But cli.md, in one sentence; a test of your own and a notebook start the module of their own Python."""
     spoken = re.compile(r"python -m tfdist\b")
     assert [page for page, text in PAGES.items() if spoken.search(text)] == ["docs/cli.md"]
     scripts = [*(ROOT / "examples").rglob("*.py"), *(ROOT / "configs").glob("*.py"), *(ROOT / "tfdist").rglob("*.txt")]

@@ -66,7 +66,7 @@ def expected(backup, x):
     for name in manifest["about"]["variables"]:
         own = [r.get_tensor(f"{name}/0") for r in readers if r.has_tensor(f"{name}/0")]
         values[name.partition("/")[2]] = np.mean(own, axis=0) if own else shared.get_tensor(name)
-    keras.backend.clear_session()  # names begin anew
+    keras.backend.clear_session()  # names start again
     model = Digits(Digits.Options()).build_model()
     for variable in model.weights:
         if variable.path in values:

@@ -218,7 +218,7 @@ def test_a_task_that_is_told_to_go_has_all_save_before_mpirun_ends_them(tmp_path
         job.wait(30)
     assert "told to end (SIGTERM): saved at step" in log.read_text()
     code, output = run([*mpirun(2), *train(workdir, "--config.epochs=7", *MULTI_WORKER)], {})
-    assert code == 0 and "going on from step" in output, output
+    assert code == 0 and "resuming from step" in output, output
     assert json.loads((workdir / "summary.json").read_text())["steps"] == 7 * 21
 
 
@@ -230,7 +230,7 @@ def emit(more, *arguments):
 
 @pytest.mark.full
 def test_the_script_runs_as_it_is_and_goes_on_after_sigterm(scheduler, tmp_path):
-    """`scancel --signal=TERM` has the tasks save; the script has the job start again, which goes on from there."""
+    """`scancel --signal=TERM` has the tasks save; the script has the job start again, which continues from there."""
     workdir = tmp_path / "run"
     options = ["--config=configs/digits_multi_worker.py", f"--workdir={workdir}", "--config.epochs=10"]
     script = tmp_path / "job.sh"
@@ -250,7 +250,7 @@ def test_the_script_runs_as_it_is_and_goes_on_after_sigterm(scheduler, tmp_path)
         until(lambda: "PENDING" in run(["squeue", "-h", "-o", "%T"], scheduler)[1], 60)
         time.sleep(3)
         assert run(["scontrol", "update", f"JobId={job}", "StartTime=now"], scheduler)[0] == 0
-        until(lambda: "going on from step" in log.read_text(), 120)
+        until(lambda: "resuming from step" in log.read_text(), 120)
         until(lambda: (workdir / "summary.json").exists(), 120)
     except AssertionError as e:
         e.add_note(pathlib.Path(scheduler["SLURM_CONF"]).with_name("slurmctld.log").read_text()[-4000:])

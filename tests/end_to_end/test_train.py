@@ -487,7 +487,7 @@ def killed_job(tmp_path_factory):
 def test_a_job_with_a_killed_worker_is_restarted_from_its_backup(killed_job):
     output, workdir = killed_job
     assert re.search(r"tfdist: worker:\d lost at step \d+ \(killed by SIGKILL\); restart 1/1 from step [1-9]", output)
-    assert "tfdist: going on from step" in output
+    assert "tfdist: resuming from step" in output
     summary = json.loads((workdir / "summary.json").read_text())
     assert (summary["restarts"], summary["steps"], summary["epochs"]) == (1, 44, 2)
     assert not (workdir / "backup").exists(), "removed with everything written"

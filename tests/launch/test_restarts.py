@@ -24,7 +24,7 @@ tell = Progress(f"{TASK['type']}-{TASK['index']}").write
 
 
 @pytest.mark.parametrize(
-    ("saved", "again"), [(0, "No backup was made"), (400, "Run the command again to go on from step 400")]
+    ("saved", "again"), [(0, "No backup was made"), (400, "Run the command again to continue from step 400")]
 )
 def test_a_killed_task_is_followed_by_what_to_do(job, saved, again):
     assert job.run(f"{TELL}\ntell(412, {saved})\nos.kill(os.getpid(), signal.SIGKILL)") == 137
@@ -72,7 +72,7 @@ AT_THE_CHIEF = "the chief's last backup, if there is one"
         (
             0,
             "tell(12, 10); mark_backed_up(); abort()",
-            f". Run the command again to go on from {AT_THE_CHIEF}; max_restarts",
+            f". Run the command again to continue from {AT_THE_CHIEF}; max_restarts",
         ),
     ],
 )

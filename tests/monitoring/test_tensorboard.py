@@ -169,7 +169,7 @@ def test_a_killed_trainings_curves_go_on_before_the_eyes_of_a_server(tmp_path, k
         seen = wait(ask, lambda found: len(found.get("validation", {}).get(tag, [])) == 2)
         assert [step for step, _ in seen["validation"][tag]] == [5, 10]
         code, text = life("one_device", tmp_path, 1)
-        assert code == 0 and "going on from step 7" in text and "the model does not know" not in text, text
+        assert code == 0 and "resuming from step 7" in text and "the model does not know" not in text, text
         found = wait(ask, is_over)
         wait(ask, lambda _: tabs.status(ask) == ["STATUS_SUCCESS"])  # which is written after the last value
         tabs.check(ask, keras_own, ALL_STEPS[-1])
@@ -223,7 +223,7 @@ def test_of_two_workers_each_has_runs_of_its_own(tmp_path, keras_own):
     for tag in found["worker-1"]:
         steps = [step for step, _ in found["worker-1"][tag]]
         assert steps == sorted(set(steps)) and steps[-1] == ALL_STEPS[-1]
-    # In the first life; the second one goes on from step 7.
+    # In the first life; the second one continues from step 7.
     traces = sorted(str(path.relative_to(tmp_path / "curves")) for path in tmp_path.rglob("*.xplane.pb"))
     assert [trace.partition("/plugins/profile/")[0] for trace in traces] == ["train", "worker-1"]
     # A process's files have its id in their names.

@@ -366,7 +366,7 @@ def loss_of_one_number():
 
 
 class OwnLoss(Own):
-    """As Keras' guides have it: a loss of one's own, of one number, which is logged."""
+    """As Keras' guides have it: a loss of your own, of one number, which is logged."""
 
     def train_step(self, data):
         x, y = data

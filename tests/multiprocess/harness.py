@@ -72,7 +72,7 @@ def transport() -> dict[str, str]:
 
 
 def by_grpc() -> Iterator[None]:
-    """Makes programs that a module's tests start exchange gradients by gRPC, as those of several hosts do. For a fixture."""
+    """Makes programs that a module's tests start exchange gradients over gRPC, as those of several hosts do. For a fixture."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TRANSPORT, "grpc")
         yield

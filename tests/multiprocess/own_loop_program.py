@@ -1,4 +1,4 @@
-"""Loops of one's own around `trainer.step`. Arguments: strategy or "plain", output folder, case, step at which it kills itself.
+"""Loops of your own around `trainer.step`. Arguments: strategy or "plain", output folder, case, step at which it kills itself.
 
 Under "plain" the same functions run in an eager loop without tfdist.
 """

@@ -36,7 +36,7 @@ def case(function):
 
 
 class Running(keras.layers.Layer):
-    """Statistics of one's own: a mean of the inputs, and how often there were some."""
+    """Statistics of your own: a mean of the inputs, and how often there were some."""
 
     def build(self, shape):
         self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)

@@ -52,7 +52,7 @@ def test_workers_of_several_hosts_that_mpirun_has_started_take_mpi(tmp_path, exp
     check(found, "mpi", f"the workers are on {size} hosts, and MPI has started them", expected)
 
 
-@pytest.mark.full  # `apart`, above, trains by gRPC
+@pytest.mark.full  # `apart`, above, trains over gRPC
 @pytest.mark.parametrize("cases", [CASES[:5], CASES[5:]])
 def test_workers_train_by_grpc_what_one_process_does(stock, tmp_path, cases):
     found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *cases, transport="grpc")

@@ -93,7 +93,7 @@ def uninterrupted(once):
 
 
 def run_uninterrupted(once: Once, strategy: str) -> list[dict[str, Any]]:
-    """Returns the results of a run without a kill, nor a backup, whose gradients travel by gRPC."""
+    """Returns the results of a run without a kill, nor a backup, whose gradients travel over gRPC."""
 
     def fill(folder: pathlib.Path) -> None:
         with contextlib.contextmanager(harness.by_grpc)():

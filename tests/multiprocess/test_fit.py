@@ -114,7 +114,7 @@ SLOW = [
 # between processes. The cases of just that run with workers, the others with the replicas of one process; in the slow tier
 # it is the other way round.
 BETWEEN_WORKERS = [
-    # unequal shares of a batch, or none for one's own pipeline to make
+    # unequal shares of a batch, or none for your own pipeline to make
     "dict_dataset",
     "string_lookup",
     "ragged",

@@ -1,4 +1,4 @@
-"""Loops of one's own around `trainer.step` train what a plain eager loop does, and go on to the bit."""
+"""Loops of your own around `trainer.step` train what a plain eager loop does, and go on to the bit."""
 
 import os
 
@@ -61,7 +61,7 @@ def test_a_loop_that_was_killed_goes_on_to_the_bit(tmp_path, strategy):
     )
     assert launched.run() == 0
     log = (tmp_path / "logs/worker-0.log").read_text()
-    assert "going on from step 4 (step 1 of epoch 2)" in log
+    assert "resuming from step 4 (step 1 of epoch 2)" in log
     for rank, expected in enumerate(whole):
         found = harness.load(tmp_path, rank)
         assert len(found["logs"]) == 4 * 3 - 4

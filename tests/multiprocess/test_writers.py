@@ -21,7 +21,7 @@ def test_a_worker_leaves_out_what_only_writes(two):
 
 def test_a_subclass_may_predict_and_evaluate_in_a_hook(two):
     for results in two[0]:
-        for name in ("predicted", "predicted by one's own", "evaluated"):
+        for name in ("predicted", "predicted by your own", "evaluated"):
             np.testing.assert_allclose(*results[name], rtol=1e-5)
 
 

@@ -55,7 +55,7 @@ class Sends(keras.callbacks.RemoteMonitor):
 
 
 class Own(keras.callbacks.Callback):
-    """A writer of one's own, which says where it writes."""
+    """A writer of your own, which says where it writes."""
 
     writes = "path"
 
@@ -125,7 +125,7 @@ def fitted():
     predicts, evaluates, looks, own = (next(c for c in callbacks if isinstance(c, kind)) for kind in kinds)
     return {
         "predicted": (predicts.found, model.predict(x, verbose=0)),
-        "predicted by one's own": (own.found, model.predict(x, verbose=0)),
+        "predicted by your own": (own.found, model.predict(x, verbose=0)),
         "evaluated": (evaluates.found, model.evaluate(x, y, verbose=0)),
         "looked": looks.found,
         "places": [predicts.log_dir, evaluates.filepath, looks.filename, own.path],

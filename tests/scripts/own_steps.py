@@ -1,4 +1,4 @@
-"""Steps and loops of one's own."""
+"""Steps and loops of your own."""
 
 import keras
 import numpy as np
@@ -62,7 +62,7 @@ def own_loss_in_step(scope):
     return run(model, X, Y, batch_size=5), model.get_weights()
 
 
-@script("Distillation: a frozen teacher, compute_loss of one's own")
+@script("Distillation: a frozen teacher, compute_loss of your own")
 def distillation(scope):
     class Distiller(keras.Model):
         def __init__(self, student, teacher):

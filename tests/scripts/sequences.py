@@ -66,7 +66,7 @@ def sequence_to_sequence(scope):
     return history, encoder.predict(one_hot[:1], verbose=0)
 
 
-@script("Transformer: layers and blocks of one's own, positions, causal attention")
+@script("Transformer: layers and blocks of your own, positions, causal attention")
 def transformer(scope):
     class Block(layers.Layer):
         def __init__(self):

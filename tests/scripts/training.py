@@ -29,7 +29,7 @@ def folder():
     return pathlib.Path(os.environ.get("SCRIPTS_FOLDER") or tempfile.mkdtemp())
 
 
-@script("Keras' distributed guide: all within the scope, ModelCheckpoint, go on from the newest file", lines=1)
+@script("Keras' distributed guide: all within the scope, ModelCheckpoint, continue from the newest file", lines=1)
 def guide(scope):
     place = folder() / "guide"
     place.mkdir(exist_ok=True, parents=True)
@@ -42,7 +42,7 @@ def guide(scope):
         return first, run(again, X, Y), again.evaluate(X, Y, verbose=0)
 
 
-@script("Schedules and callbacks: cosine decay with warm-up, ReduceLROnPlateau, a callback of one's own")
+@script("Schedules and callbacks: cosine decay with warm-up, ReduceLROnPlateau, a callback of your own")
 def schedules(scope):
     class Rates(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):

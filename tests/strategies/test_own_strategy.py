@@ -1,4 +1,4 @@
-"""A strategy of one's own, in a file outside of the package, from a configuration; and TensorFlow's own."""
+"""A strategy of your own, in a file outside of the package, from a configuration; and TensorFlow's own."""
 
 import json
 import os

@@ -107,7 +107,7 @@ def test_a_csv_log_on_a_full_disk_costs_one_warning(trainer, tmp_path, capsys):
 
 @pytest.mark.full
 def test_a_csv_log_is_cut_whole_or_not_at_all(trainer, tmp_path, capsys):
-    """A training that goes on from a backup, on a disk that is full by then."""
+    """A training that continues from a backup, on a disk that is full by then."""
 
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

@@ -29,7 +29,7 @@ from tfdist.runtime import late_removal, progress
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Backs a training up, and lets the next run of the same program go on from there, to the bit.
+    """Backs a training up, and lets the next run of the same program continue from there, to the bit.
 
     Give the Trainer a `backup_dir`, or its `fit` this callback (on every rank). Unlike
     `keras.callbacks.BackupAndRestore` it goes on at the very step, saves what replicas and callbacks have of their own, and
@@ -198,7 +198,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             tf.random.set_seed(seed)
 
     def goes_on(self) -> bool:
-        """Returns whether there is a backup, which the next `fit` of this program's first goes on from."""
+        """Returns whether there is a backup, which the next `fit` of this program's first continues from."""
         return self._saved_seed() is not None
 
     def _saved_seed(self) -> int | None:

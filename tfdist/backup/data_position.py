@@ -54,7 +54,7 @@ class TrainingPasses(Passes):
         self._resumes = False
 
     def resume(self, position: LoopPosition, own: Mapping[str, Any]) -> None:
-        """Makes the next epoch go on from a position; `own` is what this process had of its own there, the state of the data included."""
+        """Makes the next epoch continue from a position; `own` is what this process had of its own there, the state of the data included."""
         self.position, self._resumes = position, True
         self.state.load(own, goes_on=position.epoch_step > 0)
 

@@ -55,12 +55,12 @@ def unreadable(path: str, error: BaseException) -> UnreadableBackupError:
 
 
 def is_local(path: str) -> bool:
-    """Whether the operating system reaches a path."""
+    """Returns whether the operating system reaches a path."""
     return "://" not in path
 
 
 def is_link(path: str) -> bool:
-    """Whether a path is a link."""
+    """Returns whether a path is a link."""
     return is_local(path) and os.path.islink(path)
 
 
@@ -139,7 +139,7 @@ def check_owners(folder: str, owners: Collection[int]) -> None:
         if owner not in owners:
             raise ConfigError(
                 f"{path} belongs to user {owner}, and this run is of user {os.geteuid()}: whoever writes a backup decides what the "
-                f"training goes on from. If it is yours, change its owner (chown -R {os.geteuid()} {folder}); else remove it."
+                f"training continues from. If it is yours, change its owner (chown -R {os.geteuid()} {folder}); else remove it."
             )
 
 

@@ -125,7 +125,7 @@ def _agreed(ranks: Ranks, path: str, mine: _Outcome) -> Any:
     if worst == _REFUSED:
         raise ConfigError(fault)
     raise BackupError(
-        f"{fault}. It may be whole, so the training neither begins anew nor goes on from an older backup, and nothing is removed. "
+        f"{fault}. It may be whole, so the training neither starts again nor continues from an older backup, and nothing is removed. "
         f"Make it readable (its storage, its permissions), and start again; to do without it, remove {path}."
     )
 

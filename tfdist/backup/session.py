@@ -176,7 +176,7 @@ class BackupSession:
         elif self._ranks.is_chief:
             where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
             logger.info(
-                f"going on from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
+                f"resuming from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
                 f"of {self._storage.path(snapshot.point)}"
             )
         return range(first_epoch, epochs)
@@ -382,7 +382,7 @@ class SaveAgreement:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether this rank, or a task that it needs, was told to exit."""
+        """Returns whether this rank, or a task that it needs, was told to exit."""
         return bool(self.preemption and (self.preemption.requested or self.peer_preempted()))
 
     def can_agree(self, function: StepFunction) -> bool:

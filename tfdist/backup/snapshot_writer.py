@@ -46,7 +46,7 @@ class SnapshotWriter:
     def take_folder(self, after: SavePoint) -> None:
         """Takes the folder over from other runs, sets damaged later backups aside, and removes this rank's unfinished ones. A collective.
 
-        The run goes on from the backup `after`, or `BEFORE_ALL`. Raises BackupError where the folder cannot be changed.
+        The run continues from the backup `after`, or `BEFORE_ALL`. Raises BackupError where the folder cannot be changed.
         """
         why = ""
         if self._ranks.is_chief:

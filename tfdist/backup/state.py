@@ -140,7 +140,7 @@ def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
 
 
 def _is_per_replica(variable: tf.Variable, is_slot: bool) -> bool:
-    """Whether each replica has a value of its own: statistics, metrics, seeds, and what a step counts for itself."""
+    """Returns whether each replica has a value of its own: statistics, metrics, seeds, and what a step counts for itself."""
     if getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ:
         return True
     return not is_slot and not variable.trainable and variable.aggregation == tf.VariableAggregation.NONE

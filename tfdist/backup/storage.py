@@ -9,7 +9,7 @@ At the end of an epoch the folder is `step-400-end`: there may be one of its las
 ever written over a backup. The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
 and the manifest holds a checksum of each index: whatever is torn or flipped shows. A part's index appears when the part is
 whole, so the chief need only wait for all indices. No rank deletes another's files, but for the chief those of backups that are
-damaged: it renames them to `damaged-step-400` when a run goes on from an older one, and removes them once the next one is complete; and
+damaged: it renames them to `damaged-step-400` when a run continues from an older one, and removes them once the next one is complete; and
 those of a training that has finished, once the model's own `save` has written it. A backup that is being removed has a file `removed`.
 """
 
@@ -273,7 +273,7 @@ class Storage:
 
 
 def set_damaged_aside(storage: Storage, after: SavePoint) -> None:
-    """Renames the backups after the one that a run goes on from, so that no new one is written into their folders.
+    """Renames the backups after the one that a run continues from, so that no new one is written into their folders.
 
     Those that were never complete are left to `Storage.clean`. Raises OSError or OpError where one cannot be renamed.
     """

@@ -90,7 +90,7 @@ def _random_nodes(function: tf.types.experimental.ConcreteFunction) -> bool:
 
 
 def _draws_from_own_counter(kind: str) -> bool:
-    """Whether operations of a kind draw random numbers from a counter of their own."""
+    """Returns whether operations of a kind draw random numbers from a counter of their own."""
     known = tf_internals.operation_definition(kind)
     if known is None or not known.is_stateful or kind.startswith("Cudnn") or "Dataset" in kind:
         return False

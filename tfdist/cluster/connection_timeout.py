@@ -1,6 +1,6 @@
 """Keeps the connections between the tasks of a cluster while a link is down for a while.
 
-gRPC closes a connection to a server once what it has sent is not acknowledged for 20 s (`TCP_USER_TIMEOUT`), and what is on its way over it fails for
+gRPC closes a connection to a server if sent bytes are not acknowledged for 20 s (`TCP_USER_TIMEOUT`), and the calls in flight fail for
 good, also where the link comes back a moment later. TensorFlow passes no setting for that to gRPC, but another thread may change the option of
 a socket that is open. Only Linux has it.
 """

@@ -110,7 +110,7 @@ def wait_until_reachable(
 def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> Iterator[None]:
     """Prints every 10 s which tasks TensorFlow waits for inside, and ends the process if that takes too long.
 
-    What runs inside must release the interpreter's lock, or lend it (`compat.tf_cluster.lock_lender`). SIGINT and SIGTERM end the process at once.
+    The code inside must release the interpreter's lock, or lend it (`compat.tf_cluster.lock_lender`). SIGINT and SIGTERM end the process at once.
 
     Args:
         cluster: The cluster.

@@ -41,7 +41,7 @@ class TaskSpec:
 class ClusterSpec:
     """The addresses of all tasks, by job.
 
-    An evaluator is no member: TensorFlow would wait for it for ever (tensorflow#46169). It runs beside.
+    An evaluator is no member: TensorFlow would wait for it without limit (tensorflow#46169). It runs beside.
 
     Attributes:
         jobs: Job (`"chief"`, `"worker"`, `"ps"`) to its tasks' `host:port`, in order of their index.
@@ -78,7 +78,7 @@ class ClusterSpec:
         return [task for task in self.tasks() if task.type != "ps"]
 
     def parameter_server_faults(self) -> Iterator[str]:
-        """Yields what the cluster lacks to train with parameter servers."""
+        """Yields the jobs and tasks that training with parameter servers needs and the cluster lacks."""
         return parameter_server_faults(self.jobs)
 
     def address(self, task: TaskSpec) -> str:

@@ -30,7 +30,7 @@ script = ""  # its path, where it is not the main module's
 
 
 def distribution(package: str) -> importlib.metadata.Distribution | None:
-    """Returns what has installed a package, such as `keras` or `keras-nightly`; None if it is not known."""
+    """Returns the distribution of a package, such as `keras` or `keras-nightly`; None if unknown."""
     names = _DISTRIBUTIONS.get(package, (package,))
     return next((found for name in names for found in importlib.metadata.Distribution.discover(name=name)), None)
 
@@ -42,7 +42,7 @@ def _packages() -> dict[str, str]:
 
 
 def own() -> dict[str, str]:
-    """Returns what this task runs: versions, and checksums of its script and its configuration."""
+    """Returns the versions of this task, and checksums of its script and its configuration."""
     path = pathlib.Path(script or getattr(sys.modules.get("__main__"), "__file__", None) or "")
     found = {**_packages(), "script": checksum(path.read_bytes()) if path.is_file() else ""}
     return {**found, "configuration": configuration}
@@ -59,7 +59,7 @@ def encode() -> bytes:
 
 
 def decode(line: bytes) -> dict[str, str]:
-    """Returns what another task runs; nothing where it says nothing, or nothing that can be read."""
+    """Returns the versions and checksums of another task; empty if it sends none that can be read."""
     try:
         found = json.loads(line[:_MOST])
     except (ValueError, RecursionError):
@@ -71,7 +71,7 @@ def differences(others: Mapping[str, Mapping[str, str]], chief: str = "") -> Ite
     """Yields how tasks differ from the chief: whether that is an error, and a sentence.
 
     Args:
-        others: For each, by name, what it runs.
+        others: The versions and checksums of the other tasks, by task name.
         chief: The chief's name in `others`; empty if this task is the chief.
     """
     expected, title = (

@@ -24,7 +24,7 @@ def is_index(value: Any) -> bool:
 
 
 def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with a cluster's jobs and addresses."""
+    """Yields the errors in a cluster's jobs and addresses."""
     owner: dict[str, str] = {}
     for job, addresses in jobs.items():
         if job not in TASK_TYPES:
@@ -59,7 +59,7 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def parameter_server_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what a cluster lacks to train with parameter servers."""
+    """Yields the jobs and tasks that training with parameter servers needs and a cluster lacks."""
     if missing := [repr(job) for job in JOBS if not jobs.get(job)]:
         yield (
             "a cluster with parameter servers needs a chief, which coordinates, a worker and a ps: add addresses to job "
@@ -108,7 +108,7 @@ def _address_fault(address: Any) -> str:
 
 
 def task_faults(kind: str, index: int, jobs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with a task, given the jobs of its cluster."""
+    """Yields the errors in a task, given the jobs of its cluster."""
     task = f"{kind}:{index}"
     addresses = jobs.get(kind) or ()
     if kind not in TASK_TYPES:

@@ -28,8 +28,8 @@ class BufferedCommunicator(CrossProcessCommunicator):
 
     Args:
         strategy: Which runs them.
-        transport: What moves the arrays.
-        timeout_seconds: How long an exchange may take; 0 means for ever.
+        transport: The transport of the arrays.
+        timeout_seconds: How long an exchange may take; 0 means without limit.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class BufferedCommunicator(CrossProcessCommunicator):
         return self._launch(tf_cluster.all_reduce, self._launchers[0], tf.zeros(_GATE), merge_op="Add")
 
     def _call(self, kind: str, function: Function, given: Any, types: list[tf.DType]) -> list[tf.Tensor]:
-        """Returns what a function makes of arrays, which runs in its turn."""
+        """Returns the result of a function of arrays, which runs in its turn."""
         inputs = given if isinstance(given, list) else [given]
 
         def checked(*arrays: np.ndarray) -> Any:
@@ -156,7 +156,7 @@ class BufferedCommunicator(CrossProcessCommunicator):
         )
 
     def _checked(self, kind: str, function: Function, arrays: Sequence[np.ndarray]) -> Any:
-        """Calls a function of arrays once it is sure that the other ranks do the same: a library may wait for ever, or mix numbers."""
+        """Calls a function of arrays once it is sure that the other ranks do the same: a library may wait without limit, or mix numbers."""
         shapes = [array.shape[1:] if kind == "rows" else array.shape for array in arrays]
         text = f"{kind} of {[array.dtype.name for array in arrays]} {shapes}"
         number = zlib.crc32(text.encode())
@@ -167,7 +167,7 @@ class BufferedCommunicator(CrossProcessCommunicator):
 
 
 def _in_turn(make: Callable[[], Any]) -> Any:
-    """Returns what is made, which waits for what was made in its turn before it, in the same graph.
+    """Returns the operation that is made; it waits for the one made before it in the same graph.
 
     TensorFlow's own order is that of operations that have effects, but not of conditions that read variables.
     """

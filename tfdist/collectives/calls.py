@@ -19,10 +19,10 @@ Result = TypeVar("Result")
 class Calls:
     """Makes calls in a thread of its own, one at a time, so that who waits for one can be told to go on without it.
 
-    A thread that hangs in a library keeps what it was given, and does not keep the process from ending.
+    A thread that hangs in a library keeps its arguments alive, but does not keep the process from ending.
 
     Args:
-        timeout_seconds: How long a call may take; 0 means for ever.
+        timeout_seconds: How long a call may take; 0 means without limit.
     """
 
     def __init__(self, timeout_seconds: float = 0.0):
@@ -36,14 +36,14 @@ class Calls:
 
     @property
     def ended(self) -> bool:
-        """Whether a call has failed or been given up, so that the transport is in no known state; or it was ended."""
+        """Returns whether a call has failed or been given up, so that the transport is in no known state; or it was ended."""
         return bool(self._aborted)
 
     def __call__(self, function: Callable[[], Result], timeout_seconds: float = 0.0) -> Result:
-        """Returns what the function returns.
+        """Returns the result of the function.
 
         Args:
-            function: What to call.
+            function: The function to call.
             timeout_seconds: Instead of that of all calls.
 
         Raises:
@@ -90,7 +90,7 @@ _alive: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 
 def have_failed() -> bool:
-    """Whether a call of any transport of this process has failed, been given up or been ended."""
+    """Returns whether a call of any transport of this process has failed, been given up or been ended."""
     return any(calls.ended for calls in list(_alive))
 
 

@@ -303,7 +303,7 @@ class ByteCounter(InProcessCommunicator):
 
 
 def _key_of(step: tf.Tensor) -> tf.Tensor:
-    """Returns what is added to the key of a collective whose shape may differ between the steps of an execution.
+    """Returns the suffix of the key of a collective whose shape may differ between the steps of an execution.
 
     Of one execution TensorFlow takes collectives with equal keys for the same one, with the same shape. Its own gathering of rows fails
     where two steps of an execution have different numbers of them.

@@ -20,7 +20,7 @@ _open = 0  # transports of this process
 
 
 def is_started_by_mpi() -> bool:
-    """Whether mpirun or srun has started this process so that it can join the others."""
+    """Returns whether mpirun or srun has started this process so that it can join the others."""
     return any(name in os.environ for name in _MARKS)
 
 

@@ -52,7 +52,7 @@ class PeerLinks:
         """Tells the other ranks that this one has reached its next point.
 
         Args:
-            signature: What is being called: 32 bits that are the same on all ranks.
+            signature: A checksum of the call, 32 bits that are equal on all ranks.
         """
         message = _MESSAGE.pack(self._posted % _POINTS, signature)
         self._posted += 1

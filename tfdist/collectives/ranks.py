@@ -33,7 +33,7 @@ class Ranks:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the task that decides and writes files."""
+        """Returns whether this is the task that decides and writes files."""
         return self.rank == 0
 
     def gather(self, *numbers: float) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a compressor may ask for: the protocol between compressors, which only compute, and those who move bytes.
+"""The protocol between compressors, which only compute, and communicators, which move bytes.
 
 An exchange is a generator. It yields a request, is sent the answer, and returns the sums over all ranks. Who carries it out is
 another's business (`collectives/communicator.py`): so one piece of code serves several processes, several devices of one process, a simulation
@@ -46,12 +46,12 @@ class Cond:
 
 
 class ReduceResult(NamedTuple):
-    """What an exchange returns.
+    """The result of an exchange.
 
     Attributes:
         sums: The sum over all ranks as far as it came through, for each value; the same to the bit on all ranks.
         contributions: What this rank has contributed to it: over all ranks these add up to the sums.
-        states: What each value's state is from now on.
+        states: The new state of each value.
     """
 
     sums: list[tf.Tensor]
@@ -69,7 +69,7 @@ class RankContext:
     Attributes:
         rank: Its number.
         size: The number of ranks.
-        step: How many updates there have been, a scalar int64: the same on all ranks, so that what is random may follow from it.
+        step: How many updates there have been, a scalar int64: the same on all ranks, so that it can seed random numbers.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class RankContext:
 
 
 def fuse(exchanges: Sequence[Exchange]) -> Generator[Any, Any, list[ReduceResult]]:
-    """One exchange of several: what they ask to be summed in the same round travels in one message."""
+    """Fuses several exchanges into one: sums of the same round travel in one message."""
     results: list[Any] = [None] * len(exchanges)
     asked: dict[int, Any] = {}
 
@@ -111,6 +111,6 @@ def flatten(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unflatten(numbers: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns numbers in the shapes of values: what `flatten` put together."""
+    """Returns numbers in the shapes of values: the inverse of `flatten`."""
     parts = tf.split(numbers, [value.shape.num_elements() for value in values])
     return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]

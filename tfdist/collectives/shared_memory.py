@@ -1,6 +1,6 @@
 """Sums among processes of one host, in memory that they share. No TensorFlow here.
 
-An array travels in pieces. Each rank has a slot of the memory; into it, it writes what others need of a piece. Then each rank adds up its
+An array travels in pieces. Each rank has a slot of the memory; it writes the part of a piece that others need into its slot. Then each rank adds up its
 part of the piece over all ranks, in their order, and the others read that sum: all ranks have the same bits, whatever their timing.
 There are three slots for each rank, in turn, so that a rank can write a piece while others still read those before.
 """
@@ -61,7 +61,7 @@ class SharedMemoryTransport(BufferTransport):
     After an error all further calls raise ConnectionError: the ranks are no longer at the same point.
 
     Args:
-        memory: What the ranks share.
+        memory: The shared memory.
         size: The number of ranks.
         links: Sockets to the other ranks.
         rank: This process's number.
@@ -195,7 +195,7 @@ class SharedMemoryTransport(BufferTransport):
         width: int,
         write: Callable[[np.ndarray, np.ndarray], Callable[[], None]],
     ) -> None:
-        """Moves rows in pieces of `width` bytes: writes what others need, waits for all ranks, and reads."""
+        """Moves rows in pieces of `width` bytes: writes the rows that others need, waits for all ranks, and reads."""
         step = width // rows.itemsize
         for start in range(0, max(1, rows.shape[1]), step):
             read = write(self._next_slots(rows.dtype), rows[:, start : start + step])
@@ -229,7 +229,7 @@ class SharedMemoryTransport(BufferTransport):
     def _next_slots(self, dtype: np.dtype) -> np.ndarray:
         """Returns each rank's slot that is next in turn, `[size, numbers]`.
 
-        No rank still reads what these hold: the message of the last piece, which has come from all ranks, was sent after that.
+        No rank still reads from these slots: every rank sent its message of the last piece after it had read them.
         """
         self._turn = (self._turn + 1) % _TURNS
         slots = self._slots[self._turn]

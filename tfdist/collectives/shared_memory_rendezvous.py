@@ -119,7 +119,7 @@ def _short(folder: str) -> Iterator[str]:
 
 
 def host_key() -> str:
-    """Returns what processes that can share memory have in common."""
+    """Returns a key that is equal for processes that can share memory."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
     with contextlib.suppress(OSError):
         boot += " " + os.readlink("/proc/self/ns/net")  # names of sockets are known within it alone

@@ -19,7 +19,7 @@ class Candidate:
     Attributes:
         why_not: Returns why this process cannot use it, or an empty text.
         connect: Connects some workers, whose numbers it is given; returns the transport, or raises `NoTransportError`. A collective
-            of all workers; what it returns on the others is only to be closed.
+            of all workers; the result on the others must only be closed.
         across_hosts: Whether it connects one worker of each host where several of them can share memory.
     """
 
@@ -48,10 +48,10 @@ CANDIDATES: Mapping[str, Candidate] = {
 
 @dataclasses.dataclass(frozen=True)
 class Connected:
-    """What connects the workers, or why nothing does, the same on all of them.
+    """The transport between the workers, or the reason why there is none; equal on all workers.
 
     Attributes:
-        transport: What does, or None.
+        transport: The transport, or None.
         way: How to name it.
         reason: Why nothing does, or an empty text.
     """

@@ -1,6 +1,6 @@
 """Sums in two levels: within each host through memory that its ranks share, and between the hosts by one rank of each.
 
-No TensorFlow here. The first rank of a host is its leader. It sends what is the host's over the network once, however many ranks the
+No TensorFlow here. The first rank of a host is its leader. It sends the host's numbers over the network once, however many ranks the
 host has: the sum of their arrays, or all their rows in one message for each other host. Then it tells the others of its host.
 """
 
@@ -20,7 +20,7 @@ def group(keys: Sequence[str]) -> list[list[int]]:
     """Returns the ranks of each host, `[hosts][ranks]`, in the order of the hosts' first ranks.
 
     Args:
-        keys: What each rank's host is known by, such as `shared_memory_rendezvous.host_key()`.
+        keys: A key of each rank's host, such as `shared_memory_rendezvous.host_key()`.
     """
     hosts: dict[str, list[int]] = {}
     for rank, key in enumerate(keys):
@@ -47,7 +47,7 @@ def connect(
         hosts: The ranks of each host.
         timeout_seconds: Limit of each wait for another rank of the host, which may itself wait for other hosts; 0: none.
         agree: Returns the first text of all ranks that is not empty, the same on all of them.
-        connect_leaders: Returns what connects the first rank of each host, whose numbers it is given. A collective of all ranks.
+        connect_leaders: Returns the transport between the first ranks of all hosts, given their numbers. A collective of all ranks.
 
     Raises:
         NoTransportError: The leaders cannot reach each other; the message says why. Other ranks need not raise it.
@@ -88,7 +88,7 @@ class TwoLevelTransport(BufferTransport):
         rank: This process's number among all.
         hosts: The ranks of each host, the leader first. Hosts may have unequal numbers of them.
         local: Connects the ranks of this host, in the order of `hosts`.
-        across: Connects the leaders, in the order of `hosts`. Ranks that lead no host have None, or what is to be closed with it.
+        across: Connects the leaders, in the order of `hosts`. Other ranks have None, or a transport that must only be closed.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class TwoLevelTransport(BufferTransport):
     def _lead(
         self, shape: tuple[int, ...], dtype: np.dtype, work: Callable[[BufferTransport], np.ndarray]
     ) -> np.ndarray:
-        """Returns what the leader of this host gets from the other hosts, on all ranks of this one."""
+        """Returns the leader's result from the other hosts, on all ranks of this host."""
         if self._local.rank:
             return self._local.broadcast(np.empty(shape, dtype), 0)
         try:

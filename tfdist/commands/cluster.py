@@ -159,7 +159,7 @@ def show(found: ResolvedCluster | None, style: str) -> str:
 
 
 def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
-    """Tries what a start needs, this task's port and the peers' names and ports; prints the result, returns the exit code."""
+    """Checks this task's port and the peers' names and ports; prints the result and returns the exit code."""
     proxies = {name: value for name, value in os.environ.items() if name.lower() in _PROXIES and value}
     # Without what stands before the host: a user's password.
     named = ", ".join(f"{name}={value.rpartition('@')[2]}" for name, value in proxies.items())

@@ -1,4 +1,4 @@
-"""Checks what this machine and environment offer a training, with a remedy for each problem. No TensorFlow in this process.
+"""Checks whether this machine and environment can train, with a remedy for each problem. No TensorFlow in this process.
 
     tfdist doctor [--json] [--[no]devices]   # the same: python -m tfdist.doctor; exit code 1 where something would stop a run
 

@@ -5,7 +5,7 @@
 
 Flags of tfdist launch stand before the command; a -- between them may be left out. Every task gets its own TF_CONFIG. Its output
 is shown behind its name and kept in `LOG_DIR/<task>.log`. The first task that fails is named with the reason; the launcher then
-ends all others, or restarts them. No process is left over, whatever is killed: each task leads a process group, and a guardian
+ends all others, or restarts them. No process survives, even after kill -9: each task leads a process group, and a guardian
 process kills the groups when the launcher is gone.
 
 With --hosts or --hostfile it starts the tasks of the host on which it runs, found by the host's addresses. Nothing is shared by
@@ -120,7 +120,7 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
 
 
 def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
-    """Yields what is wrong with a command line, except for the list of hosts itself."""
+    """Yields the errors in a command line, except in the list of hosts itself."""
     if not command:
         yield (
             "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] "

@@ -178,7 +178,7 @@ class FinishedRun:
             if self._kept
             else (
                 f"begin in another --workdir with --config.initial_weights={self._workdir}/model.keras; its backups were removed (with "
-                "--config.backup.delete_checkpoint=false they stay, and a higher --config.epochs goes on from them)"
+                "--config.backup.delete_checkpoint=false they stay, and a higher --config.epochs continues from them)"
             )
         )
         raise ConfigError(
@@ -213,7 +213,7 @@ def _number(body: Any, name: str) -> int:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns what a JSON file holds, an empty dict if that is no object, or None if there is no such file."""
+    """Returns the object in a JSON file, an empty dict if it holds something else, or None if there is no file."""
     try:
         text = read_file(path)
     except (OSError, ValueError):  # such as a path with a null byte
@@ -289,7 +289,7 @@ def train(
     """Runs one task of a training and, on the chief, writes the run's files.
 
     Args:
-        config: What to train, checked by `validation.check`.
+        config: The configuration, checked by `validation.check`.
         workdir: Where `summary.json`, `config.json`, `model.keras` and `tensorboard/` go.
         trainer: An existing trainer to use, with a strategy of its own. None means one made from `config`.
         cluster: As for the `Trainer`.

@@ -1,1 +1,1 @@
-"""What tfdist needs of Keras and TensorFlow beyond their public interfaces, and what they cannot do."""
+"""Accessors of private names of Keras and TensorFlow, and errors for cases that they do not support."""

@@ -1,4 +1,4 @@
-"""Looks at the functions that call tfdist, where Keras gives no other way to tell for what purpose.
+"""Inspects the calling functions, where Keras gives no other way to learn the purpose of a call.
 
 Each function here adds a frame. "The caller" is the function that called the function that asks.
 """
@@ -21,12 +21,12 @@ _STEPS = tuple(each.__module__.rpartition(".")[0] for each in (keras.Model.train
 
 
 def called_from_keras_step() -> bool:
-    """Whether the caller is in one of the modules of Keras' own steps and compiled losses."""
+    """Returns whether the caller is in one of the modules of Keras' own steps and compiled losses."""
     return bool(sys._getframe(2).f_globals["__name__"].startswith(_STEPS))
 
 
 def is_assigned_by_users() -> bool:
-    """Whether the code that assigns a variable, whose method has called the caller, is neither Keras' own nor tfdist's."""
+    """Returns whether a variable is assigned by code outside of Keras and tfdist; for methods that the variable calls."""
     frame: Any = sys._getframe(2)
     while frame is not None and _module(frame).startswith(_VARIABLES):
         frame = frame.f_back
@@ -34,7 +34,7 @@ def is_assigned_by_users() -> bool:
 
 
 def is_creating_keras_weight() -> bool:
-    """Whether a `keras.Variable` that no optimizer has asked for is being created, as by `add_weight`."""
+    """Returns whether a `keras.Variable` that no optimizer has asked for is being created, as by `add_weight`."""
     frame: Any = sys._getframe(1)
     while frame is not None and (_module(frame), frame.f_code.co_name) != KERAS_CREATE:
         frame = frame.f_back

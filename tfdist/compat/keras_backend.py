@@ -15,7 +15,7 @@ def check() -> None:
     """Raises if Keras does not run, or will not run, on TensorFlow.
 
     Raises:
-        ConfigError: With what chose another backend.
+        ConfigError: Another backend is chosen; the message names the setting.
     """
     if "keras" in sys.modules and hasattr(sys.modules["keras"], "backend"):
         chosen, source = sys.modules["keras"].backend.backend(), "Keras is imported already, with the backend "

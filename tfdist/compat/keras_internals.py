@@ -1,4 +1,4 @@
-"""What tfdist uses of Keras' models, layers, optimizers, variables and callbacks beyond their public interfaces.
+"""Private names of Keras' models, layers, optimizers, variables and callbacks.
 
 A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
 the constants that begin with `KERAS_`. For losses see `keras_losses.py`, for Keras' loop over data `keras_loops.py`.
@@ -38,7 +38,7 @@ def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
 
 
 def has_replaced_make_function(model: keras.Model) -> bool:
-    """Whether `replace_make_function` was called for a model."""
+    """Returns whether `replace_make_function` was called for a model."""
     return KERAS_MAKE_FUNCTION in vars(model)
 
 
@@ -54,7 +54,7 @@ def moments(layer: keras.layers.Layer) -> Method:
 
 
 def has_replaced_moments(layer: keras.layers.Layer) -> bool:
-    """Whether `replace_moments` was called for a layer."""
+    """Returns whether `replace_moments` was called for a layer."""
     return KERAS_MOMENTS in vars(layer)
 
 
@@ -101,7 +101,7 @@ KERAS_RATE = "_learning_rate"
 
 
 def is_created_in_scope(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> bool:
-    """Whether an optimizer was created in the scope of a strategy."""
+    """Returns whether an optimizer was created in the scope of a strategy."""
     return bool(strategy.extended.variable_created_in_scope(step_counter(optimizer).value))
 
 
@@ -176,7 +176,7 @@ def overwrite_method(optimizer: keras.optimizers.Optimizer) -> Method:
 
 
 def has_replaced_reduction(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether `replace_reduction` was called for an optimizer."""
+    """Returns whether `replace_reduction` was called for an optimizer."""
     return KERAS_REDUCTION in vars(optimizer)
 
 
@@ -192,7 +192,7 @@ def restore_optimizer_methods(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def has_replaced_variable_update(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether `replace_variable_update` was called for an optimizer."""
+    """Returns whether `replace_variable_update` was called for an optimizer."""
     return KERAS_UPDATE_STEP in vars(optimizer)
 
 
@@ -214,12 +214,12 @@ KERAS_GLOBAL_GENERATOR = "global_seed_generator"
 
 
 def raw_value(variable: keras.Variable) -> tf.Variable:
-    """Returns the TensorFlow variable of a Keras variable, whatever StatelessScope is entered."""
+    """Returns the TensorFlow variable of a Keras variable, also inside a StatelessScope."""
     return getattr(variable, KERAS_VALUE)
 
 
 def in_symbolic_scope() -> bool:
-    """Whether Keras is computing the shapes of a layer's outputs, not the outputs."""
+    """Returns whether Keras is computing the shapes of a layer's outputs, not the outputs."""
     return bool(symbolic_scope.in_symbolic_scope())
 
 
@@ -229,7 +229,7 @@ def global_generator() -> keras.random.SeedGenerator:
 
 
 def set_global_generator(generator: keras.random.SeedGenerator) -> None:
-    """Sets what `global_generator` returns."""
+    """Sets the result of `global_generator`."""
     global_state.set_global_attribute(KERAS_GLOBAL_GENERATOR, generator)
 
 

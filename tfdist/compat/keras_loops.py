@@ -1,4 +1,4 @@
-"""What tfdist uses of Keras' loops over data (`fit`, `evaluate`, `predict`) beyond their public interfaces.
+"""Private names of Keras' loops over data (`fit`, `evaluate`, `predict`).
 
 A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
 the constants that begin with `KERAS_`.
@@ -65,7 +65,7 @@ KERAS_ADAPTER_ITERATOR = "_get_iterator"
 
 
 def reads_python(adapter: DataAdapter) -> bool:
-    """Whether a data adapter takes its data from Python code, which cannot begin again."""
+    """Returns whether a data adapter takes its data from Python code, which cannot begin again."""
     return type(adapter).__name__ in KERAS_SELF_FEEDING
 
 

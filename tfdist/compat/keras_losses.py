@@ -1,4 +1,4 @@
-"""What tfdist uses of Keras' losses beyond their public interfaces; see `keras_internals.py`."""
+"""Private names of Keras' losses; see `keras_internals.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def added_loss_method(model: keras.Model) -> Method:
 
 
 def replaced_added_loss(model: keras.Model) -> Function:
-    """Returns what `replace_added_loss` has set on a model, or None."""
+    """Returns the function that `replace_added_loss` has set on a model, or None."""
     return vars(model).get(KERAS_ADDED_LOSS)
 
 
@@ -88,7 +88,7 @@ def set_mask(tensor: tf.Tensor, value: tf.Tensor) -> None:
 def loss_and_mask(
     loss: keras.losses.Loss, y_true: Structure, y_pred: Structure, sample_weight: Structure
 ) -> tuple[Structure, Structure]:
-    """Returns what `Loss.__call__` does, and which of the loss's values count: a mask on predictions or values, or None."""
+    """Returns the result of `Loss.__call__` and the mask of the values that count, on predictions or values, or None."""
     rows = tf.nest.map_structure(lambda each: keras.ops.convert_to_tensor(each, loss.dtype), (y_true, y_pred))
     values = loss.call(*rows)
     found = mask(y_pred), mask(values)
@@ -103,7 +103,7 @@ def added_losses(layer: keras.layers.Layer) -> list[Structure]:
 
 
 class _AddedLosses(threading.local):
-    """What a layer keeps its losses in, a list for each thread."""
+    """A layer's losses, a list for each thread."""
 
     def __init__(self) -> None:
         self._own: list[Any] = []
@@ -119,7 +119,7 @@ class _AddedLosses(threading.local):
 
 
 def keep_added_losses_apart(model: keras.Model) -> None:
-    """Makes a model's layers keep what they add by `add_loss` for each thread.
+    """Makes a model's layers keep the losses that they add by `add_loss` for each thread.
 
     Replicas are threads that take turns at each collective: while one waits in its loss for the others, they call the layers anew.
     """

@@ -1,4 +1,4 @@
-"""What tfdist uses of Keras' metrics beyond their public interfaces; see `keras_internals.py`."""
+"""Private names of Keras' metrics; see `keras_internals.py`."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def metrics(model: keras.Model) -> list[keras.metrics.Metric]:
 
 
 def is_keras_code(function: object) -> bool:
-    """Whether a function is Keras' own; False for an object that is called like one."""
+    """Returns whether a function is Keras' own; False for a callable object."""
     return hasattr(function, "__code__") and function.__module__.startswith("keras.")

@@ -46,7 +46,7 @@ def _optimizers_in_parts(model: keras.Model) -> Iterator[keras.optimizers.Optimi
 
 
 def _flatten(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yields what is in nested lists, tuples, sets and dicts; each of them once."""
+    """Yields the items of nested lists, tuples, sets and dicts, each once."""
     if not isinstance(value, (dict, list, tuple, set)):
         yield value
     elif id(value) not in seen:
@@ -56,7 +56,7 @@ def _flatten(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether an object's attributes may hold an optimizer."""
+    """Returns whether an object's attributes may hold an optimizer."""
     if isinstance(value, keras.layers.Layer):
         return True
     closed = isinstance(value, (type, types.ModuleType)) or type(value).__module__.split(".")[0] in _CLOSED

@@ -1,4 +1,4 @@
-"""What tfdist uses of TensorFlow beyond its public interface where several processes work together.
+"""Private names of TensorFlow for several processes.
 
 A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
 the constants that begin with `TF_`.
@@ -85,7 +85,7 @@ def keep_server(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
 
 
 def has_coordination_service() -> bool:
-    """Whether TensorFlow's coordination service is configured."""
+    """Returns whether TensorFlow's coordination service is configured."""
     return eager_context.context().coordination_service is not None
 
 
@@ -141,10 +141,10 @@ def current_device() -> str:
 
 
 def is_worker_failure(error: Exception) -> bool:
-    """Whether TensorFlow takes an error for the loss of a worker."""
+    """Returns whether TensorFlow takes an error for the loss of a worker."""
     return bool(cluster_coordinator._is_worker_failure(error))
 
 
 def is_server_failure(error: Exception) -> bool:
-    """Whether TensorFlow takes an error for the loss of a parameter server."""
+    """Returns whether TensorFlow takes an error for the loss of a parameter server."""
     return bool(cluster_coordinator._is_ps_failure(error))

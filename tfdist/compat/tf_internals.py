@@ -1,4 +1,4 @@
-"""What tfdist uses of TensorFlow beyond its public interface, in one process.
+"""Private names of TensorFlow for one process.
 
 A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
 the constants that begin with `TF_`. For several processes see `tf_cluster.py`.
@@ -73,17 +73,17 @@ def set_collective_keys(strategy: tf.distribute.Strategy, first: int) -> None:
 
 
 def is_started() -> bool:
-    """Whether TensorFlow has initialized its devices."""
+    """Returns whether TensorFlow has initialized its devices."""
     return eager_context.context()._context_handle is not None
 
 
 def wait_for_asynchronous_steps() -> None:
-    """Waits for what eager functions left running, where the user has made TensorFlow asynchronous; raises its errors."""
+    """Waits for asynchronous eager functions, if the user has made TensorFlow asynchronous; raises their errors."""
     eager_context.async_wait()
 
 
 def is_server_running() -> bool:
-    """Whether this process runs TensorFlow's server."""
+    """Returns whether this process runs TensorFlow's server."""
     return eager_context.context()._collective_leader is not None
 
 
@@ -139,7 +139,7 @@ def convert_as_caller(function: Function) -> Function:
 
 
 def autograph_as_outside_of_functions() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which AutoGraph does what it does outside of any `tf.function`."""
+    """Returns a context in which AutoGraph behaves as outside of any `tf.function`."""
     context: contextlib.AbstractContextManager[Any] = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
     return context
 
@@ -196,12 +196,12 @@ TF_PYTHON_TOKEN = "token"
 
 
 def is_python_call(node: tf.compat.v1.NodeDef) -> bool:
-    """Whether an operation calls Python, as those of `from_generator` and `py_function` do."""
+    """Returns whether an operation calls Python, as those of `from_generator` and `py_function` do."""
     return node.op in TF_PYTHON_OPS
 
 
 def python_function(node: tf.compat.v1.NodeDef) -> Function:
-    """Returns what an operation that calls Python calls, or None if it is gone."""
+    """Returns the Python function that an operation calls, or None if it is gone."""
     return script_ops._py_funcs.get(node.attr[TF_PYTHON_TOKEN].s.decode())
 
 
@@ -239,12 +239,12 @@ def own_batch_size(dataset: tf.data.Dataset) -> Any:
 
 
 def is_parallel(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset calls its function in several threads."""
+    """Returns whether a dataset calls its function in several threads."""
     return getattr(dataset, TF_PARALLEL, None) is not None
 
 
 def is_unordered(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset was made with `deterministic=False`."""
+    """Returns whether a dataset was made with `deterministic=False`."""
     return bool(getattr(dataset, TF_ORDERED, None) == "false")
 
 
@@ -259,7 +259,7 @@ def dataset_numbers(dataset: tf.data.Dataset, names: Sequence[str]) -> dict[str,
 
 
 def dataset_leaves(structure: Structure) -> list[Structure]:
-    """Returns the components of what a dataset is made of, as `from_tensor_slices` takes it: a list is one of them."""
+    """Returns the components of a dataset's input, as `from_tensor_slices` takes it: a list is one of them."""
     leaves: list[Structure] = dataset_nest.flatten(structure)
     return leaves
 
@@ -337,7 +337,7 @@ _averaging = threading.Lock()
 
 
 class _AverageArithmetic:
-    """The arithmetic of `tf.nn.compute_average_loss`, which hands on what it has divided by a given batch size.
+    """The arithmetic of `tf.nn.compute_average_loss`, which reports the losses that it has divided by a given batch size.
 
     The function finds it by a name of its module, so that it is found however a program has imported the function.
     """
@@ -363,7 +363,7 @@ def correcting_average_losses(correct: Callable[[Any], Any]) -> Iterator[None]:
     Several threads may be within it at once; the first one's function holds for all, so give the same one.
 
     Args:
-        correct: Returns what takes the place of a loss. It is called in all threads.
+        correct: Returns the replacement of a loss. It is called in all threads.
     """
     with _averaging:
         current = getattr(average_losses, TF_AVERAGE_ARITHMETIC)
@@ -393,7 +393,7 @@ def replace_checkpoint_writer(write: Writer, device: str | None) -> None:
     The last call holds. Within a graph, where nothing is written yet, TensorFlow goes on as before.
 
     Args:
-        write: Is called as `write(save, prefix, objects)`, where `save(prefix)` is TensorFlow's own, and `objects()` what it saves.
+        write: Is called as `write(save, prefix, objects)`, where `save(prefix)` is TensorFlow's own, and `objects()` returns the saved objects.
         device: Whose process writes and reads files, unless the user says so; None means that of each variable.
     """
     own_save, own_restore = (getattr(f, "tensorflow_own", f) for f in (TrackableSaver.save, TrackableSaver.restore))
@@ -424,12 +424,12 @@ TF_WRITE_SAVED_MODEL = "save_and_return_nodes"
 
 
 def replace_saved_model_writer(write: Writer) -> None:
-    """Has `tf.saved_model.save`, and what calls it as Keras' `ExportArchive` does, write by another function.
+    """Makes `tf.saved_model.save`, and its callers such as Keras' `ExportArchive`, write by another function.
 
     The last call holds.
 
     Args:
-        write: Is called as `write(save, folder, objects)`, where `save(folder)` is TensorFlow's own, and `objects()` what it saves.
+        write: Is called as `write(save, folder, objects)`, where `save(folder)` is TensorFlow's own, and `objects()` returns the saved objects.
     """
     own = getattr(saved_model_save, TF_WRITE_SAVED_MODEL)
     own = getattr(own, "tensorflow_own", own)

@@ -1,4 +1,4 @@
-"""Raises errors for what Keras 3 or TensorFlow cannot do with several replicas, before it crashes or miscounts."""
+"""Raises errors for uses that Keras 3 or TensorFlow do not support with several replicas, before they crash or miscount."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _NO_REPLICA = ("is not available outside the replica context", "'NoneType' objec
 
 
 def check_own_loop(error: Exception) -> None:
-    """Says what to do where a step runs on no replica, which TensorFlow and Keras say in words of theirs.
+    """Explains the errors of TensorFlow and Keras for a step that runs on no replica.
 
     Raises:
         ConfigError: It is this error.
     """
     if any(words in str(error) for words in _NO_REPLICA):
         raise ConfigError(
-            "A loop of one's own takes gradients, or applies an optimizer, outside of the replicas: make a function of the step, "
+            "A custom loop takes gradients, or applies an optimizer, outside of the replicas: make a function of the step, "
             "step = trainer.step(function, uses=[model, optimizer]), and call step(batch)."
         ) from error
 
@@ -45,7 +45,7 @@ def check_own_loop(error: Exception) -> None:
 def check_applied(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an optimizer that a step of the Trainer applies, but that was not found in the model.
 
-    It would add up the replicas' gradients as they are, which are N times what one device computes.
+    It would add up the replicas' gradients as they are: N times the gradients of one device.
 
     Raises:
         ConfigError: Its gradients are not reduced by `gradients/optimizer.py`.
@@ -55,7 +55,7 @@ def check_applied(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def check_traced(error: Exception) -> None:
-    """Says what to do where a step that is traced reduces gradients, which only an optimizer of the model may leave out.
+    """Explains the error for a traced step that reduces gradients, which only an optimizer of the model may omit.
 
     Raises:
         ConfigError: It is this error.
@@ -66,7 +66,7 @@ def check_traced(error: Exception) -> None:
 
 @contextlib.contextmanager
 def explaining_branches() -> Iterator[None]:
-    """Raises an error that says what to do where an optimizer is applied in a graph of its own, out of which no replica can reduce.
+    """Raises an error with a remedy if an optimizer is applied in a separate graph, from which no replica can reduce.
 
     Raises:
         ConfigError: The code inside reduces gradients within `tf.cond`, `tf.while_loop` or a nested `tf.function`.
@@ -84,7 +84,7 @@ def explaining_branches() -> Iterator[None]:
 
 
 def check_model(model: keras.Model) -> None:
-    """Refuses what the Trainer does not cure either.
+    """Raises errors for uses that the Trainer does not support either.
 
     Raises:
         ConfigError: With every fault.
@@ -138,7 +138,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
         found := [x.name for x in keras_internals.layers(model) if getattr(x, "synchronized", False)]
     ):
         yield (
-            f"jit_compile=True: the layer {found[0]} is synchronized=True and sums over the replicas amid the step, which XLA "
+            f"jit_compile=True: the layer {found[0]} is synchronized=True and sums over the replicas during the step, which XLA "
             "cannot compile: compile the model with jit_compile=False, or make the layer without synchronized."
         )
     if isinstance(type(model).train_step, tf.types.experimental.PolymorphicFunction):
@@ -209,7 +209,7 @@ def check_data(strategy: tf.distribute.Strategy, data: Data) -> None:
 
     Args:
         strategy: The strategy.
-        data: What `fit`, `evaluate` or `predict` takes as `x`, or Keras' data adapter for it.
+        data: The `x` of `fit`, `evaluate` or `predict`, or Keras' data adapter for it.
 
     Raises:
         ConfigError: `data` is a dataset of single examples, or comes from Python where there are several workers.

@@ -1,4 +1,4 @@
-"""What a compressor is: a function of gradients and state, which yields the exchanges that it needs."""
+"""The base class of compressors: functions of gradients and state, which yield exchanges."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class StateSpec(NamedTuple):
 
 
 class RowCodec:
-    """How rows of numbers travel that are gathered, not summed, as those of an embedding's gradient are."""
+    """The encoding of rows that are gathered instead of summed, such as the rows of an embedding's gradient."""
 
     def pack(self, rows: tf.Tensor) -> tf.Tensor:
         """Returns `[rows, words]`, int32 or float32, of `[rows, width]` float32."""
         return rows
 
     def unpack(self, packed: tf.Tensor, width: int) -> tf.Tensor:
-        """Returns what `pack` was given, as far as it came through."""
+        """Returns the input of `pack`, up to the loss of the encoding."""
         return packed
 
 
@@ -73,29 +73,29 @@ class Compressor(abc.ABC):
 
     @property
     def row_codec(self) -> RowCodec:
-        """How rows travel."""
+        """The encoding of rows."""
         return RowCodec()
 
     @property
     def start_step(self) -> int:
-        """How many updates it leaves uncompressed at first."""
+        """The number of updates at the start that are not compressed."""
         return 0
 
     @property
     def supports_adaptive_optimizers(self) -> bool:
-        """Whether optimizers do well with it that divide by what gradients have been, as Adam."""
+        """True if it works with adaptive optimizers such as Adam."""
         return True
 
     @property
     def granularity(self) -> int:
-        """How many numbers in a row it treats as one, wherever they are: gradients and their state may be cut between such runs.
+        """The granularity in elements: gradients and their state may be split at multiples of it.
 
         0 means that it needs a gradient whole.
         """
         return 0
 
     def for_variable(self, name: str, shape: tuple[int, ...]) -> Compressor:
-        """Returns what compresses the gradient of a variable: this one, or for vectors and small ones nothing."""
+        """Returns the compressor of a variable's gradient: this one, or `NoCompression` for vectors and small variables."""
         return self if len(shape) > 1 and math.prod(shape) >= _LEAST else NONE
 
     def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
@@ -174,7 +174,7 @@ def _checked(
     states: Sequence[tuple[tf.Tensor, ...]],
     member: RankContext,
 ) -> Exchange:
-    """A compressor's exchange, whose result has what a `ReduceResult` must have."""
+    """A compressor's exchange, whose result is checked."""
     where = f"{type(compressor).__name__}.exchange must "
     exchange = compressor.exchange(values, states, member)
     if not isinstance(exchange, Generator):
@@ -200,10 +200,10 @@ def _checked(
 
 
 class BucketedReduction:
-    """Which compressor each of some variables has.
+    """Assigns compressors to variables, and reduces gradients in buckets.
 
     Args:
-        compressor: What says so.
+        compressor: Chooses the compressor of each variable.
         variables: The variables' names and shapes.
 
     Attributes:

@@ -78,7 +78,7 @@ def join_results(
 
 
 def merge_results(parts: Iterable[tuple[Sequence[int], ReduceResult]], count: int) -> ReduceResult:
-    """Returns as one what has been reduced in parts, each of which has some places."""
+    """Joins values that were reduced in parts."""
     found = ReduceResult([None] * count, [None] * count, [()] * count)
     for places, reduced in parts:
         for each, into in zip(reduced, found, strict=True):

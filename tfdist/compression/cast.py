@@ -46,7 +46,7 @@ class _Cast(Compressor):
         return ReduceResult([tf.cast(total, tf.float32) * shares for total in totals], as_sent, list(states))
 
     def _shares(self, size: int) -> float:
-        """Returns by what each rank divides before the sum."""
+        """Returns the divisor that each rank applies before the sum."""
         return 1.0
 
 

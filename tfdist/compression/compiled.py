@@ -38,14 +38,14 @@ def compiled(function: Function) -> Function:
 
 
 def _compiles() -> bool:
-    """Whether XLA compiles for the devices of this process, and for the graph that is being made."""
+    """Returns whether XLA compiles for the devices of this process, and for the graph that is being made."""
     with tf.init_scope():
         return tf.executing_eagerly() and _has_xla()  # a tf.Graph of its own only plans
 
 
 @functools.cache
 def _has_xla() -> bool:
-    """Whether all devices are CPUs, and TensorFlow has XLA for them."""
+    """Returns whether all devices are CPUs, and TensorFlow has XLA for them."""
     if any(device.device_type != "CPU" for device in tf.config.list_logical_devices()):
         return False
     try:

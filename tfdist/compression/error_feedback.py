@@ -14,13 +14,13 @@ from tfdist.compression.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback(Wrapper):
-    """Adds to each gradient what of the ones before did not come through (Seide et al. 2014; Karimireddy et al.,
+    """Adds the residual of earlier steps to each gradient (Seide et al. 2014; Karimireddy et al.,
     arXiv:1901.09847).
 
     At every step the sum of all totals so far, plus the sum of all ranks' residuals, is the sum of all gradients so far.
 
     Args:
-        compressor: What compresses.
+        compressor: The compressor.
 
     Raises:
         ConfigError: It is no compressor, or one that chooses by name.

@@ -128,7 +128,7 @@ def _lanes(rounded: tf.Tensor) -> tf.Tensor:
 
 
 def _unpack_blocks(packed: tf.Tensor) -> tf.Tensor:
-    """Returns what `_pack_blocks` was given, as far as it came through."""
+    """Returns the input of `_pack_blocks`, up to the loss of the quantization."""
     scale = tf.bitcast(packed[..., :1], tf.float32)
     block = (packed.shape[-1] - 1) * _LANES
     rounded = tf.reshape(tf.bitcast(packed[..., 1:], tf.int8), tf.concat([tf.shape(packed)[:-1], [block]], 0))

@@ -19,7 +19,7 @@ class PerVariable(Compressor):
 
     Args:
         rules: Regular expressions, which are searched in a variable's path as `"dense/kernel"`, to compressors; None means no
-            compression. What a rule names is compressed even if it is small.
+            compression. A variable that a rule names is compressed even if it is small.
         default: For all other variables; None means no compression.
 
     Raises:

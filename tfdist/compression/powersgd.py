@@ -74,7 +74,7 @@ class PowerSGD(PowerSGDOptions, Compressor):
             # the ranks' differences add up step by step, and its length grows without bounds.
             contributions[index] = tf.reshape(tf.matmul(p, rank_q, transpose_b=True), values[index].shape)
             totals[index] = tf.reshape(tf.matmul(p, q, transpose_b=True), values[index].shape)
-            if self.warm_start:  # a column of zeros would stay so for ever
+            if self.warm_start:  # a column of zeros would stay so without limit
                 new_states[index] = (tf.where(tf.reduce_any(tf.not_equal(mean, 0), 0), mean, old),)
         return ReduceResult(totals, contributions, new_states)
 

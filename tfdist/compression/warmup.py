@@ -18,7 +18,7 @@ class Warmup(Wrapper):
     """Compresses from some step on.
 
     Args:
-        compressor: What compresses then.
+        compressor: The compressor afterwards.
         steps: The number of updates without compression.
 
     Raises:

@@ -10,7 +10,7 @@ from tfdist.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper(Compressor):
-    """Base class of compressors that wrap another one; forwards whatever a subclass does not override."""
+    """Base class of compressors that wrap another one; forwards everything that a subclass does not override."""
 
     compressor: Compressor
 
@@ -28,22 +28,22 @@ class Wrapper(Compressor):
 
     @property
     def row_codec(self) -> RowCodec:
-        """How rows travel."""
+        """The encoding of rows."""
         return self.compressor.row_codec
 
     @property
     def start_step(self) -> int:
-        """How many updates it leaves uncompressed at first."""
+        """The number of updates at the start that are not compressed."""
         return self.compressor.start_step
 
     @property
     def supports_adaptive_optimizers(self) -> bool:
-        """Whether optimizers do well with it that divide by what gradients have been, as Adam."""
+        """True if it works with adaptive optimizers such as Adam."""
         return self.compressor.supports_adaptive_optimizers
 
     @property
     def granularity(self) -> int:
-        """How many numbers in a row it treats as one."""
+        """The granularity in elements."""
         return self.compressor.granularity
 
     def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:

@@ -40,7 +40,7 @@ class BackupConfig:
     save_before_preemption: bool = True
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the values."""
+        """Yields the errors in the values."""
         if self.save_freq not in ("epoch", "never") and not (
             self.save_freq.isascii()
             and self.save_freq.isdecimal()
@@ -53,7 +53,7 @@ class BackupConfig:
 
 
 def folder_faults(field: str, path: str) -> Iterator[str]:
-    """Yields what keeps a path from being a folder's, on any host.
+    """Yields the reasons why a path cannot be a folder on any host.
 
     Args:
         field: The field, for the error.

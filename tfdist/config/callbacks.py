@@ -1,4 +1,4 @@
-"""The field `callbacks`: which callbacks of Keras, or of one's own, a run has. No TensorFlow here.
+"""The field `callbacks`: which callbacks of Keras, or of your own, a run has. No TensorFlow here.
 
 Such as `EarlyStopping(monitor=val_loss, patience=3); package.module:function`. Values are Python's literals; a word is a text.
 """
@@ -128,7 +128,7 @@ def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _argument_faults(name: str, given: dict[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with the arguments of a callback of Keras."""
+    """Yields the errors in the arguments of a Keras callback."""
     wrong = False
     for argument, value in given.items():
         if argument not in CALLBACKS[name]:
@@ -214,6 +214,6 @@ def resolve(name: str) -> Any:
     """Returns the class or function of a callback. Imports TensorFlow.
 
     Raises:
-        ConfigError: There is none of one's own of this name.
+        ConfigError: There is none of your own of this name.
     """
     return registry.resolve("callback", name, {each: f"keras.callbacks:{each}" for each in CALLBACKS})

@@ -25,7 +25,7 @@ def help_text(values: flags.FlagValues) -> str:
 
 
 def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool = False) -> list[str]:
-    """Sets flags from a command line; returns what is left: the program's name, and what is no flag.
+    """Sets flags from a command line; returns the program's name and the arguments that are not flags.
 
     Args:
         values: The flags that there are.

@@ -27,7 +27,7 @@ class WrapperOptions:
     """Options of the wrappers around a compressor that a configuration names.
 
     Attributes:
-        use_error_feedback: Whether what a step leaves out is added to the next one; of `powersgd` and `topk`; as an option of your own, too.
+        use_error_feedback: Whether the residual of a step is added to the next one; for `powersgd`, `topk` and custom compressors.
         warmup_steps: Updates without compression before it begins; of `topk`; as an option of your own, too.
     """
 
@@ -59,7 +59,7 @@ class PowerSGDOptions:
         min_compression_rate: `powersgd` leaves matrices as they are that it would not make so many times smaller.
         warm_start: Whether `powersgd` begins where the step before has ended, with state that is the same on all ranks;
             otherwise with random numbers.
-        orthogonalization_epsilon: What `powersgd` adds to a column's length, of a matrix whose largest number is 1, before
+        orthogonalization_epsilon: Added to the length of a column, in a matrix whose largest number is 1, before
             it divides by it.
         random_seed: Of the first matrices of `powersgd`.
     """
@@ -158,7 +158,7 @@ class CompressionConfig(NamedOptions):
         return {field.name: field for kind in kinds for field in dataclasses.fields(kind) if field.init}
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the name and the options."""
+        """Yields the errors in the name and the options."""
         try:
             faults = list(self.option_faults())
             if self.name not in COMPRESSORS and not faults:

@@ -36,7 +36,7 @@ class ExportConfig:
     dir: str = ""
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the values."""
+        """Yields the errors in the values."""
         try:
             rises("export.best", self.best or "loss", "export.mode", self.mode)
         except ConfigError as e:
@@ -48,9 +48,9 @@ def rises(field: str, metric: str, mode_field: str, mode: str) -> bool:
     """Returns whether a larger value of a metric is the better one.
 
     Args:
-        field: What the metric's name was given as, for the error.
+        field: The option that gives the metric's name, for the error.
         metric: The metric's name.
-        mode_field: What the mode was given as.
+        mode_field: The option that gives the mode.
         mode: One of `MODES`.
 
     Raises:

@@ -53,7 +53,7 @@ def _documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]
 
 
 def _documented_options(group: NamedOptions) -> Iterator[tuple[str, Any, str]]:
-    """Yields each option of what may be named, with its value, and which names take it; those of the present name first."""
+    """Yields each option with its value and the names that accept it; options of the current name first."""
     about = {name: text for kind in (*group.DOCUMENTED_BY, type(group)) for name, text in attribute_texts(kind).items()}
     takes: dict[str, dict[str, Any]] = {}  # option to the names that take it, and their defaults
     names = dict.fromkeys([group.name, *group.BUILT_IN])

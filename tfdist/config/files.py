@@ -1,4 +1,4 @@
-"""Loads what `--config` names: a Python file, a preset's name, or the `config.json` of a run. No TensorFlow here."""
+"""Loads the value of `--config`: a Python file, a preset's name, or the `config.json` of a run. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _error_location(error: BaseException, path: str) -> tuple[str, str]:
 
 
 def _nearest_field(text: str, namespace: dict[str, Any]) -> str:
-    """Returns the field nearest to one that a dataclass was given and does not have, where that is what is told."""
+    """Returns the nearest field's name if the error is about an argument that a dataclass does not have."""
     match = re.fullmatch(r"TypeError: (\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
     kind = match and (namespace.get(match[1]) or getattr(config_lib, match[1], None))
     if match is None or not dataclasses.is_dataclass(kind):

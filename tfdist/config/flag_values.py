@@ -29,7 +29,7 @@ def parse(kind: Any, text: str) -> Any:
         text: The text. `None` stands for None where that may be; the parts of a tuple have commas between them; an enumeration's value is its name.
 
     Raises:
-        ValueError: With what is expected.
+        ValueError: The message names the expected type.
     """
     if _is_union(kind):
         return None if text.lower() == "none" else parse(_members(kind)[0], text)

@@ -1,4 +1,4 @@
-"""`MonitoringConfig`: what a run writes for TensorBoard. No TensorFlow here."""
+"""`MonitoringConfig`: the TensorBoard output of a run. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MonitoringConfig:
     profile_steps: str = ""
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the values."""
+        """Yields the errors in the values."""
         if self.update_freq not in ("batch", "epoch") and not re.fullmatch(_NUMBER, self.update_freq):
             yield (
                 "monitoring.update_freq must be a number of steps from 1, 'batch' or 'epoch'. "

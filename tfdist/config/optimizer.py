@@ -117,7 +117,7 @@ class OptimizerConfig(NamedOptions):
         name: A class of `keras.optimizers` in small letters (`OPTIMIZERS`), or your own optimizer class or function as
             `package.module:Class`.
         weight_decay: 0 means none.
-        weight_decay_exclude: Weights that do not decay: what their names contain, comma separated, as `bias,gamma,beta`.
+        weight_decay_exclude: Weights that do not decay, by parts of their names, comma separated: `bias,gamma,beta`.
         clipnorm: 0 means none; likewise `clipvalue` and `global_clipnorm`, of which one may be set.
         use_ema: Keep and, after training, use an exponential moving average of the weights.
         gradient_accumulation_steps: Steps whose mean gradient makes one update; 0 means each step's own does.
@@ -135,11 +135,11 @@ class OptimizerConfig(NamedOptions):
 
     @property
     def takes_any(self) -> bool:
-        """Whether it is one's own, which is imported later, with TensorFlow."""
+        """True for a custom optimizer, which is imported later, with TensorFlow."""
         return ":" in self.name
 
     def option_fields(self) -> Mapping[str, dataclasses.Field[Any]]:
-        """Returns its arguments, by name; of one's own those that every optimizer has.
+        """Returns its arguments, by name; of your own those that every optimizer has.
 
         Raises:
             ConfigError: There is no such optimizer.
@@ -152,7 +152,7 @@ class OptimizerConfig(NamedOptions):
         return _fields("" if self.takes_any else self.name)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments to give to the optimizer: those that are set, without what 0 turns off."""
+        """Returns the optimizer's arguments: those that are set, except values of 0 that turn an option off."""
         found = self.options()
         found.pop(_EXCLUDE, None)
         off = _OFF_AT_ZERO if self.takes_any or self.decays else (*_OFF_AT_ZERO, "weight_decay")
@@ -160,15 +160,15 @@ class OptimizerConfig(NamedOptions):
 
     @property
     def decays(self) -> bool:
-        """Whether weights decay where no one says so."""
+        """True if weights decay by default."""
         return "weight_decay" in OPTIMIZERS.get(self.name, ())
 
     def excluded_from_weight_decay(self) -> list[str]:
-        """Returns what the names of weights contain that do not decay."""
+        """Returns the parts of names whose weights do not decay."""
         return [name for text in self.weight_decay_exclude.split(",") if (name := text.strip())]
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the optimizer's name and arguments."""
+        """Yields the errors in the optimizer's name and arguments."""
         faults: list[str] = []
         with collect_errors(faults):
             if self.takes_any:
@@ -192,7 +192,7 @@ class OptimizerConfig(NamedOptions):
 
 @functools.cache
 def _fields(optimizer: str) -> Mapping[str, dataclasses.Field[Any]]:
-    """Returns a field for each argument of an optimizer; of one's own, an empty text, the types of arguments that Keras' have, too."""
+    """Returns a field for each argument of an optimizer; of your own, an empty text, the types of arguments that Keras' have, too."""
     own = {name: default for takes in OPTIMIZERS.values() for name, default in takes.items()}
     defaults = {**OPTIMIZERS.get(optimizer, own), **EVERY_OPTIMIZER, **OPTIMIZERS.get(optimizer, {}), _EXCLUDE: ""}
     found = {}

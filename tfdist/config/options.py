@@ -1,4 +1,4 @@
-"""`NamedOptions`: a group of fields that names something, and holds options of what it names. No TensorFlow here."""
+"""`NamedOptions`: a name, and the options of the object with that name. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def option(default: Any, expected: str = "", holds: Callable[[Any], bool] = lamb
 
     Args:
         default: Its default.
-        expected: What it must be, for messages, as `"more than 0"`.
+        expected: The requirement, for messages: `"more than 0"`.
         holds: Whether a value of its type is that.
 
     Example:
@@ -35,12 +35,12 @@ def option(default: Any, expected: str = "", holds: Callable[[Any], bool] = lamb
 
 
 def option_faults(field: dataclasses.Field[Any], value: Any, where: str) -> Iterator[str]:
-    """Yields what is wrong with the value of an option.
+    """Yields the errors in the value of an option.
 
     Args:
         field: The field of the dataclass.
         value: The value.
-        where: What messages call it.
+        where: Its name in messages.
     """
     kind = option_type(field)
     if kind and type(value) is not kind and not (kind is float and type(value) is int):
@@ -56,9 +56,9 @@ def option_type(field: dataclasses.Field[Any]) -> type | None:
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class NamedOptions:
-    """A name, and options of what it names: `Group("sgd", momentum=0.9)`, or `group.momentum = 0.9`.
+    """A name and the options of the named object: `Group("sgd", momentum=0.9)`, or `group.momentum = 0.9`.
 
-    Any option may be set; `faults` tells which ones what is named does not take. An option that is not set has its default.
+    Any option may be set; `faults` names those that the object does not accept. An option that is not set has its default.
 
     Args:
         name: The name; None means the default.
@@ -99,11 +99,11 @@ class NamedOptions:
 
     @property
     def takes_any(self) -> bool:
-        """Whether only what is named knows all the options that it takes."""
+        """True if only the named object itself knows all of its options."""
         return False
 
     def option_fields(self) -> Mapping[str, dataclasses.Field[Any]]:
-        """Returns the options that what is named takes, by name.
+        """Returns the options that the named object accepts, by name.
 
         Raises:
             ConfigError: There is nothing of this name.
@@ -141,7 +141,7 @@ class NamedOptions:
         return {"name": self.name, **(self.all_options() if complete else self._options)}
 
     def rename(self, name: str) -> None:
-        """Sets the name; options of what was named before stay if the new one takes them."""
+        """Sets the name; options that the new object also accepts are kept."""
         before = type(self)(self.name)
         self.name = name
         with contextlib.suppress(ConfigError, TypeError):  # which `faults` tells
@@ -150,7 +150,7 @@ class NamedOptions:
                 self._options.pop(option, None)
 
     def unknown_option(self, name: str) -> str:
-        """Returns the error for an option that what is named does not take."""
+        """Returns the error for an option that the named object does not accept."""
         fields = self.option_fields()
         others = [each for each in self.BUILT_IN if name in type(self)(each).option_fields()]
         hint = f", which is an option of {', '.join(others)}." if others else did_you_mean(name, fields)
@@ -158,7 +158,7 @@ class NamedOptions:
         return f"{self.WHAT} {self.name!r} takes no {format_value(name)}{hint} {takes}"
 
     def option_faults(self) -> Iterator[str]:
-        """Yields what is wrong with each option by itself.
+        """Yields the errors in each option by itself.
 
         Raises:
             ConfigError: There is nothing of this name.

@@ -18,7 +18,7 @@ class Range(NamedTuple):
     Attributes:
         least: The smallest number.
         most: The largest number.
-        off: Whether `least`, which is 0, turns off what the number sets: messages say so.
+        off: Whether `least`, which is 0, turns the option off; messages say so.
     """
 
     least: float

@@ -66,7 +66,7 @@ def load(what: str, name: str, plugin: Plugin) -> Any:
         plugin: The entry point.
 
     Raises:
-        ConfigError: Several distributions have the name, or what it names cannot be imported.
+        ConfigError: Several distributions have the name, or its module cannot be imported.
     """
     if len(plugin.distributions) > 1:
         raise ConfigError(
@@ -127,7 +127,7 @@ class Plugin(NamedTuple):
 
     Attributes:
         target: The object that it names, as `package.module:attribute`.
-        distributions: Name and version of the distribution that has it; of several, where they differ in what the name means.
+        distributions: Name and version of the distribution that has it; several if they define the name differently.
         variable: Of a resolver: the variable that signals its cluster; empty means that it is only asked by its name.
     """
 

@@ -26,11 +26,11 @@ class ScheduleConfig:
         warmup_steps: Updates in which the rate rises linearly from 0 to `learning_rate`, before the schedule; 0 means none.
         warmup_epochs: Or the epochs in which it does.
         decay_steps: Updates after the warm-up in which `cosine` and `polynomial` fall; 0 means the rest of the run.
-        end: What `cosine` and `polynomial` end with, as a share of `learning_rate`.
+        end: The final rate of `cosine` and `polynomial`, as a share of `learning_rate`.
         power: Of `polynomial`; 1 is a straight line.
         boundaries: For `step`: after how many updates of the run, warm-up included, the rate falls, as `3000,6000`. Numbers
             below 1 are shares of the run, as `0.5,0.75`.
-        factor: For `step`: by what the rate is multiplied at each boundary: one number, or one for each, as `0.1,0.5`.
+        factor: For `step`: the multiplier of the rate at each boundary: one number, or one per boundary, such as `0.1,0.5`.
 
     Example:
         >>> from tfdist.config import ScheduleConfig
@@ -48,7 +48,7 @@ class ScheduleConfig:
     factor: str = "0.1"
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the values."""
+        """Yields the errors in the values."""
         if self.name not in SCHEDULES:
             yield unknown_name_message("schedule.name", self.name, SCHEDULES)
             return

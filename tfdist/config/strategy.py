@@ -38,7 +38,7 @@ class StrategyConfig:
             the others; 0 means one sum of all. `bf16`, `fp16` and `int8` cut larger gradients; `powersgd` and `topk`, which
             need a gradient whole, count its bytes as they send them.
         gather_loss_bytes: A loss that returns one number for a batch (a function's, Dice) is given the labels, predictions and
-            weights of all replicas, so that it is what one process computes; but not where one example has more bytes of
+            weights of all replicas, so that it equals one process; but not where one example has more bytes of
             them than this: then each replica computes it of its part, the mean is trained, and a sentence says so. The
             default takes in masks of 256 x 256 pixels, of which a batch of 32 is as much as the gradients of 4 million
             weights; not the 60 MB that a language model predicts for a sentence. An unknown dimension counts as 1.
@@ -84,7 +84,7 @@ class StrategyConfig:
         return [name.strip() for name in self.devices.split(",") if name.strip()]
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the strategy and its options."""
+        """Yields the errors in the strategy and its options."""
         if self.name not in STRATEGIES and ":" not in self.name:
             yield unknown_name_message("strategy", self.name, STRATEGIES)
             return

@@ -15,18 +15,18 @@ class StrategyTraits:
     """The traits of a strategy. The defaults suit a strategy of one process, with a copy of the variables on each device.
 
     Attributes:
-        factory: What makes it, `package.module:function`, which is imported when it is asked for; for rows of `STRATEGIES`.
-        engine: What trains under it: a class, `Engine(strategy, compressor)`, as `package.module:Class`.
+        factory: The function that makes the strategy, `package.module:function`, imported on first use; for rows of `STRATEGIES`.
+        engine: The class `Engine(strategy, compressor)` that trains under it, as `package.module:Class`.
         tensorflow: The class of TensorFlow's own, by which `traits_of` knows one that `create_strategy` did not make.
         several_processes: Whether its replicas are in several processes, the workers of a cluster, which train in step.
         asynchronous: Whether variables are on parameter servers, and a step is one worker's.
         shared_variables: Whether one copy of the variables serves all replicas, as where there is one replica.
         compresses: Whether tfdist's collectives sum its gradients, so that they can be compressed.
-        gathers: Whether a replica can gather what the others have amid a step.
-        devices: What `strategy.devices` means: `"each"` named device has a replica; `"one"` may be named; `"none"`; or
-            `"own"`, what only the factory can judge, such as an address.
-        refuses: What a model or a configuration cannot have under it (`"jit_compile"`, `"mixed_float16"`, `"use_ema"`,
-            `"gradient_accumulation_steps"`, `"Nadam"`), to the end of the sentence that says why, and what to do.
+        gathers: Whether a replica can gather the others' tensors during a step.
+        devices: The meaning of `strategy.devices`: `"each"` named device has a replica; `"one"` may be named; `"none"`; or
+            `"own"`: only the factory can validate the value, such as an address.
+        refuses: Options that a model or a configuration cannot use under it (`"jit_compile"`, `"mixed_float16"`, `"use_ema"`,
+            `"gradient_accumulation_steps"`, `"Nadam"`), mapped to the end of the error, which has the reason and the remedy.
 
     Example:
         >>> from tfdist.config import STRATEGIES
@@ -106,7 +106,7 @@ def find_traits(name: str) -> StrategyTraits:
     """Returns the traits of a strategy.
 
     Args:
-        name: Its name, or one's own factory as `package.module:function`, whose attribute `traits` says what differs from
+        name: Its name, or a custom factory as `package.module:function`, whose attribute `traits` overrides
             the defaults.
 
     Raises:

@@ -31,7 +31,7 @@ class TrainConfig:
     """One training run.
 
     Attributes:
-        task: What to train: a name of `registry.TASKS`, an installed task's, or your own `package.module:Class` (see `tfdist.Task`).
+        task: The task to train: a name of `registry.TASKS`, an installed task's, or your own `package.module:Class` (see `tfdist.Task`).
         task_options: A dataclass of the task's own, its `Options`.
         strategy: Which `tf.distribute` strategy.
         cluster: The tasks to start on this machine, where the environment describes no cluster.
@@ -47,10 +47,10 @@ class TrainConfig:
         deterministic: Use only TensorFlow operations that give the same bits each time; slower on GPUs.
         optimizer: The optimizer and its arguments.
         learning_rate: Step size.
-        learning_rate_scaling: By what of the number of replicas it is multiplied: `"none"`, `"linear"` or `"sqrt"`.
+        learning_rate_scaling: How the rate grows with the number of replicas: `"none"`, `"linear"` or `"sqrt"`.
         schedule: How it changes.
         precision: `"float32"`, `"mixed_bfloat16"` or `"mixed_float16"`, which compute in 16 bits and keep weights in 32.
-        nan_policy: What becomes of a step whose loss or gradient is not finite: `"ignore"`, `"stop"` or `"skip"`.
+        nan_policy: The action after a step whose loss or gradient is not finite: `"ignore"`, `"stop"` or `"skip"`.
         jit_compile: Compile each replica's computation with XLA.
         steps_per_execution: Steps to run for each call of Python; callbacks see every so many steps.
         start_timeout: How long a task waits for the others, in seconds.
@@ -59,7 +59,7 @@ class TrainConfig:
         backup: When and where to back the training up.
         export: Which models to export for TensorFlow Serving.
         max_restarts: Restarts that failures of tasks may cost, where this command starts them.
-        monitoring: What is written for TensorBoard.
+        monitoring: The TensorBoard output.
 
     Example:
         >>> import tfdist
@@ -186,7 +186,7 @@ _SAME_OF_STRATEGY = ("name", "devices", "bucket_bytes", "gather_loss_bytes", "pl
 
 
 def fixed(config: TrainConfig) -> dict[str, Any]:
-    """Returns what of the configuration must be the same in a run that goes on, and on all tasks."""
+    """Returns the part of the configuration that must be equal in a resumed run, and on all tasks."""
     same = {name: value for name, value in to_dict(config).items() if name in _SAME}
     same |= {name: getattr(config, name).to_dict(complete=True) for name in NAMED_OPTIONS}
     same["strategy"] = {name: same["strategy"][name] for name in _SAME_OF_STRATEGY}

@@ -40,8 +40,8 @@ def epochs(
         seed: Orders the examples.
         shuffle: Whether to order them anew in each epoch, or keep their order.
         start_epoch: The first epoch.
-        load: Makes a batch of what is taken from `arrays`, such as images of their file names, in TensorFlow operations.
-            A training that goes on from a backup does not load again what it leaves out.
+        load: Makes a batch of elements of `arrays`, such as images of their file names, in TensorFlow operations.
+            Resumed training does not load the elements that it skips.
 
     Returns:
         A dataset of batches `[global_batch_size / num_replicas, ...]`, in the structure of `arrays`; successive

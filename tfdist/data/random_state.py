@@ -1,4 +1,4 @@
-"""The random state of training data: what a backup holds of it, and what a resumed training restores.
+"""The random state of training data, which a backup holds and resumed training restores.
 
 A resumed training repeats the pass over the data that was interrupted, and drops the elements it has trained on. So a backup holds
 the state at the begin of that pass, and of the first pass, which may have filled a cache.
@@ -111,7 +111,7 @@ class DatasetRandomState:
             self._python.record_order()
 
     def capture(self) -> dict[str, tf.Tensor]:
-        """Returns what `load` needs, of this process."""
+        """Returns this process's state for `load`."""
         if not self.is_random:
             return {}
         taken: dict[str, tf.Tensor] = {}
@@ -128,10 +128,10 @@ class DatasetRandomState:
         return {**taken, _PYTHON: tf.constant(json.dumps({"moments": python, **hooks}))}
 
     def load(self, own: Mapping[str, Any], goes_on: bool) -> None:
-        """Makes what `capture` returned known to `restore`, and lets a `PyDataset` end the epochs that had ended.
+        """Makes the state from `capture` known to `restore`, and lets a `PyDataset` end the epochs that had ended.
 
         Args:
-            own: What `capture` returned, and more.
+            own: The state from `capture`, and more.
             goes_on: Whether the training goes on in the epoch, not with a new one.
         """
         if not self.is_random or _PYTHON not in own:  # a backup of an earlier version
@@ -149,12 +149,12 @@ class DatasetRandomState:
         self._python.end_epochs(self._epochs, None if repeats else body["order"], body.get("drawn", []))
 
     def restore(self, moment: str) -> None:
-        """Restores the state at the begin of the `"first"` pass, of this `"pass"`, or what was `"now"` in the backup."""
+        """Restores the state at the begin of the `"first"` pass, of this `"pass"`, or the `"now"` of the backup."""
         if moment in self._states:
             self._assign(self._states[moment])
 
     def prepare_replay(self, number: int, goes_on: bool) -> Callable[[], None]:
-        """Prepares that the passes before are replayed; returns what to call before the iterator of this pass is made.
+        """Prepares that the passes before are replayed; returns a function to call before the iterator of this pass is made.
 
         Args:
             number: The pass, from 1.

@@ -48,6 +48,6 @@ def _reshuffling_datasets(dataset: tf.data.Dataset, begun: int, read: int) -> It
         begun = read
     if isinstance(dataset, RepeatDataset):
         count = max(tf_internals.repeat_count(dataset), 1)
-        begun, read = begun + read * count, read * count  # it begins anew even after the last time
+        begun, read = begun + read * count, read * count  # it starts again even after the last time
     for each in tf_internals.inputs(dataset):
         yield from _reshuffling_datasets(each, begun, read)

@@ -1,4 +1,4 @@
-"""Arrays that a dataset function uses, as tensors that its graph is given and does not hold: what runs on another process.
+"""Arrays of a dataset function that runs in another process, as inputs of its graph instead of constants.
 
 A graph holds arrays as constants: in one message of protobuf, which has 2 GB at most, and once more for each worker. A tensor that
 exists before the graph is traced is an argument of it. TensorFlow sends it to a worker once, in one message: so it is in pieces.
@@ -33,7 +33,7 @@ def sent(made: _Made) -> Iterator[None]:
     """Within it, `cut` cuts, and `tf.data.Dataset.from_tensor_slices` and `from_tensors` take large arrays so, too.
 
     Args:
-        made: What one call has made of an array, for the next one. Empty at first.
+        made: Tensors made of arrays by earlier calls. Empty at first.
     """
     token = _made.set(made)
     try:

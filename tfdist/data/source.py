@@ -1,4 +1,4 @@
-"""`DataSource`: what a loop passes over. `Passes`: in which order it does, and which steps an epoch has."""
+"""`DataSource`: the data of a loop. `Passes`: the passes over it, and the steps of each epoch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DataSource:
     """Data that a loop passes over, distributed to the replicas.
 
     Args:
-        data: What the strategy has made of the data.
+        data: The distributed data.
         datasets: This process's datasets, from which the data are made; empty if unknown.
         steps: The number of steps of a pass; None if it is not known, or they never end.
         parts: The number of replicas among which an element of the datasets is split.
@@ -156,7 +156,7 @@ class Passes:
         self.source.adapter.on_epoch_end()
 
     def close(self) -> None:
-        """Forgets the iterator: it might read ahead for ever, as long as an error's traceback holds it."""
+        """Forgets the iterator: it might read ahead without limit, as long as an error's traceback holds it."""
         self.iterator = None
 
     def _open(self, is_read: bool = True) -> None:

@@ -56,7 +56,7 @@ def own_rows(x: Data, y: Data = None, sample_weight: Data = None) -> OwnRows:
         sample_weight: The weights of the examples.
 
     Returns:
-        What `fit`, `evaluate` and `predict`, and `validation_data`, take in place of `x`. Their `batch_size` and `shuffle` hold.
+        `fit`, `evaluate`, `predict` and `validation_data` accept it in place of `x`. Their `batch_size` and `shuffle` apply.
 
     Example:
         >>> import numpy as np, tfdist.data
@@ -68,7 +68,7 @@ def own_rows(x: Data, y: Data = None, sample_weight: Data = None) -> OwnRows:
 
 
 def is_own(data: Data) -> bool:
-    """Whether each worker has its own data: `own_rows`, or a dataset that is not to be sharded."""
+    """Returns whether each worker has its own data: `own_rows`, or a dataset that is not to be sharded."""
     if isinstance(data, tf.data.Dataset):
         policy = data.options().experimental_distribute.auto_shard_policy
         return bool(policy == tf.data.experimental.AutoShardPolicy.OFF)

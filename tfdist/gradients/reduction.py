@@ -163,7 +163,7 @@ class Reduction(tf.Module):
 
 
 def uses_bucketed_all_reduce(strategy: tf.distribute.Strategy) -> bool:
-    """Whether `bucketed_all_reduce` is for this strategy; TensorFlow itself sums the gradients of others."""
+    """Returns whether `bucketed_all_reduce` is for this strategy; TensorFlow itself sums the gradients of others."""
     if not traits_of(strategy).several_processes:
         return False
     # Eagerly one device's collective would wait for the next one's, which TensorFlow calls from a thread each.

@@ -95,7 +95,7 @@ class AccumulatingUpdate:
 
     @property
     def accumulates(self) -> bool:
-        """Whether it reduces the gradients itself, once for several steps."""
+        """Returns whether it reduces the gradients itself, once for several steps."""
         return bool(self._optimizer.gradient_accumulation_steps) and not self._each_step
 
     def __call__(self, grads: Sequence[Gradient], variables: Variables) -> None:
@@ -225,7 +225,7 @@ class FiniteUpdates:
 def _may_differ_between_workers(
     optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy, clips: bool
 ) -> bool:
-    """Whether an update may give different bits on different workers.
+    """Returns whether an update may give different bits on different workers.
 
     All workers apply one gradient. An optimizer that works on each number by itself gives the same result everywhere. One that sums over a
     variable (a norm, a matrix product) may round differently on another processor, see `collectives.hardware`. An optimizer of the user's counts
@@ -260,7 +260,7 @@ def _broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimiz
 
 
 def _is_replicated(value: tf.Variable) -> bool:
-    """Whether all replicas should hold the same numbers, other than accumulators of gradients."""
+    """Returns whether all replicas should hold the same numbers, other than accumulators of gradients."""
     return value.dtype.is_floating and value.synchronization != tf.VariableSynchronization.ON_READ
 
 

@@ -67,7 +67,7 @@ class EvaluatorProcess:
             self._ended(task)
 
     def finish(self, is_stopped: Callable[[], bool], between: Callable[[], object]) -> None:
-        """Waits until it has evaluated what a finished training has left; not for one that hangs.
+        """Waits until it has evaluated the last backups of a finished training run; not for one that hangs.
 
         Args:
             is_stopped: Returns whether to wait no longer.

@@ -52,7 +52,7 @@ class Guardian:
     """Helper process that kills the tasks if the launcher dies; a context manager.
 
     Args:
-        folder: What it removes in the end, an absolute path.
+        folder: The folder that it removes at the end, an absolute path.
     """
 
     def __init__(self, folder: str):

@@ -45,7 +45,7 @@ class Launcher:
     Args:
         command: The command and its arguments, the same for all tasks.
         cluster: The tasks and their addresses.
-        log_dir: Where each task's output is kept, as `<task>.log`. What is there of an earlier run moves to a folder `before`.
+        log_dir: Where each task's output is kept, as `<task>.log`. Logs of an earlier run move to a folder `before`.
         environ: The environment that tasks inherit. None means this process's.
         grace_seconds: How long tasks have to end after SIGTERM before SIGKILL: TensorFlow may be waiting for a peer and
             not heed a signal.
@@ -345,7 +345,7 @@ class Launcher:
         return 0 if found and not progress.is_backed_up(self._progress) else None
 
     def _how_to_continue(self, before: str = "") -> str:
-        """Returns what to do after a run that was told to end; empty where no task trains."""
+        """Returns the advice after a run that received a signal; empty if no task trains."""
         found = [steps for spec in self._cluster.tasks() if (steps := progress.read(self._progress, spec.name))]
         return before + progress.how_to_continue(self._last_backup(found)) if found else ""
 

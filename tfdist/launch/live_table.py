@@ -68,7 +68,7 @@ class _Screen(io.StringIO):
         return True
 
     def take(self) -> bytes:
-        """Returns what has been printed since."""
+        """Returns the output since the last call."""
         shown = self.getvalue().encode(sys.stdout.encoding, "backslashreplace")
         self.seek(0)
         self.truncate()
@@ -76,7 +76,7 @@ class _Screen(io.StringIO):
 
 
 class LiveTable:
-    """The table, and the lines above it, for standard output; `is_possible` must hold. What to write is returned.
+    """The table, and the lines above it, for standard output; `is_possible` must hold. Methods return the text to write.
 
     Args:
         tasks: The tasks.
@@ -102,7 +102,7 @@ class LiveTable:
     def refresh(
         self, lines: Sequence[bytes], running: Collection[TaskSpec], restarting: Collection[TaskSpec], ending: bool
     ) -> bytes:
-        """Returns what shows the lines that have come since, and what the tasks do.
+        """Returns the text that shows new lines and the state of the tasks.
 
         Args:
             lines: The lines.
@@ -141,7 +141,7 @@ class LiveTable:
         return shown
 
     def stop(self, lines: Sequence[bytes]) -> bytes:
-        """Returns what shows the last lines, removes the table and shows the cursor."""
+        """Returns the text that shows the last lines, removes the table and shows the cursor."""
         self._print(lines)
         self._live.stop()
         return self._screen.take()

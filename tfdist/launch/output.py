@@ -68,7 +68,7 @@ class LauncherOutput:
             self._table = live_table.LiveTable(tasks, servers, folder)
 
     def refresh(self, running: Collection[TaskSpec], restarting: Collection[TaskSpec], ending: bool) -> None:
-        """Shows what has come since, and what tasks do. Arguments as for `LiveTable`."""
+        """Shows new lines and the state of the tasks. Arguments as for `LiveTable`."""
         if not self._writer.is_idle:
             return
         if self._table:
@@ -77,7 +77,7 @@ class LauncherOutput:
             self._flush()
 
     def close(self, signals: Callable[[], int]) -> None:
-        """Removes the table, and writes what is left; call it whatever happens, or the cursor stays hidden.
+        """Removes the table and writes the remaining lines. Always call it, or the cursor stays hidden.
 
         Args:
             signals: Returns how many signals have come. After one, the wait for the reader is short; another one ends it.
@@ -99,7 +99,7 @@ class LauncherOutput:
             waited, still = waited + _TURN, still + _TURN
 
     def drain(self, task: TaskProcess) -> None:
-        """Prints what a task that has ended has still written."""
+        """Prints the last output of a task that has ended."""
         deadline, last = time.monotonic() + _DRAIN_SECONDS, False
         while task.open and not last:
             # All that it has written fits in its pipe: it is read once, however late this process comes to that.
@@ -156,7 +156,7 @@ class LauncherOutput:
             self.release(task)
 
     def attempt(self, path: str | os.PathLike[str], action: Callable[..., object], *arguments: object) -> bool:
-        """Calls what writes in a folder; where that fails, says so once, and returns False: it is no reason to end the tasks."""
+        """Calls a function that writes files; after an error it warns once and returns False, as tasks need not end for it."""
         try:
             action(*arguments)
         except OSError as e:

@@ -140,7 +140,7 @@ class TaskProcess:
         return True
 
     def close(self) -> None:
-        """Kills what is left of the task, and closes its files."""
+        """Kills the remaining processes of the task and closes its files."""
         if not self.over:  # else its number may be another's by now
             self.signal(signal.SIGKILL)
         self.process.wait()
@@ -153,7 +153,7 @@ def task_environ(environ: Mapping[str, str], cluster: ClusterSpec, task: TaskSpe
     """Returns the environment of a task.
 
     Args:
-        environ: What it inherits.
+        environ: The environment that it inherits.
         cluster: The cluster.
         task: The task.
         folder: Where it writes its progress.
@@ -204,7 +204,7 @@ class Failure:
             )
         if self.exit_code >= 0:
             return ""
-        again = "No backup was made" if saved == 0 else "Run the command again to go on from "
+        again = "No backup was made" if saved == 0 else "Run the command again to continue from "
         again += "" if saved == 0 else "the chief's last backup, if there is one" if saved is None else f"step {saved}"
         return f". {again}; max_restarts starts the tasks again by itself, from the last backup"
 
@@ -251,7 +251,7 @@ def to_plain(line: bytes) -> bytes:
 
 
 def warning_text(line: bytes) -> bytes | None:
-    """Returns what repetitions of a warning have in common, without its time; None if the line is no warning.
+    """Returns the text of a warning without its time, which is equal for repetitions; None for other lines.
 
     Warnings are Python's, those that `logging` and absl print in their default forms, and those of TensorFlow's C++ log.
     """

@@ -1,4 +1,4 @@
-"""Reports what compression saves: the planned bytes of a step, the time of an exchange, and warnings where it has no effect."""
+"""Reports the effect of compression: the planned bytes of a step, the time of an exchange, and warnings where it has no effect."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def planned_bytes(model: keras.Model, compression: Compressor | None, replicas: 
 
     Args:
         model: The model; an embedding's gradient has as many rows as a batch has words.
-        compression: What compresses, or None.
+        compression: The compressor, or None.
         replicas: The number of ranks.
     """
     variables = model.trainable_variables

@@ -53,8 +53,8 @@ def description(tag: str) -> str:
 class Run:
     """Writes summaries to one folder, of which it is the only writer. Its file is made by the first of them.
 
-    A file may be cut, and another one begun, while TensorBoard reads: it takes what is in the files that it has not read, and
-    a step that is written again replaces what it had from there on.
+    A file may be cut, and another one begun, while TensorBoard reads: it reads the files that it has not read yet, and
+    a step that is written again replaces its curves from there on.
 
     Args:
         folder: A path for `tf.io.gfile`.
@@ -124,13 +124,13 @@ class Run:
             self._writer.write(event.SerializeToString())
 
     def flush(self) -> None:
-        """Makes what was written readable."""
+        """Makes written values readable."""
         self._flushed = time.time()
         if self._writer:
             self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file; what is written later goes to another one."""
+        """Ends the file; later values go to another one."""
         writer, self._writer = self._writer, None
         self._described.clear()
         if writer:
@@ -142,7 +142,7 @@ class Run:
         return {name: tf.io.gfile.stat(self._path(name)).length for name in self._names()}
 
     def cut(self, sizes: Mapping[str, int]) -> None:
-        """Removes what was written since `sizes` were taken, by a process that has ended."""
+        """Removes everything that a process which has ended wrote since `sizes` were taken."""
         self.close()
         for name in self._names():
             path = self._path(name)

@@ -49,11 +49,11 @@ class Goodput(keras.callbacks.Callback):
         goodput.set_ledger(self._ledger)
 
     def state_dict(self) -> dict[str, float]:
-        """Returns what a backup keeps."""
+        """Returns the state for a backup."""
         return {"steps": self._ledger.now()["steps"]}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores the state from `state_dict`."""
         self._saved_steps = state["steps"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -87,7 +87,7 @@ class Goodput(keras.callbacks.Callback):
         self._ledger.switch(part if function in self._compiled else "compilation")
 
     def _go_on(self) -> None:
-        """At the first epoch of this process: counts on from the process before it, if this one goes on from there."""
+        """At the first epoch of this process: counts on from the process before it, if this one continues from there."""
         if self._path is None:
             return
         path, self._path = self._path, None

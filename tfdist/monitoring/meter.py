@@ -135,7 +135,7 @@ class WireMeter(Meter):
 
 
 class CompressionMeter(Meter):
-    """Reads the compression ratio of the gradients, and the norm of what compression has left for later steps.
+    """Reads the compression ratio of the gradients, and the norm of the residual.
 
     The norm is that of the residuals that this process feeds back, over all its replicas. Without a compressor there are no
     values.

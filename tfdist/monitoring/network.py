@@ -20,7 +20,7 @@ _FIRST, _EVERY = 16, 10
 
 
 class WireBytes(keras.callbacks.Callback):
-    """Measures what a rank sends for a training step, by the counters of this host's network interfaces (Linux).
+    """Measures the bytes that a rank sends for a training step, by the counters of this host's network interfaces (Linux).
 
     They count all programs of the host, so a busy network shows here. Of several ranks on this host each is given the
     same part.

@@ -70,7 +70,7 @@ def _table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that decide what is computed."""
+    """Returns the versions on which results depend."""
     return {
         "tfdist": __version__,
         "tensorflow": tf.__version__,

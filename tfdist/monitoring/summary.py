@@ -1,4 +1,4 @@
-"""The summary of a run, `summary.json`: what was trained, on what, how well and how fast."""
+"""The summary of a run, `summary.json`: configuration, cluster, metrics and speed."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def summarize(
     """Returns the summary of a training.
 
     Args:
-        config: What was trained.
+        config: The configuration of the run.
         cluster: The cluster, or None without one.
         replicas: The number of replicas.
-        history: What `fit` returned.
+        history: The result of `fit`.
         throughput: The callback that has counted the steps.
         wire_bytes: The bytes per step, from `wire_bytes_per_step`.
-        server_report: What is reported of parameter servers.
+        server_report: Counters of parameter servers.
         started: The `time.perf_counter()` of the start.
         goodput: Where the wall time of the whole run went, from `Goodput.report`.
-        transport: By what gradients travel between workers, and why; None where they do not.
+        transport: The transport between workers and its reason; None without several workers.
     """
     return {
         "task": config.task,
@@ -79,7 +79,7 @@ def wire_bytes_per_step(
 
     Args:
         model: The model.
-        compressor: What compresses its gradients, or None.
+        compressor: The compressor of its gradients, or None.
         replicas: The number of ranks.
         wire: The callback that has counted the bytes, or None where ranks do not exchange gradients.
     """
@@ -108,7 +108,7 @@ def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
 
     Args:
         path: The file; its folder is made.
-        value: What to write. Values that JSON does not know are written as strings.
+        value: The value to write. Types that JSON does not have are written as strings.
 
     Raises:
         WriteError: It cannot be written.
@@ -119,6 +119,6 @@ def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
         write_file(path, text.encode())
     except OSError as e:
         raise WriteError(
-            f"cannot write {path}: {write_error_reason(e)}. What was there before is unchanged. Free the disk, and run the same command again, "
-            "which goes on from its backup."
+            f"cannot write {path}: {write_error_reason(e)}. The old file is unchanged. Free the disk, and run the same command again, "
+            "which continues from its backup."
         ) from e

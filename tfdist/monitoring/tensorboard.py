@@ -42,22 +42,22 @@ class TensorBoard(keras.callbacks.Callback):
     `epoch_learning_rate` by epoch, and by step `batch_*`, `batch_learning_rate`, `perf/examples_per_second` and
     `perf/step_ms` (the median since the last one; the first execution of each process, which compiles, is left out).
     `validation` has `epoch_*`, and `evaluation_*_vs_iterations` by the optimizer's iterations. Each other worker writes
-    `perf/*` to a run named after its task, such as `worker-1`. Every task also writes by step what it can measure of `comm/*`,
+    `perf/*` to a run named after its task, such as `worker-1`. Every task also writes by step the values that it can measure of `comm/*`,
     `ps/*`, `faults/*` and `system/*`; the table in docs/configuration.md has each tag's meaning, and when it is absent.
 
     Beside the curves, `train` has texts (cluster, strategy, versions), and a first page for the tab "Custom Scalars". With
     `hparams`, a run of that name has them for the tab "HParams", and `final/*`, the last epoch's logs.
 
-    A training that is resumed from a `BackupAndRestore` goes on in the same curves: what was written after the backup is
+    A training that is resumed from a `BackupAndRestore` continues the same curves: values written after the backup are
     removed. One that begins with epoch 0 sets the curves aside that an earlier one left in `log_dir`: TensorBoard no longer
     shows them. A folder that cannot be written to costs one warning and the curves, not the training.
 
     Args:
         log_dir: The folder, a path for `tf.io.gfile`; of this training alone, and the same on all workers.
         update_freq: A number of steps: after each so many the values by step are written; "batch" means 1, and "epoch" that none are.
-        global_batch_size: Examples per step over all replicas. None means what `fit` of a model of the Trainer knows
+        global_batch_size: Examples per step over all replicas. None means the batch size of a Trainer's `fit`
             of its data; where it is unknown, `perf/examples_per_second` is not written.
-        hparams: What was chosen for this training, names to values; a group of them is a dict within it.
+        hparams: Hyperparameters, names to values; a group of them is a nested dict.
         profile_steps: The steps to profile on each worker, first and last as "20:25", or one; those of the whole training, which
             go on after a resume. The profile is in `plugins/profile` of the worker's run.
         gradient_norm: Whether to write `train/gradient_norm` by step. Each step then computes it.
@@ -66,7 +66,7 @@ class TensorBoard(keras.callbacks.Callback):
     Attributes:
         log_dir: The folder.
         global_batch_size: Examples per step, or None.
-        fit_batch_size: What `fit` knows of it.
+        fit_batch_size: The global batch size of the current `fit`.
 
     Example:
         >>> import tempfile
@@ -138,7 +138,7 @@ class TensorBoard(keras.callbacks.Callback):
             meter.begin(model, self._is_chief)
 
     def _try(self, action: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Calls what writes files; after the first failure it calls nothing."""
+        """Calls a function that writes files; after the first error it calls none."""
         if not self._works:
             return None
         try:
@@ -156,15 +156,15 @@ class TensorBoard(keras.callbacks.Callback):
         self._try(self._runs[run].write, {tag: float(value) for tag, value in values.items() if is_number(value)}, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a backup keeps: the steps done, and how far the files were written."""
+        """Returns the state for a backup: the steps done, and the sizes of the files."""
         sizes = self._try(lambda: {name: run.sizes() for name, run in self._runs.items()})
         return {"throughput": self._throughput.state_dict(), "sizes": sizes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned; everything written since is removed before the next write."""
+        """Restores the state from `state_dict`; everything written since is removed before the next write."""
         self._throughput.load_state_dict(state["throughput"])
         self._goes_on = True
-        # Not yet: if this training was at its end, a later one of the program has written, and may go on from its own backup.
+        # Not yet: if this training was at its end, a later one of the program has written, and may continue from its own backup.
         self._sizes = state["sizes"] or {}
 
     def _cut(self) -> None:
@@ -196,7 +196,7 @@ class TensorBoard(keras.callbacks.Callback):
             self._describe()
 
     def _describe(self) -> None:
-        """Writes what stands beside the curves, once: a backup holds the size of the files with it."""
+        """Writes the texts and charts beside the curves, once: a backup holds the files' sizes with them."""
         compresses = any(get_compressor(each) for each in optimizer_search.optimizers(self.model))
         for summary in (
             side_summaries.environment_texts(self._strategy),
@@ -286,7 +286,7 @@ class TensorBoard(keras.callbacks.Callback):
             self._try(run.flush)
 
     def _measured(self) -> dict[str, Any]:
-        """Returns what was measured since the last call."""
+        """Returns the measurements since the last call."""
         measured = self._throughput
         measured.global_batch_size = self.global_batch_size or self.fit_batch_size or 0
         values = {

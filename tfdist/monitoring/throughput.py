@@ -53,11 +53,11 @@ class Throughput(keras.callbacks.Callback):
         self._epoch_steps = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what a backup keeps; times are this run's own."""
+        """Returns the state for a backup; times are this run's own."""
         return {"steps": self.steps, "epoch_steps": self._epoch_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores the state from `state_dict`."""
         self.steps, self._epoch_steps = state["steps"], state["epoch_steps"]
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:

@@ -52,7 +52,7 @@ def without_optionals(data: Structure) -> Structure:
 
 
 def is_splittable(spec: Spec) -> bool:
-    """Whether elements of a dataset are batches of rows that can be taken apart."""
+    """Returns whether elements of a dataset are batches of rows that can be taken apart."""
     specs = tf.nest.flatten(spec)
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
     return bool(specs) and all(isinstance(each, kinds) and each.shape.rank for each in specs)
@@ -126,7 +126,7 @@ def count_examples(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Te
 
 
 def is_over(batch: Structure, strategy: tf.distribute.Strategy) -> bool:
-    """Whether no replica has an example of a batch of a distributed iterator: the data of all workers have ended.
+    """Returns whether no replica has an example of a batch of a distributed iterator: the data of all workers have ended.
 
     A collective, as `count_examples`.
     """
@@ -134,7 +134,7 @@ def is_over(batch: Structure, strategy: tf.distribute.Strategy) -> bool:
 
 
 def is_own(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> bool:
-    """Whether a batch was made of what each worker has of its own, so that none knows the others' rows."""
+    """Returns whether a batch was made of what each worker has of its own, so that none knows the others' rows."""
     return bool(strategy.experimental_local_results(dealt.counts)[0].shape[1] == 2)
 
 

@@ -81,7 +81,7 @@ def _guarded(strategy: tf.distribute.Strategy, weight: keras.Variable, own: Func
 
 
 def _depends_on_data(values: Iterable[object]) -> bool:
-    """Whether one of the values comes from an argument of a traced function, from an iterator, or from anything else stateful.
+    """Returns whether one of the values comes from an argument of a traced function, from an iterator, or from anything else stateful.
 
     What comes from the whole batch is the same on all replicas, and does not count.
     """

@@ -1,4 +1,4 @@
-"""How this process gives memory back to the system. No TensorFlow here.
+"""The policy by which this process returns memory to the system. No TensorFlow here.
 
 By default glibc returns each large block as soon as it is freed. A training step frees and takes the same blocks again and again,
 tens of megabytes each, and the system fills each page with zeros anew. So large blocks are kept here.
@@ -14,7 +14,7 @@ _LARGE, _OLD = 2**30, 2**25  # bytes; glibc before 2.35 takes no more than the l
 
 
 def configure_malloc() -> bool:
-    """Has glibc keep what is freed, in as many arenas as there are cores: in other threads' arenas it keeps no large blocks.
+    """Makes glibc keep freed large blocks, and limits arenas to the number of cores: only the main arena can keep them.
 
     Returns:
         Whether it does. It does not where the user has chosen (`MALLOC_...`, `GLIBC_TUNABLES`, or another allocator by

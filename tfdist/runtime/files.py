@@ -1,6 +1,6 @@
 """Reads users' files and writes the package's own; no link, FIFO or device there is followed or waited for. No TensorFlow here.
 
-What others read is made under another name and renamed (`replacing`); what is written in place is opened by `open_own`.
+A file that others read is made under another name and renamed (`replacing`); a file written in place is opened by `open_own`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _REASON_LENGTH = 120
 
 
 def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
-    """Returns what a file holds; links to files are followed, as mounted tokens and configurations are such links.
+    """Returns the content of a file; links to files are followed, as mounted tokens and configurations are such links.
 
     Args:
-        path: The file, or what a shell passes as one, for whose end it waits 60 s.
+        path: The file, or a pipe that a shell passes as one, for whose end it waits 60 s.
         most: The largest size, in bytes.
 
     Raises:
@@ -62,7 +62,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
         The descriptor to write to.
 
     Raises:
-        OSError: It cannot be made; what was there is unchanged.
+        OSError: It cannot be made; the old file is unchanged.
     """
     partial = f"{os.fspath(path)}.partial"
     with contextlib.suppress(FileNotFoundError):  # of a process that was killed, or planted
@@ -83,7 +83,7 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file so that a reader sees the old content or the new one.
 
     Raises:
-        OSError: It cannot be written; what was there is unchanged.
+        OSError: It cannot be written; the old file is unchanged.
     """
     with replacing(path) as descriptor, open(descriptor, "wb", closefd=False) as file:
         file.write(content)
@@ -138,7 +138,7 @@ def _irregular(path: str | os.PathLike[str], found: str, remedy: str = "") -> OS
 
 
 class WriteError(OSError):
-    """A file could not be written; what was there before is unchanged."""
+    """A file could not be written; the old one is unchanged."""
 
 
 def write_error_reason(error: BaseException) -> str:

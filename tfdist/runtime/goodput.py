@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes: each moment of a process belongs to one part. No TensorFlow here.
+"""The wall time of a run by part: each moment of a process belongs to one part. No TensorFlow here.
 
 A process keeps its seconds by part in a file, so that they outlive it: the next process continues the count.
 """
@@ -25,7 +25,7 @@ _KEEP_SECONDS = 0.1  # between two writes of one part; a write for each step wou
 
 
 class Record(NamedTuple):
-    """What a ledger's file holds.
+    """The content of a ledger's file.
 
     Attributes:
         until: The time, by `time.time()`, to which it has been counted.
@@ -91,7 +91,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Counts what is inside as `part`; from another thread than this ledger's, nothing."""
+        """Attributes the time inside to `part`; has no effect in other threads."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -119,7 +119,7 @@ class Ledger:
         """Counts on from another process's record.
 
         Args:
-            before: What that process has left.
+            before: The record of the earlier process.
             saved_steps: The seconds of steps, of those recorded, that need not be repeated.
             gap: Whether the time between the two processes is a restart's; else it does not count.
         """
@@ -139,7 +139,7 @@ class Ledger:
 
 
 def read(path: str | os.PathLike[str]) -> Record | None:
-    """Returns what a ledger's file holds, or None without a whole one."""
+    """Returns the content of a ledger's file, or None if it is missing or damaged."""
     try:
         until, *seconds = _FORM.unpack(read_file(path))
     except (OSError, struct.error):
@@ -162,5 +162,5 @@ def current() -> Ledger | None:
 
 
 def during(part: str) -> contextlib.AbstractContextManager[None]:
-    """Counts what is inside as `part` of the process's ledger; without one, nothing."""
+    """Attributes the time inside to `part` of the process's ledger, if it has one."""
     return contextlib.nullcontext() if _ledger is None else _ledger.during(part)

@@ -1,7 +1,7 @@
 """Removes the backups of finished training runs late: once all tasks of a supervised run have ended well. No TensorFlow here.
 
 Saving a model removes the backups of its training. Under a supervisor the task only notes the folder then: a restart of the tasks finds the
-backups, and does not train again what has finished. The supervisor removes the backups when its run has succeeded. A run that trains several
+backups, and does not repeat finished training. The supervisor removes the backups when its run has succeeded. A run that trains several
 models in one folder, one after the other, removes them at once: after a restart the first training would resume the last one's backups.
 """
 
@@ -134,7 +134,7 @@ def _with(note: pathlib.Path, suffix: str) -> pathlib.Path:
 
 
 def _read(note: pathlib.Path) -> tuple[str, list[str]]:
-    """Returns what a note holds; an empty path if it was not written whole."""
+    """Returns the content of a note; an empty path if it is incomplete."""
     try:
         folder, names = json.loads(read_file(note))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Lends the interpreter's lock to other threads while TensorFlow waits for other tasks with the lock held.
 
 Some of TensorFlow's bindings keep the lock until all tasks answer. No other thread of Python runs meanwhile: none can name the
-task that is missing, shut down a connection, or end the process upon a signal. What still runs is a signal's handler, in the waiting
+task that is missing, shut down a connection, or end the process upon a signal. Only a signal's handler still runs, in the waiting
 thread itself. So a small process, this file run as a program, watches the threads that are in such a call. As long as one
 sleeps, it sends the thread a signal every tenth of a second, and the handler releases the lock for half of that time.
 
@@ -45,7 +45,7 @@ class LockLender:
         self._stop = contextlib.ExitStack()
 
     def start(self) -> LockLender:
-        """Starts the process and replaces the functions; does nothing on systems without what this takes."""
+        """Starts the process and replaces the functions; does nothing on systems that lack the means."""
         if sys.platform != "linux" or os.uname().machine not in _TGKILL or not sys.executable:
             return self
         import subprocess

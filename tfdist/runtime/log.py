@@ -1,6 +1,6 @@
-"""Lines for the user, by Python's logging: the logger "tfdist", and what prints its records. No TensorFlow here.
+"""Lines for the user, by Python's logging: the logger "tfdist" and its handler. No TensorFlow here.
 
-Levels: info for progress, warning for what hints at a fault, error for what ends the process.
+Levels: info for progress, warning for a possible problem, error for a reason to end the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _is_command = False
 
 
 def print_always() -> None:
-    """Has lines printed whatever handlers the root logger has; for commands."""
+    """Prints lines even if the root logger has handlers; for commands."""
     global _is_command
     _is_command, logger.propagate = True, False
 
@@ -47,7 +47,7 @@ def _print(record: logging.LogRecord) -> bool:
 
 
 def _is_default(handler: logging.Handler, record: logging.LogRecord) -> bool:
-    """Whether a handler of the root logger is that of `basicConfig()` without arguments, which absl, and so Keras, calls itself."""
+    """Returns whether a handler of the root logger is that of `basicConfig()` without arguments, which absl, and so Keras, calls itself."""
     return (
         type(handler) is logging.StreamHandler
         and handler.stream in (sys.stderr, sys.__stderr__)

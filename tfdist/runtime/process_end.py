@@ -234,7 +234,7 @@ def limit_interrupts() -> None:
 
 
 def interrupt_message() -> str:
-    """Returns what a command prints after Ctrl-C, with what is kept of a training."""
+    """Returns the message after Ctrl-C, with the step from which training can continue."""
     return INTERRUPTED + progress.how_to_continue_mine()
 
 
@@ -294,7 +294,7 @@ def _action() -> int | None:
 
 
 def _set_action(address: int | None) -> int | None:
-    """Sets what `_action` returns, and returns what it was."""
+    """Sets the C function that `_action` returns, and returns the one before."""
     put = ctypes.pythonapi.PyOS_setsig
     put.argtypes, put.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     before: int | None = put(signal.SIGTERM, address)

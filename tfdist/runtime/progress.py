@@ -43,7 +43,7 @@ _mine: Steps | None = None  # of this process, as last told
 
 
 class Steps(NamedTuple):
-    """How far a task is.
+    """The progress of a task.
 
     Attributes:
         done: Training steps done.
@@ -82,7 +82,7 @@ class Progress:
         metrics: Mapping[str, Any] | None = None,
         **changed: int,
     ) -> None:
-        """Tells what has changed, by the names of `Steps`; cheap enough for every step.
+        """Publishes changed values, by the names of `Steps`; cheap enough for every step.
 
         Args:
             done: As of `Steps`; fewer than before begin another training.
@@ -296,7 +296,7 @@ def is_backed_up(folder: str | os.PathLike[str]) -> bool:
 
 
 def how_to_continue(saved: int | None) -> str:
-    """Returns what to do once a training has been ended; `saved` is the last backup's step, 0 without one, or None if it is not known."""
+    """Returns the advice after training was ended; `saved` is the last backup's step, 0 without one, or None if it is not known."""
     if saved is None:
         return "Run the same command again to continue from the chief's last backup, if there is one"
     if saved:
@@ -370,7 +370,7 @@ def _write_numbers(folder: str | os.PathLike[str], name: str, *numbers: int) -> 
 
 @contextlib.contextmanager
 def _warning_once() -> Iterator[None]:
-    """Warns in the place of an error of a file, once in this process: the training is worth more than what is told of it."""
+    """Warns of a file's error once in this process instead of raising it: progress reports must not end training."""
     global _has_warned
     try:
         yield

@@ -56,7 +56,7 @@ def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterato
 
 
 def user_folder() -> str | None:
-    """Returns a folder for what this user's processes on this host share, such as locks; None where there is none.
+    """Returns a folder for files that this user's processes on this host share, such as locks; None if there is none.
 
     It is for the user alone. One of that name that somebody else has made, or can write to, is not used.
     """
@@ -87,7 +87,7 @@ def warn_once(path: str, error: BaseException) -> None:
 
 
 def _make(otherwise: str | os.PathLike[str] | None) -> tuple[str, int]:
-    """Returns a new folder, and what holds its lock."""
+    """Returns a new folder and the open file that locks it."""
     try:
         parent = progress.task_files() or tempfile.gettempdir()
         prefix = f"tfdist-{re.sub(r'[^A-Za-z0-9_.]', '_', socket.gethostname())}-"

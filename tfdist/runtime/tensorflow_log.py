@@ -63,7 +63,7 @@ def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
 
 @contextlib.contextmanager
 def filtered() -> Iterator[None]:
-    """Removes TensorFlow's log lines that report no error from what its import, inside, writes to stderr.
+    """Removes log lines of TensorFlow's import, inside, that report no error from stderr.
 
     It does nothing after the user has set the level, in a process that has loaded TensorFlow, or without a stderr.
     """

@@ -23,7 +23,7 @@ def metric_variables(model: keras.Model) -> list[tf.Variable]:
 
 
 def has_seen_whole_batch(metric: keras.metrics.Metric) -> bool:
-    """Whether the step that is being traced has updated a metric with the whole batch (`step.metrics`), on all replicas."""
+    """Returns whether the step that is being traced has updated a metric with the whole batch (`step.metrics`), on all replicas."""
     return getattr(metric.update_state, "has_seen_whole_batch", False)
 
 

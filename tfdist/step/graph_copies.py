@@ -85,7 +85,7 @@ def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: 
 
 
 def depends_only_on(given: Callable[[tf.Tensor], bool], values: Structure) -> bool:
-    """Whether `values`, tensors in any structure, are computed from constants and those tensors of their graph alone for which `given` holds."""
+    """Returns whether `values`, tensors in any structure, are computed from constants and those tensors of their graph alone for which `given` holds."""
     pending, seen, met = list(tf.nest.flatten(values)), set(), False
     while pending:
         each = pending.pop()
@@ -111,7 +111,7 @@ def _calls_functions(op: tf.Operation) -> bool:
 
 
 def depends_on(given: Structure, value: tf.Tensor) -> bool:
-    """Whether a tensor is computed from one of the tensors in `given`; True outside of a graph, where it is unknown."""
+    """Returns whether a tensor is computed from one of the tensors in `given`; True outside of a graph, where it is unknown."""
     if isinstance(value, EagerTensor):
         return True
     wanted = {id(each) for each in tf.nest.flatten(given, expand_composites=True)}
@@ -127,7 +127,7 @@ def depends_on(given: Structure, value: tf.Tensor) -> bool:
 
 
 def adds_to(start: tf.Tensor, value: tf.Tensor, state: Sequence[tf.Tensor]) -> bool:
-    """Whether `value`, which a variable holds now, is `start`, which it held, plus or minus what does not depend on it.
+    """Returns whether `value`, which a variable holds now, is `start`, which it held, plus or minus what does not depend on it.
 
     The addends must not depend on `state`, what all variables held, `start` among them. All are tensors of one graph.
     """

@@ -77,7 +77,7 @@ def _by_keras_step(model: keras.Model, step: str, unbuilt: set[int]) -> bool:
 
 
 def _calls_keras_step(kind: type[keras.Model], step: str) -> bool:
-    """Whether each of a class's own methods of that name calls the one that it overrides, and none names the optimizer."""
+    """Returns whether each of a class's own methods of that name calls the one that it overrides, and none names the optimizer."""
     for each in kind.__mro__[: kind.__mro__.index(keras.Model)]:
         if (method := vars(each).get(step)) is None:
             continue

@@ -36,7 +36,7 @@ def total(value: Structure) -> Structure:
 
 
 def is_total(value: Structure) -> bool:
-    """Whether `total` has returned a value."""
+    """Returns whether `total` has returned a value."""
     return getattr(value, _TOTAL, False)
 
 

@@ -167,7 +167,7 @@ def _gather_obstacle(step: StepContext) -> str | None:
     """Returns why replicas cannot gather anything in a step; None if they can."""
     strategy = tf.distribute.get_strategy()
     if not traits_of(strategy).gathers:
-        return f"strategy {strategy.kind} gathers nothing amid a step"
+        return f"strategy {strategy.kind} gathers nothing during a step"
     if tf.executing_eagerly() and num_replicas(strategy) > (local := len(strategy.extended.worker_devices)) > 1:
         return f"with run_eagerly=True {local} devices of a worker would wait for each other; use run_eagerly=False"
     if step.is_compiled:

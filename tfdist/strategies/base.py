@@ -1,6 +1,6 @@
-"""What every strategy here adds to TensorFlow's own, so that stock Keras 3 is right under it.
+"""Base classes of the strategies: additions to TensorFlow's own under which stock Keras 3 computes correct results.
 
-The classes are thin, and `isinstance` holds, which Keras relies on. What stock Keras 3 gets wrong is cured in two places,
+The classes are thin, and `isinstance` holds, which Keras relies on. Errors of stock Keras 3 are corrected in two places,
 `reduce` and the creation of variables in `scope()`; no module is patched. See `KerasStrategy` for the list.
 """
 
@@ -29,7 +29,7 @@ _KEYS = 100_000  # of the collectives of one strategy
 
 
 class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
-    """What every strategy here adds to TensorFlow's own, so that stock `model.fit` is right under it.
+    """Base class of the strategies, under which stock `model.fit` computes correct results.
 
     - `reduce` takes the structures and the scalars with `axis=0` that Keras 3 gives it (keras#20585).
     - Non-trainable floating-point model variables (BatchNorm's moving statistics) average over the replicas.
@@ -75,13 +75,13 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         """Lets this replica's step compute its loss as if there were no other.
 
         Keras divides a loss by the number of replicas, but only if it reduces the loss itself: not where a function
-        returns one number, nor in a `train_step` that has a loss of its own. The caller divides, whatever the loss.
+        returns one number, nor in a `train_step` with a custom loss. The caller divides, for any loss.
         """
         with self._seen_as(True):
             yield
 
     def as_it_is(self) -> contextlib.AbstractContextManager[None]:
-        """Ends `as_one_replica` for what is inside, such as a variable that a step creates."""
+        """Suspends `as_one_replica` inside, such as for a variable that a step creates."""
         return self._seen_as(False)
 
     @contextlib.contextmanager
@@ -121,7 +121,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         return [int(number) for number in self.experimental_local_results(numbers)]
 
     def scope(self) -> Any:
-        """Returns TensorFlow's scope, with the creator that gives Keras' variables what they need."""
+        """Returns TensorFlow's scope, with a creator that configures Keras' variables."""
         # Keras enters the scope again inside fit: one creator is enough.
         return super().scope() if tf.distribute.get_strategy() is self else self._creating_scope()
 
@@ -176,7 +176,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         return variable
 
     def decorrelate_random_numbers(self) -> None:
-        """Lets what this replica's step draws next differ from what the others do.
+        """Makes the next random numbers of this replica's step differ from those of the others.
 
         Replicas of one process are traced in turns: one that has waited for another one must call this again.
         """
@@ -213,7 +213,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure, axis: int | None = None) -> Structure:
-        """Reduces over replicas as TensorFlow's own `reduce`, also for what Keras 3 gives it.
+        """Reduces over replicas as TensorFlow's own `reduce`, also for the values that Keras 3 passes.
 
         Args:
             reduce_op: `tf.distribute.ReduceOp` or its name, `"SUM"` or `"MEAN"`.
@@ -244,7 +244,7 @@ class UniqueCollectiveKeys:
 
 
 def _declared_aggregation(kwargs: dict[str, Any]) -> declared_weights.Kind | None:
-    """Returns what a Keras weight that replicas assign says of its aggregation; None for any other variable.
+    """Returns the declared aggregation of a Keras weight that replicas assign; None for other variables.
 
     `tf.Variable(aggregation=...)` stays TensorFlow's, as do an optimizer's variables and means of integers.
     """
@@ -263,7 +263,7 @@ def _declared_aggregation(kwargs: dict[str, Any]) -> declared_weights.Kind | Non
 
 
 def _is_statistic(kwargs: dict[str, Any]) -> bool:
-    """Whether a creator's arguments describe a BatchNorm-like statistic.
+    """Returns whether a creator's arguments describe a BatchNorm-like statistic.
 
     Optimizer slots pass through the same creator; Keras colocates each with its model variable. Of these the
     accumulators of gradients are statistics, too: each replica adds up its own.

@@ -22,7 +22,7 @@ SOURCE = "_tfdist_source"  # an attribute of what users distribute: its `DataSou
 
 
 class DataDistribution(tf.distribute.Strategy):
-    """What a strategy here does with data.
+    """Data distribution of a strategy.
 
     - Whole batches are dealt out in their order, never whole files (which permutes `predict`'s results).
     - For a loop they are dealt out evenly, so that no replica is without an example: as `batch_splitting.SplitBatch`.
@@ -63,7 +63,7 @@ class DataDistribution(tf.distribute.Strategy):
         global batch for each worker.
 
         Args:
-            dataset: The dataset, or what this strategy or TensorFlow has made of one.
+            dataset: The dataset, or a distributed one.
             steps: The number of its batches, or None if unknown.
 
         Raises:
@@ -87,7 +87,7 @@ class DataDistribution(tf.distribute.Strategy):
 
         Args:
             dataset: The dataset.
-            distributed: What is made of it.
+            distributed: The distributed dataset.
             distribute: Distributes a dataset in the same way.
             steps: The number of its batches, or None if unknown.
         """
@@ -100,7 +100,7 @@ class DataDistribution(tf.distribute.Strategy):
         return DataSource(distributed, [dataset], steps, num_replicas(self), open_at)
 
     def _has_peers(self) -> bool:
-        """Whether there are several workers."""
+        """Returns whether there are several workers."""
         return num_replicas(self) > len(self.extended.worker_devices)
 
     def _share(
@@ -131,7 +131,7 @@ class DataDistribution(tf.distribute.Strategy):
         return self._source_from_function(mine, None, deals=True, counts=True)
 
     def _splits_batches(self, dataset: tf.data.Dataset) -> bool:
-        """Whether batches are split here: not where TensorFlow does it evenly, nor where each worker reads its own."""
+        """Returns whether batches are split here: neither TensorFlow splits them evenly, nor does each worker read its own."""
         replicas = num_replicas(self)
         if replicas == 1 or not batch_splitting.is_splittable(dataset.element_spec):
             return False

@@ -22,11 +22,11 @@ from tfdist.strategy import Strategy
 
 
 def make_engine(strategy: Strategy, compressor: Any = None) -> Engine:
-    """Returns what trains under a strategy.
+    """Returns the engine of a strategy.
 
     Args:
         strategy: The strategy.
-        compressor: What sums gradients with fewer bytes, or None.
+        compressor: Compresses gradients, or None.
 
     Raises:
         ConfigError: The strategy's traits name an engine that is not there.
@@ -51,8 +51,8 @@ def create_strategy(
         strategy: `"one_device"`, `"mirrored"`, `"multi_worker_mirrored"`, `"parameter_server"`, `"central_storage"` or
             `"tpu"`, your own factory as `"package.module:function"`, or a `StrategyConfig`.
         cluster: For `multi_worker_mirrored` and `parameter_server`: the cluster and this process's task in it. None
-            means what the environment says (see `cluster.resolvers`), and if it says nothing, for the former, a cluster of this
-            process alone; so does False, whatever the environment says.
+            means the cluster of the environment (see `cluster.resolvers`); without one, for the former, a cluster of this
+            process alone. False ignores the environment.
         start_timeout: Seconds to wait for the other tasks.
         grace_seconds: How long workers and servers that are told to go (SIGTERM) wait for the chief to save.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,

@@ -1,8 +1,8 @@
-"""A model's own `fit`, `evaluate`, `predict` and the like do what its trainer's do; every rank may save it.
+"""Makes a model's own `fit`, `evaluate`, `predict` and siblings call its trainer's; every rank may save it.
 
 Between a model's creation and its training Keras gives a strategy no place at which it learns of the model. So `keras.Model` has
 these methods of ours as soon as there is a strategy of ours. They look at the strategy of the model, and leave all models of
-others to Keras. Beside it tfdist changes one thing outside of its own objects: what writes files (see `saving`).
+others to Keras. Besides, tfdist replaces the functions that write models' files (see `saving`).
 `save` and `export` of a trained model tell its trainer, which removes the backups of the training.
 """
 

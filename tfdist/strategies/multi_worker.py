@@ -178,7 +178,7 @@ def multi_worker_mirrored(
 def _exit_barrier() -> None:
     """Waits a while for the others before this task ends in success.
 
-    A task is through with a collective once it has what it needs of the others. They may still be receiving from it, and fail
+    A task returns from a collective once it has received its data. Its peers may still be reading from it, and fail
     ("Socket closed") where its process ends.
     """
     if not process_end.expected_exit_code():
@@ -215,7 +215,7 @@ def _extend_heartbeat_timeout(cluster: ClusterSpec) -> None:
 def _broadcast_seed(strategy: tf.distribute.Strategy) -> None:
     """Gives every worker the chief's random seed, where the user has set none.
 
-    Each worker takes its share of what it has shuffled itself: unless all shuffle alike, some examples are trained
+    Each worker shuffles for itself and takes its share: unless all shuffle alike, some examples are trained
     on twice in an epoch and others not at all.
     """
     seed = random.SystemRandom().randrange(2**31)

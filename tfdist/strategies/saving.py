@@ -1,4 +1,4 @@
-"""What every rank saves to one path is whole whenever one of them reads it.
+"""Keeps files whole that every rank saves to one path, whenever one of them reads.
 
 It is written beside the path, and complete files replace those that are there. One file may so be replaced by every rank. Of
 several, as a SavedModel and a checkpoint have, one rank's must not be mixed with another's: the rank that comes first writes
@@ -180,8 +180,8 @@ def by_one(
     Args:
         strategy: The strategy whose tasks save.
         path: Where.
-        write: What writes there.
-        objects: Returns what it saves, in which variables are looked for.
+        write: The function that writes there.
+        objects: Returns the saved objects, which are searched for variables.
     """
     if strategy.cluster_task is None:
         return write()
@@ -211,7 +211,7 @@ def by_one(
 
 
 def _wait_for_first(cluster: ClusterSpec, key: str) -> str:
-    """Returns what files the task that came first has left; an empty text if it has ended before, or left none."""
+    """Returns the files that the first task has written; an empty text if it ended before, or wrote none."""
     missed = 0
     with contextlib.suppress(tf.errors.OpError):
         # It is there: only a chief that is busy answers late, and two tasks that write at once would mix their files.
@@ -238,7 +238,7 @@ def _files_at(path: str) -> str:
 
 @contextlib.contextmanager
 def beside(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yields a name beside `path`; what is written under it (a file, a folder, a checkpoint's files) replaces what is at `path`.
+    """Yields a name beside `path`; a file, a folder or a checkpoint written under it replaces the one at `path`.
 
     Each file is replaced in one step, so that a reader finds no half of one, whoever else writes the same.
 
@@ -266,7 +266,7 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def write_error(path: str, error: BaseException) -> WriteError:
-    """Returns the error for what could not be saved."""
+    """Returns the error for a path that could not be saved to."""
     return WriteError(
         f"cannot write {path}: {write_error_reason(error)}. What was there before is unchanged. Free the disk or choose another path, and save again."
     )
@@ -281,7 +281,7 @@ def _beginning_with(prefix: str) -> list[str]:
 
 
 def _put(written: str, path: str) -> None:
-    """Replaces what is at `path`; of a folder file by file, those at its top last, which say that the rest is there.
+    """Replaces the file or folder at `path`; a folder file by file, top-level files last, as they imply the others.
 
     Where no folder is yet, it appears in one step.
     """
@@ -318,7 +318,7 @@ def _is_ours(model: keras.Model, filepath: str | os.PathLike[str]) -> bool:
 
 
 def outside_of_scopes(function: Method, *args: Any, **kwargs: Any) -> Any:
-    """Returns what `function` returns, called where no strategy's scope is open.
+    """Calls `function` outside of any strategy's scope, and returns its result.
 
     To save a model Keras creates a second optimizer. In the scope of several workers its variables would be sent to the
     others, of whom none may be saving.

@@ -36,7 +36,7 @@ def check_versions() -> None:
         )
         received = " and ".join(f"{name} {found[name]}" for name in untested)
         warnings.warn(
-            f"tfdist {__version__} is tested with {ranges}. Found: {received}; what it cures may have moved.",
+            f"tfdist {__version__} is tested with {ranges}. Found: {received}; its corrections of Keras may no longer apply.",
             stacklevel=2,
         )
 
@@ -53,7 +53,7 @@ def already_started_error(what: str) -> ConfigError:
     """Returns the error for a strategy that is made after TensorFlow has started.
 
     Args:
-        what: What cannot be made any more, as the message begins.
+        what: The begin of the message: the object that cannot be made any more.
     """
     package = str(pathlib.Path(__file__).parents[1])
     stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((package, "<"))]

@@ -1,4 +1,4 @@
-"""`Task`: what a user plugs in to be trained by `tfdist train`. No TensorFlow at import.
+"""`Task`: the user's model and data for `tfdist train`. No TensorFlow at import.
 
 A configuration names its task before TensorFlow is loaded, so a task's module imports TensorFlow and Keras inside the
 methods that need them.
@@ -20,7 +20,7 @@ class NoOptions:
 
 
 class Task:
-    """A model, what to compile it with, and its data. Subclass it, and name it `package.module:Class`.
+    """A model, its arguments of `compile`, and its data. Subclass it, and name it `package.module:Class`.
 
     Args:
         options: An instance of the class attribute `Options`.

@@ -39,7 +39,7 @@ class Options:
     label_smoothing: float = 0.0
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the options."""
+        """Yields the errors in the options."""
         if not 1 <= self.filters <= _MOST_FILTERS:
             yield f"task_options.filters must be 1 to {_MOST_FILTERS}. Received: {format_value(self.filters)}."
         for name in ("dropout", "label_smoothing"):

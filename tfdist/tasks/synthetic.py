@@ -35,7 +35,7 @@ class Options:
     examples: int = 4096
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with the options."""
+        """Yields the errors in the options."""
         for field in dataclasses.fields(self):
             least = 0 if field.name == "layers" else 1
             if not least <= (value := getattr(self, field.name)) <= _MOST:

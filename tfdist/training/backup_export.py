@@ -30,7 +30,7 @@ _Key = tuple[str, int]  # a variable's path, and its number among those with thi
 def export(config: TrainConfig, folder: str, path: str, step: int | None = None) -> str:
     """Writes the model of the newest whole backup, or of the one of `step`, as an evaluation at its step would have it. Returns the backup's path.
 
-    The optimizer begins anew. Raises BackupError without a whole backup, and ConfigError for a backup of another configuration.
+    The optimizer starts again. Raises BackupError without a whole backup, and ConfigError for a backup of another configuration.
     """
     storage = Storage(folder, 0, 1)
     point, manifest, weights = _newest(storage, step)

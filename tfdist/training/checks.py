@@ -190,7 +190,7 @@ class _Arrays:
         return [*kinds, *map(array_digest.digest, self._own.values())]
 
     def differ(self, digests: np.ndarray) -> bool:
-        """Whether workers have different arrays, by the digests of each."""
+        """Returns whether workers have different arrays, by the digests of each."""
         return bool(self._unlike(digests).any())
 
     def difference_message(self, ranks: Ranks, digests: np.ndarray) -> str:

@@ -31,7 +31,7 @@ class ExportBest(keras.callbacks.Callback):
 
     Each export is a SavedModel in a folder of its own, `PATH/1`, `PATH/2` and so on: TensorFlow Serving, given `PATH`, loads the
     highest number. It appears there complete, in one step; then the ones before that this class has written are removed.
-    `assets.extra/tfdist.json` in it has the epoch and its metrics. A training that goes on from a backup remembers the best
+    `assets.extra/tfdist.json` in it has the epoch and its metrics. A training that continues from a backup remembers the best
     value. A new training replaces the export of the one before at the end of its first epoch.
 
     Give it to all workers or to the chief alone: the chief writes.

@@ -137,7 +137,7 @@ def from_generator(generator: types.GeneratorType) -> tf.data.Dataset:
 
 
 def is_function(data: Data) -> bool:
-    """Whether data are a function of an input context."""
+    """Returns whether data are a function of an input context."""
     return callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset))
 
 

@@ -366,7 +366,7 @@ def _closing(*parts: Any) -> Iterator[None]:
 
 
 def _is_due(epoch: int, frequency: int | Sequence[int]) -> bool:
-    """Whether there is a validation after an epoch, from 0."""
+    """Returns whether there is a validation after an epoch, from 0."""
     if isinstance(frequency, int):
         return (epoch + 1) % frequency == 0
     if isinstance(frequency, list):

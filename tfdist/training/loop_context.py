@@ -43,7 +43,7 @@ class LoopContext:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes files and shows progress."""
+        """Returns whether this process writes files and shows progress."""
         return self.ranks.is_chief
 
     @property
@@ -53,7 +53,7 @@ class LoopContext:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether a method of the trainer is running."""
+        """Returns whether a method of the trainer is running."""
         return self._depth > 0
 
     def notify_once(self, notice: str) -> None:
@@ -106,7 +106,7 @@ class LoopContext:
     def backing_up(
         self, backup: BackupAndRestore | None, model: keras.Model, data: Data, fit_arguments: dict[str, Any]
     ) -> Iterator[BackupSession | None]:
-        """Backs up the `fit` inside, which goes on from a backup if there is one; its value, for the loop, is None without a backup."""
+        """Backs up the `fit` inside, which continues from a backup if there is one; its value, for the loop, is None without a backup."""
         with progress.training(self.task.name):
             if backup is None:
                 yield None

@@ -28,7 +28,7 @@ from tfdist.step.execution import Execution
 
 _CHECK_EVERY = 1.0  # seconds
 _LOST_AFTER = 60.0  # seconds without an answer, after which a worker counts as lost: before TensorFlow's heartbeats say so in its words
-_REMEDY = "Start all tasks again, to go on from the last backup if there is one."
+_REMEDY = "Start all tasks again, to continue from the last backup if there is one."
 _REASON_PREFIX = "tfdist: "  # how the reason begins for which this process ends the collectives of all
 _RESTARTED = re.compile(
     r"/job:(\w+)/(?:replica:\d+/)?task:(\d+) unexpectedly tried to connect with a different incarnation"
@@ -96,7 +96,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
 
 
 def _has_broken_off(error: tf.errors.OpError) -> bool:
-    """Whether a connection has: TensorFlow's, or one of another transport."""
+    """Returns whether a connection has: TensorFlow's, or one of another transport."""
     of_transport = isinstance(error, tf.errors.UnknownError) and calls.have_failed()
     return of_transport or isinstance(error, tf.errors.UnavailableError)
 

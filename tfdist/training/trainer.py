@@ -52,7 +52,7 @@ class Trainer:
         strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
         cluster: The cluster and this process's task in it; None means what the environment says (see `cluster.resolvers`), False none.
         backup_dir: Where `fit` backs the training up after each epoch, a folder that all tasks share; a run that finds a
-            backup there goes on from it. None means no backups, unless there is a `backup`, or `fit` is given one.
+            backup there continues from it. None means no backups, unless there is a `backup`, or `fit` is given one.
         backup: How to back up, where it is not after each epoch.
         compression: How gradients are compressed on their way to the other replicas: a name of
             `tfdist.config.COMPRESSORS`, a `CompressionConfig`, or a compressor. Under `multi_worker_mirrored` and `mirrored`.
@@ -114,7 +114,7 @@ class Trainer:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes files and shows progress."""
+        """Returns whether this process writes files and shows progress."""
         return self._context.is_chief
 
     @property
@@ -133,7 +133,7 @@ class Trainer:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether `fit` or another method is running, so that what it calls of a model is Keras' own."""
+        """Returns whether `fit` or another method is running, so that what it calls of a model is Keras' own."""
         return self._context.is_at_work
 
     @contextlib.contextmanager

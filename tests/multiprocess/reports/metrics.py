@@ -77,14 +77,14 @@ class Heavy(keras.metrics.Metric):
 
 
 class Several(keras.metrics.Mean):
-    """A mean over batches, of a class that goes on from Keras'."""
+    """A mean over batches, of a class that continues from Keras'."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         super().update_state(dice(y_true, y_pred))
 
 
 class Near(keras.metrics.Metric):
-    """Counts each example by itself, and says so."""
+    """Counts each example by itself, with a message."""
 
     sums_examples = True
 

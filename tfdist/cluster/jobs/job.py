@@ -1,6 +1,6 @@
 """`Job`: the resources and names that a scheduler needs besides the command, and their checks. No TensorFlow here.
 
-Schedulers start again what ends with exit code 75: a training that was told to end (SIGTERM) and has saved.
+Schedulers restart a job that ends with exit code 75: training that received SIGTERM and has saved.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Job:
     notice: int = 120
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong with it."""
+        """Yields the errors in the job."""
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
             yield f"name must be lower-case letters, digits and '-', at most 42. Received: {format_value(self.name)}."
         if not re.fullmatch(r"[1-9][0-9]{0,8}[KMGT]", self.memory):

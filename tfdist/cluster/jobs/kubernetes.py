@@ -19,7 +19,7 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
     """Returns manifests: a headless service, by which the pods find each other, and an Indexed Job.
 
     Args:
-        config: What is trained.
+        config: The configuration of the run.
         workdir: Where results go, and where the volume is mounted.
         arguments: The flags of `tfdist train` that say so.
         job: The rest.

@@ -14,7 +14,7 @@ def script(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[s
     """Returns an sbatch script.
 
     Args:
-        config: What is trained.
+        config: The configuration of the run.
         workdir: Where results go, a folder that all nodes share.
         arguments: The flags of `tfdist train` that say so.
         job: The rest.

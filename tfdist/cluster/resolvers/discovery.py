@@ -2,7 +2,7 @@
 
 A resolver reads the variables of one system that starts processes. They are asked in this order; a variable signals each:
 
-    (hosts)      before all others, what was given: see `cluster/resolvers/hosts.py`
+    (hosts)      explicit hosts, before all others: see `cluster/resolvers/hosts.py`
     tf_config    TF_CONFIG: `tfdist launch`, Kubeflow's TFJob, by hand
     open_mpi     OMPI_COMM_WORLD_SIZE; before Slurm, in whose jobs mpirun may run
     slurm        SLURM_STEP_ID, which srun sets for the tasks of a step
@@ -59,10 +59,10 @@ def resolve(
         ps: How many ranks are parameter servers, where the environment tells ranks and no roles: rank 0 is then the chief, the
             last `ps` ranks are servers, and those between are workers. 0 makes all of them workers.
         timeout: Seconds to wait for the others, where the environment does not tell their addresses.
-        **given: What `hosts.cluster` takes, instead of the environment.
+        **given: The arguments of `hosts.cluster`, instead of the environment.
 
     Raises:
-        ConfigError: With every fault of what the environment describes, or it tells nothing of `source`.
+        ConfigError: The environment describes a faulty cluster (with every error), or says nothing about `source`.
         ClusterError: The other tasks have not given their addresses in time.
     """
     environ = os.environ if environ is None else environ

@@ -17,11 +17,11 @@ PORT = 2222  # where no other is said
 
 
 class Environment:
-    """An environment that remembers what of it was read.
+    """An environment that records which variables were read.
 
     Attributes:
         read: The variables that were read and set.
-        timeout: Seconds to wait for what the environment does not tell.
+        timeout: Seconds to wait for addresses that the environment does not have.
     """
 
     def __init__(self, environ: Mapping[str, str], timeout: float = START_TIMEOUT):
@@ -73,8 +73,8 @@ class ResolvedCluster:
         cluster: The addresses of all tasks.
         task: This process's task.
         source: The resolver's name.
-        variables: What it read, by name.
-        environ: What this process's environment lacks: its share of the GPUs.
+        variables: The variables that it read, by name.
+        environ: Variables that this process's environment lacks: its share of the GPUs.
     """
 
     cluster: ClusterSpec
@@ -84,7 +84,7 @@ class ResolvedCluster:
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def apply(self) -> ClusterTask:
-        """Returns cluster and task, once this process's environment has what it lacked."""
+        """Sets the missing environment variables, and returns the cluster and the task."""
         os.environ.update(self.environ)
         return ClusterTask(self.cluster, self.task)
 

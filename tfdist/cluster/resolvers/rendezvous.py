@@ -39,7 +39,7 @@ def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout:
 
     Args:
         folder: One that all ranks share; each job has a folder of its own in it, which is removed in the end.
-        job: What this job is called, the same on all ranks. Jobs that run at the same time must differ in it.
+        job: The name of this job, equal on all ranks, and unique among jobs that run at the same time.
         rank: This process's, from 0.
         size: How many there are.
         address: This process's.
@@ -169,7 +169,7 @@ class _Meeting:
             ) from e
 
     def _read(self, name: str, is_sound: Callable[[Any], bool], rank: int) -> dict[str, Any] | None:
-        """Returns what a file holds, or None if it is not there, or cannot be read for now."""
+        """Returns the content of a file, or None if it does not exist or cannot be read yet."""
         try:
             if not (text := self._folder.read(name)):
                 return None  # storage of a network may show a file before what it holds

@@ -64,7 +64,7 @@ class SharedFolder:
                 partial.unlink()
 
     def read(self, name: str) -> bytes:
-        """Returns what a file holds.
+        """Returns the content of a file.
 
         Raises:
             OSError: It cannot be read, or is a link, a named pipe or another user's.

@@ -79,7 +79,7 @@ def task_placement(counts: list[int], distribution: str = "", plane_size: str = 
     Args:
         counts: How many tasks each node has.
         distribution: Slurm's: `block`, one node after the other; `cyclic`, a task for each node in turn; `plane`, some at a
-            time. What else follows, as in `block:cyclic`, is about cores.
+            time. Anything after a colon, as in `block:cyclic`, is about cores.
         plane_size: How many at a time.
     """
     kind, _, size = re.split("[:,]", distribution.lower())[0].partition("=")
