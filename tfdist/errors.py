@@ -47,7 +47,7 @@ class _OneLineError(RuntimeError):
 
 
 class ClusterError(_OneLineError):
-    """The cluster, at run time, is not what the configuration promised.
+    """The running cluster is not as configured: a task is missing, lost or different.
 
     Example:
         >>> import tfdist

@@ -23,7 +23,7 @@ class Trains(Protocol):
         """Returns whether a loop of the Trainer runs."""
 
     def call(self, name: str, method: Function, model: keras.Model, args: Sequence[Any], kwargs: Any) -> Any:
-        """Does what `method`, Keras' method of that name, does for `model`, as the Trainer's own does."""
+        """Runs the Trainer's counterpart of Keras' `method` for `model`."""
 
     def on_model_saved(self, model: keras.Model) -> None:
         """Removes the backups of the finished training runs of `model`, whose own method has saved it."""

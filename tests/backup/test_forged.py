@@ -81,11 +81,11 @@ FORGED = {
     "a file elsewhere": (changed("files", **{"../checkpoint": {"bytes": 1}}), r"names '\.\./checkpoint'"),
     "deep": (
         in_place("manifest.json", lambda path: path.write_text("[" * 200_000)),
-        "manifest.json is not what was written",
+        "manifest.json differs from the data written",
     ),
     "no text": (
         in_place("manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00")),
-        "manifest.json is not what was written",
+        "manifest.json differs from the data written",
     ),
     "manifest is a folder": (in_place("manifest.json", lambda path: path.mkdir()), "manifest.json is a folder"),
     "manifest is a FIFO": (in_place("manifest.json", os.mkfifo), "manifest.json is a FIFO"),
@@ -94,9 +94,9 @@ FORGED = {
     "folder is a link": (linked, "step-14 is a symbolic link to "),
     "no variable": (lambda f: change_part(f, SHARED, a=None), "does not hold variable 'a'"),
     "another shape": (lambda f: change_part(f, SHARED, a=np.zeros(3, np.float32)), r"holds 'a' as float32\[3\]"),
-    "no rest": (lambda f: change_part(f, "rank-0", rest=None), "does not hold what callbacks remember"),
+    "no rest": (lambda f: change_part(f, "rank-0", rest=None), "does not hold the state of callbacks"),
     "empty rest": (lambda f: change_part(f, "rank-0", rest=b"{}"), "has no callbacks that a backup could have"),
-    "deep rest": (lambda f: change_part(f, "rank-0", rest=b"[" * 200_000), "is not what was written"),
+    "deep rest": (lambda f: change_part(f, "rank-0", rest=b"[" * 200_000), "differs from the data written"),
     "odd state": (
         lambda f: change_part(f, "rank-0", rest=REST.replace(b"{}", b'{"History-1": 3}')),
         r"has no callbacks\.History-1 that a backup could have",

@@ -60,9 +60,9 @@ def test_all_checksums_are_verified_and_what_is_damaged_is_named(capsys, backups
         (7, "whole"),
     ]
     assert [each["tasks"] for each in found] == [None, None, 2, 2]
-    assert f"{backups}/step-14/rank-1 is not what was written" in found[2]["why"] and not found[3]["why"]
+    assert f"{backups}/step-14/rank-1 differs from the data written" in found[2]["why"] and not found[3]["why"]
     assert before == sorted((path, path.stat().st_mtime_ns) for path in backups.rglob("*")), "nothing was written"
-    assert f"step-14: {backups}/step-14/rank-1 is not what was written" in run(capsys, "show", backups)[1]
+    assert f"step-14: {backups}/step-14/rank-1 differs from the data written" in run(capsys, "show", backups)[1]
 
 
 def test_a_backup_that_is_being_removed_is_not_shown(capsys, backups):
@@ -89,7 +89,7 @@ def test_the_backups_of_a_work_directory_are_found(capsys, backups, tmp_path):
     assert run(capsys, "show", tmp_path)[1].splitlines()[0] == str(elsewhere)
     (tmp_path / "config.json").write_text("{")
     code, _, err = run(capsys, "show", tmp_path)
-    assert code == 2 and f"{tmp_path}/config.json is not what a run writes: JSONDecodeError" in err
+    assert code == 2 and f"{tmp_path}/config.json is not a file of a run: JSONDecodeError" in err
 
 
 def test_faulty_words_are_one_sentence_each(capsys, backups, tmp_path):

@@ -64,9 +64,7 @@ def test_what_cannot_be_saved_is_told_and_the_file_before_stays(trainer, tmp_pat
         with pytest.raises(WriteError) as raised:
             save(model, path)
         told = str(raised.value)
-        assert told.startswith(
-            f"cannot write {path}: No space left on device. What was there before is unchanged. Free"
-        )
+        assert told.startswith(f"cannot write {path}: No space left on device. The old file is unchanged. Free")
         assert path.read_text() == "before" and os.listdir(tmp_path) == [name]
 
 

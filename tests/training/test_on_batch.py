@@ -38,7 +38,7 @@ def test_a_loss_of_ragged_tensors_may_return_a_python_number(mirrored, number):
         model = keras.Sequential([keras.layers.Identity()])
         model.compile("sgd", lambda y, predicted: number)
     ragged = tf.ragged.constant([[1], [2, 3]])
-    with pytest.warns(UserWarning, match="what it compares are no dense tensors"):
+    with pytest.warns(UserWarning, match="its arguments are not dense tensors"):
         history = model.fit(ragged, ragged, verbose=0)
     assert history.history["loss"] == [pytest.approx(number)]
     predicted = model.predict(ragged, verbose=0)

@@ -1,7 +1,7 @@
 """`BackupAndRestore`: an interrupted training run resumes as if it had not been interrupted.
 
 A backup is taken between two steps and written beside the next ones. A run that finds one builds the model as usual and then restores
-all state: variables, each replica's own values, what callbacks remember, the position in the data.
+all state: variables, each replica's own values, the state of callbacks, the position in the data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     """Backs a training up, and lets the next run of the same program continue from there, to the bit.
 
     Give the Trainer a `backup_dir`, or its `fit` this callback (on every rank). Unlike
-    `keras.callbacks.BackupAndRestore` it goes on at the very step, saves what replicas and callbacks have of their own, and
+    `keras.callbacks.BackupAndRestore` it continues at the very step, saves the state of replicas and callbacks, and
     is safe with several workers; the Keras names of its arguments mean the same. A callback of your own is backed up if it has
     `state_dict()`, which returns plain values and arrays, and `load_state_dict(state)`. A run that has come to its end keeps its
     last backup until `Trainer.save`, or the model's own `save` or `export`, has written the model.
@@ -53,7 +53,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Attributes:
         options: The arguments; each is an attribute of the callback, too, which can be read.
-        training_id: On the chief, what its backups call the last training; empty before any.
+        training_id: On the chief, the identifier of the last training run in its backups; empty before any.
 
     Example:
         >>> import tempfile, tfdist
@@ -111,7 +111,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         engine: Engine,
         task: str,
     ) -> Iterator[BackupSession]:
-        """Backs up the `fit` that is called inside; what was interrupted goes on. For the Trainer, whose loop calls the value; a collective.
+        """Backs up the `fit` that is called inside, and resumes an interrupted one. For the Trainer, whose loop calls the value; a collective.
 
         `arguments` are those of `fit` that must be the same in the run that goes on. Raises ConfigError where the folder cannot be used or holds
         backups of another training, and BackupError where none of them is whole, or one cannot be read.
@@ -212,7 +212,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _type_faults(backup_dir: Any, seconds: Mapping[str, Any], switches: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with the types of arguments, and with the folder's name."""
+    """Yields the errors in the types of arguments and in the folder's name."""
     if not isinstance(backup_dir, (str, os.PathLike)) or not isinstance(os.fspath(backup_dir), str):
         yield f"backup_dir must be a text or a path. Received: {format_value(backup_dir)}."
     elif "://" not in os.fspath(backup_dir):

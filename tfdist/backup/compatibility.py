@@ -19,7 +19,7 @@ _NAMED = 5  # differences that a message names
 
 
 def describe_model(model: keras.Model) -> dict[str, Any]:
-    """Returns what makes a model and its optimizers."""
+    """Returns the description of a model and its optimizers."""
     optimizers = [getattr(each, "inner_optimizer", each) for each in optimizer_search.optimizers(model)]
     return {
         "optimizer": {str(number): _config(each) for number, each in enumerate(optimizers)},

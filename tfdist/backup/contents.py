@@ -1,4 +1,4 @@
-"""What a backup must hold: checked before any of it is used, as a file may be forged, or of another version."""
+"""Checks the content of a backup before any of it is used, as a file may be forged, or of another version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FOLDER = re.compile(r"step-(\d+)(-end)?/?")  # some file systems list folders w
 
 
 class SavePoint(NamedTuple):
-    """When in a training a backup was taken; later ones are greater.
+    """The point in training at which a backup was taken; later ones are greater.
 
     Attributes:
         step: The steps done by then.
@@ -68,7 +68,7 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
     except RecursionError:
         is_intact = False
     if not is_intact:
-        raise CorruptBackupError(f"{path} is not what was written")
+        raise CorruptBackupError(f"{path} differs from the data written")
     _check_fields(body, {"files": dict}, path)
     for name, each in body["files"].items():
         if not isinstance(each, dict) or os.path.basename(name) != name:
@@ -106,7 +106,7 @@ def check_tensors(manifest: Mapping[str, Any], shared: Mapping[str, Any], own: M
         if "None" not in str(form) and stored_form != form:
             raise CorruptBackupError(f"{path} holds {name!r} as {stored_form}, and should as {form}")
     if REST not in own:
-        raise CorruptBackupError(f"{path} does not hold what callbacks remember")
+        raise CorruptBackupError(f"{path} does not hold the state of callbacks")
     rest = _json(np.asarray(own[REST]).item(), path)
     _check_fields({"logs": None, **rest}, _REST, path)
     for name, state in rest["callbacks"].items():
@@ -122,9 +122,9 @@ def _json(content: Json, path: str) -> dict[str, Any]:
     try:
         body = json.loads(content)
     except (ValueError, TypeError, RecursionError) as e:
-        raise CorruptBackupError(f"{path} is not what was written: {first_line(e)}") from e
+        raise CorruptBackupError(f"{path} differs from the data written: {first_line(e)}") from e
     if not isinstance(body, dict):
-        raise CorruptBackupError(f"{path} is not what was written")
+        raise CorruptBackupError(f"{path} differs from the data written")
     return body
 
 

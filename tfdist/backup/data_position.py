@@ -54,7 +54,7 @@ class TrainingPasses(Passes):
         self._resumes = False
 
     def resume(self, position: LoopPosition, own: Mapping[str, Any]) -> None:
-        """Makes the next epoch continue from a position; `own` is what this process had of its own there, the state of the data included."""
+        """Makes the next epoch continue from a position; `own` is this process's own state there, the state of the data included."""
         self.position, self._resumes = position, True
         self.state.load(own, goes_on=position.epoch_step > 0)
 
@@ -77,7 +77,7 @@ class TrainingPasses(Passes):
         return new
 
     def progress(self, epochs: int) -> dict[str, Any]:
-        """Returns what `Progress.write` tells of the position."""
+        """Returns the position for `Progress.write`."""
         place, steps = self.position, self.steps
         total = place.step - place.epoch_step + (epochs - place.epoch) * steps if steps else 0
         return {"done": place.step, "epoch": min(place.epoch + 1, epochs), "epochs": epochs, "total": total}

@@ -32,19 +32,19 @@ ERRORS = (OSError, MemoryError, tf.errors.OpError)  # of reading
 
 
 class ReadError(Exception):
-    """Why a backup cannot be used."""
+    """A backup cannot be used."""
 
 
 class CorruptBackupError(ReadError):
-    """Why a backup is not whole: it was read, and is not what was written."""
+    """A backup is damaged: it was read, and differs from the data written."""
 
 
 class UnreadableBackupError(ReadError):
-    """Why a backup cannot be read now: it may be whole."""
+    """A backup cannot be read now; it may be whole."""
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, without what TensorFlow adds to it."""
+    """Returns the first line of an error's message, without TensorFlow's additions."""
     text = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
     return re.sub(r"^\{\{function_node .*?\}\} | \[Op:\w+\]", "", text)
 
@@ -105,7 +105,7 @@ def is_folder(path: str) -> bool:
 
 
 def read(path: str) -> bytes:
-    """Returns what a regular file holds. Raises CorruptBackupError where it is missing, a link, a folder or anything else."""
+    """Returns the content of a regular file. Raises CorruptBackupError if it is missing, or something else, such as a link."""
     if size(path) is None:
         raise CorruptBackupError(f"{path} is missing")
     try:
@@ -138,8 +138,8 @@ def check_owners(folder: str, owners: Collection[int]) -> None:
             raise unreadable(path, e) from e
         if owner not in owners:
             raise ConfigError(
-                f"{path} belongs to user {owner}, and this run is of user {os.geteuid()}: whoever writes a backup decides what the "
-                f"training continues from. If it is yours, change its owner (chown -R {os.geteuid()} {folder}); else remove it."
+                f"{path} belongs to user {owner}, and this run is of user {os.geteuid()}: whoever writes a backup decides how "
+                f"training continues. If it is yours, change its owner (chown -R {os.geteuid()} {folder}); else remove it."
             )
 
 

@@ -25,7 +25,7 @@ class Listed:
         why: Why it is not whole; empty where it is.
         written: When it was completed, in seconds since 1970; None where it was not.
         bytes: The size of its files.
-        manifest: What describes it; empty where that cannot be read.
+        manifest: Its description; empty if it cannot be read.
     """
 
     point: SavePoint
@@ -66,7 +66,7 @@ def read(folder: str) -> list[Listed]:
 
 
 def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:
-    """Returns a backup's manifest, once the files are there that it names, but for what these hold. Raises where it is not whole."""
+    """Returns a backup's manifest, once all files that it names exist. Raises if it is incomplete."""
     manifest = storage.read_manifest(point)
     if manifest.get("format") != FORMAT:
         raise UnreadableBackupError(f"{storage.path(point)} was written by another version of tfdist")

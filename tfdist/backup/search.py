@@ -31,7 +31,7 @@ _NO_SHARED = (
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What one backup holds: in `shared` tensors of all ranks, and in `own` those of this rank alone, by name."""
+    """The content of a backup: in `shared` tensors of all ranks, and in `own` those of this rank alone, by name."""
 
     point: SavePoint
     manifest: Mapping[str, Any]
@@ -83,7 +83,7 @@ def read_seed(folder: str) -> int | None:
 
 
 class _Outcome(NamedTuple):
-    """What has come of reading on this rank."""
+    """The outcome of reading on this rank."""
 
     code: int
     value: Any = None
@@ -113,7 +113,7 @@ def _attempt(read: Callable[[], Any]) -> _Outcome:
 
 
 def _agreed(ranks: Ranks, path: str, mine: _Outcome) -> Any:
-    """Returns what this rank has read if all ranks have, and None if it is torn for any of them. A collective.
+    """Returns the backup that this rank has read if all ranks have, and None if it is torn for any of them. A collective.
 
     Raises, on all ranks, ConfigError where any rank refuses it, and BackupError where any cannot read it.
     """
@@ -158,7 +158,7 @@ def _of_chief(ranks: Ranks, mine: SavePoint) -> SavePoint:
 
 
 def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
-    """Finds out whether all tasks can write there, and see what the chief writes; returns the users whose files are trusted.
+    """Checks that all tasks can write there and see the chief's files; returns the users whose files are trusted.
 
     These are root, and those as whom the tasks' own files show: on storage of a network that may be another user than the process's.
     """
@@ -186,7 +186,7 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
         )
     if blind.any():
         raise ConfigError(
-            f"backup_dir {folder!r} must be a folder that all tasks share, but task {_numbers(blind)} does not see what the chief writes there. "
+            f"backup_dir {folder!r} must be a folder that all tasks share, but task {_numbers(blind)} does not see the chief's files there. "
             f"{_NO_SHARED}"
         )
     return frozenset({0, os.geteuid(), *map(int, owners)})

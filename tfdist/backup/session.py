@@ -45,7 +45,7 @@ class BackupSession:
     Attributes:
         resumed_logs: The logs of the last step before the place from which the training was resumed, in case there are no further
             ones in its epoch; else None.
-        training: What the chief calls this training: the same after a restart, and another one for each new training.
+        training: The chief's identifier of this training run: the same after a restart, and another one for each new run.
     """
 
     passes: TrainingPasses
@@ -159,7 +159,7 @@ class BackupSession:
             )
         if forgotten := self._state.unsaved_callbacks():
             logger.warning(
-                f"what {', '.join(forgotten)} remembered is lost: a callback needs state_dict() and load_state_dict()"
+                f"the state of {', '.join(forgotten)} is lost: a callback needs state_dict() and load_state_dict()"
             )
         if self._ranks.is_chief and first_epoch >= epochs and self._is_last():
             path, last = self._storage.folder, position.epoch
@@ -188,7 +188,7 @@ class BackupSession:
         return False
 
     def _restore(self, snapshot: Snapshot) -> Logs:
-        """Restores the state, and from what callbacks and steps draw; returns the last step's logs."""
+        """Restores the state and the random generators of callbacks and steps; returns the last step's logs."""
         logs = self._state.restore(snapshot.shared, snapshot.own)
         # If Python code makes the data, a thread that reads ahead draws from there: its state is the data's, at the pass's begin.
         if _GENERATORS in snapshot.own and not self.passes.state.calls_python:
@@ -196,7 +196,7 @@ class BackupSession:
         return logs
 
     def resumed(self, executions: Iterator[Any]) -> Iterator[Logs]:
-        """Yields the executions of an epoch that are left; restores the state once more, after what callbacks do as an epoch begins.
+        """Yields the executions of an epoch that are left; restores the state once more, after the callbacks' hooks at the begin of the epoch.
 
         The first execution opens the pass over the data.
         """
@@ -312,7 +312,7 @@ class BackupSession:
 
 @dataclasses.dataclass(frozen=True)
 class BackupOptions:
-    """How a training is backed up; `BackupAndRestore` describes the arguments, and what raises, which are the same."""
+    """The options of backups; `BackupAndRestore` describes the arguments and errors, which are the same."""
 
     backup_dir: str
     save_freq: str | int
@@ -430,7 +430,7 @@ class ResumeWarnings:
             unsaved_randomness.warn_if_inexact(list(passes.doubts(callbacks)))
 
     def on_execution_end(self, function: StepFunction, known_variables: Callable[[], Sequence[tf.Variable]]) -> None:
-        """Watches the second execution of steps, and then warns of what it has changed besides variables that are saved or hold no state."""
+        """Watches the second execution of steps, and then warns of state that it has changed and that backups do not hold."""
         self._executions += 1
         if self._executions == 1 and self._enabled:
             self._watch = unsaved_randomness.StepWatch(function, known_variables(), self._generators)
@@ -438,7 +438,7 @@ class ResumeWarnings:
             self.on_epoch_end()
 
     def on_epoch_end(self) -> None:
-        """Warns of what has been watched: the epoch may have had one execution."""
+        """Warns of the watched state: the epoch may have had one execution."""
         watch, self._watch = self._watch, None
         if watch:
             unsaved_randomness.warn_if_inexact(list(watch.doubts()))

@@ -145,7 +145,7 @@ class OwnershipMarker(Ownership):
 
 
 class WriterThread:
-    """A thread that writes one backup at a time; what this raises is raised again in the main thread, later.
+    """A thread that writes one backup at a time; its errors are raised again in the main thread, later.
 
     It does not keep the process from ending: a task whose peers have died must not wait for their files.
     """
@@ -155,7 +155,7 @@ class WriterThread:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Starts some work; what was started before must have been finished."""
+        """Starts some work; earlier work must have finished."""
         self._thread = threading.Thread(target=self._run, args=(work,), name="backup", daemon=True)
         self._thread.start()
 
@@ -165,13 +165,13 @@ class WriterThread:
             self._thread.join(seconds)
 
     def finish(self) -> None:
-        """Waits until the work has ended, and raises what it has raised."""
+        """Waits until the work has ended, and raises its error."""
         self.wait()
         self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raises what the work has raised, if it has ended."""
+        """Raises the work's error, if it has ended."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""The state of a training run between two steps: its variables, and what its callbacks remember or have logged."""
+"""The state of a training run between two steps: its variables, and the state and logs of its callbacks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrainingState:
         return {name: f"{v.dtype.name}{list(v.shape)}" for name, v in self._variables.items()}
 
     def capture(self, logs: Logs = None, to_host: bool = True) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Returns what all ranks share, the last step's logs included, and what is this rank's own; `to_host` copies it from other devices.
+        """Returns the shared state, the last step's logs included, and this rank's own; `to_host` copies it from other devices.
 
         Nothing is copied within a device: TensorFlow copies a variable whose value is held when it next changes it.
         """
@@ -76,12 +76,12 @@ class TrainingState:
         return shared, own
 
     def check(self) -> None:
-        """Raises ConfigError if what callbacks remember now cannot be backed up."""
+        """Raises ConfigError if the callbacks' present state cannot be backed up."""
         for name, callback in self._callbacks.items():
             _to_json(_get_state(callback), name, {})
 
     def restore(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Logs:
-        """Puts back what `capture` returned, read from a backup of a training of the same form; returns the logs."""
+        """Restores the state from `capture`, read from a backup of training of the same form; returns the logs."""
         for name, variable in self._variables.items():
             for number, component in enumerate(self._components(variable)):
                 component.assign(own[f"{name}/{number}"] if name in self._own else shared[name])
@@ -140,7 +140,7 @@ def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
 
 
 def _is_per_replica(variable: tf.Variable, is_slot: bool) -> bool:
-    """Returns whether each replica has a value of its own: statistics, metrics, seeds, and what a step counts for itself."""
+    """Returns whether each replica has a value of its own: statistics, metrics, seeds, and counters of a step."""
     if getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ:
         return True
     return not is_slot and not variable.trainable and variable.aggregation == tf.VariableAggregation.NONE
@@ -170,7 +170,7 @@ def _get_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
 
 
 def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> set[str]:
-    """Restores what `_get_state` takes of a callback; returns what else is named: a file does not decide which attributes are set."""
+    """Restores the attributes that `_get_state` saves; returns other names, as a file must not decide which attributes are set."""
     kinds = (names for kind, names in CALLBACK_STATE.items() if isinstance(callback, kind))
     known = {name for names in kinds for name in names}
     if "state_dict" in state and hasattr(callback, "state_dict"):

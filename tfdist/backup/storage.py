@@ -1,13 +1,13 @@
 """Backups on disk, or wherever `tf.io.gfile` reaches: written by all ranks, valid once the manifest is there.
 
     backup/checkpoint                     names the backups, in TensorFlow's form
-    backup/step-400/shared.{index,data}   what all ranks share, written by the chief
-    backup/step-400/rank-1.{index,data}   what rank 1 alone holds, written by it
+    backup/step-400/shared.{index,data}   state of all ranks, written by the chief
+    backup/step-400/rank-1.{index,data}   state of rank 1 alone, written by it
     backup/step-400/manifest.json         names all other files, with sizes and checksums; written last, by the chief
 
 At the end of an epoch the folder is `step-400-end`: there may be one of its last step, before the validation, too. Nothing is
 ever written over a backup. The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
-and the manifest holds a checksum of each index: whatever is torn or flipped shows. A part's index appears when the part is
+and the manifest holds a checksum of each index, so that torn files and flipped bits are found. A part's index appears when the part is
 whole, so the chief need only wait for all indices. No rank deletes another's files, but for the chief those of backups that are
 damaged: it renames them to `damaged-step-400` when a run continues from an older one, and removes them once the next one is complete; and
 those of a training that has finished, once the model's own `save` has written it. A backup that is being removed has a file `removed`.
@@ -96,7 +96,7 @@ class Storage:
             raise _write_error(prefix, e) from e
 
     def read_part(self, point: SavePoint, part: str) -> dict[str, np.ndarray]:
-        """Returns what `write_part` wrote. Raises CorruptBackupError where it is not that, and UnreadableBackupError where it cannot be read."""
+        """Returns the tensors from `write_part`. Raises CorruptBackupError if they are damaged, and UnreadableBackupError if they cannot be read."""
         prefix = self.path(point, part)
         names = [name for name in files.list_folder(self.path(point)) if name.startswith(f"{part}.")]
         if not names:
@@ -113,7 +113,7 @@ class Storage:
                 for name in names:
                     files.check_readable(self.path(point, name))
                 if last:
-                    raise CorruptBackupError(f"{prefix} is not what was written: {files.first_line(e)}") from e
+                    raise CorruptBackupError(f"{prefix} differs from the data written: {files.first_line(e)}") from e
         raise AssertionError
 
     def write_manifest(self, point: SavePoint, values: Mapping[str, Any], keep: int) -> None:
@@ -162,7 +162,7 @@ class Storage:
             if "crc32" in expected:
                 whole = whole and expected["crc32"] == zlib.crc32(files.read(path))
             if not whole:
-                raise CorruptBackupError(f"{path} is not what was written")
+                raise CorruptBackupError(f"{path} differs from the data written")
         return body
 
     def _missing(self, point: SavePoint, path: str) -> ReadError:
@@ -287,7 +287,7 @@ def set_damaged_aside(storage: Storage, after: SavePoint) -> None:
 
 
 def remove_damaged(folder: str) -> None:
-    """Removes what `set_damaged_aside` has renamed; what cannot be removed is left, with a warning."""
+    """Removes the folders that `set_damaged_aside` has renamed; warns of those that cannot be removed."""
     path = folder
     try:
         for name in files.list_folder(folder):

@@ -32,7 +32,7 @@ def warn_if_inexact(doubts: Sequence[str]) -> None:
 
 
 def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
-    """Yields why the order of a training's datasets, or what they draw, differs from run to run, and the remedies."""
+    """Yields the reasons why the order or the random numbers of datasets differ from run to run, and the remedies."""
     if tf_internals.is_op_determinism_enabled():
         return
     every = [each for dataset in datasets for each in walk(dataset)]
@@ -49,7 +49,7 @@ def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
 
 
 class StepWatch:
-    """Watches the first two executions of steps for what a backup does not hold; `known` are variables that it holds or need not hold."""
+    """Watches the first two executions of steps for state that a backup does not hold; `known` are variables that it holds or need not hold."""
 
     def __init__(self, function: StepFunction, known: Sequence[tf.Variable], generators: Sequence[RandomGenerator]):
         self._function, self._generators = function, generators
@@ -71,7 +71,7 @@ class StepWatch:
 
 
 def step_doubts(function: StepFunction) -> Iterator[str]:
-    """Yields what steps draw from counters that TensorFlow keeps for itself, and the remedy, once `function` has run."""
+    """Yields draws of steps from counters that TensorFlow keeps for itself, and the remedy, once `function` has run."""
     found = dict.fromkeys(place for traced in graphs(function) for place in _user_lines(traced))
     if found:
         yield f"the step draws with {list_first(list(found), _NAMED)}, whose state TensorFlow keeps to itself; draw with keras.random instead"

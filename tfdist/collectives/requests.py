@@ -50,7 +50,7 @@ class ReduceResult(NamedTuple):
 
     Attributes:
         sums: The sum over all ranks as far as it came through, for each value; the same to the bit on all ranks.
-        contributions: What this rank has contributed to it: over all ranks these add up to the sums.
+        contributions: This rank's contribution: over all ranks these add up to the sums.
         states: The new state of each value.
     """
 

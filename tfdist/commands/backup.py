@@ -109,7 +109,7 @@ def _backup_dir(config: pathlib.Path) -> str:
     try:
         return str(json.loads(read_file(config))["backup"]["dir"])
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{config} is not what a run writes: {describe_error(e)}") from None
+        raise ConfigError(f"{config} is not a file of a run: {describe_error(e)}") from None
 
 
 def _show(folder: str, as_json: bool) -> int:

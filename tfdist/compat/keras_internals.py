@@ -125,7 +125,7 @@ def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
 
 
 def learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns what an optimizer takes its learning rate from: a variable or a schedule. Its property `learning_rate` is the number."""
+    """Returns the variable or schedule of an optimizer's learning rate. Its property `learning_rate` is the number."""
     return getattr(getattr(optimizer, "inner_optimizer", optimizer), KERAS_RATE)
 
 

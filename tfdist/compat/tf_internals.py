@@ -394,7 +394,7 @@ def replace_checkpoint_writer(write: Writer, device: str | None) -> None:
 
     Args:
         write: Is called as `write(save, prefix, objects)`, where `save(prefix)` is TensorFlow's own, and `objects()` returns the saved objects.
-        device: Whose process writes and reads files, unless the user says so; None means that of each variable.
+        device: Whose process writes and reads files, unless the user chooses another one; None means that of each variable.
     """
     own_save, own_restore = (getattr(f, "tensorflow_own", f) for f in (TrackableSaver.save, TrackableSaver.restore))
 

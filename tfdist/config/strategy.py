@@ -39,7 +39,7 @@ class StrategyConfig:
             need a gradient whole, count its bytes as they send them.
         gather_loss_bytes: A loss that returns one number for a batch (a function's, Dice) is given the labels, predictions and
             weights of all replicas, so that it equals one process; but not where one example has more bytes of
-            them than this: then each replica computes it of its part, the mean is trained, and a sentence says so. The
+            them than this: then each replica computes it of its part, the mean is trained, with a warning. The
             default takes in masks of 256 x 256 pixels, of which a batch of 32 is as much as the gradients of 4 million
             weights; not the 60 MB that a language model predicts for a sentence. An unknown dimension counts as 1.
         placement: Which server of `parameter_server` gets the next variable: `"round_robin"`, the next one, or

@@ -28,8 +28,8 @@ _MOST_OBJECTS, _MOST_ITEMS = 5000, 100  # a list of a million file names is no p
 def find_generators(*roots: Any) -> list[RandomGenerator]:
     """Returns the generators that Python code can reach, in an order that is the same in the next run of the program.
 
-    What Python code does cannot be known before it runs. So this looks at what it holds: attributes and items of objects,
-    closures, defaults, and the globals that functions name. What a C extension or an installed package keeps in its
+    The effect of Python code cannot be known before it runs. So this inspects the values that it holds: attributes and items of objects,
+    closures, defaults, and the globals that functions name. State that a C extension or an installed package keeps in its
     modules is not found.
 
     Args:
@@ -113,7 +113,7 @@ def _held_by_function(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _named(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields what code names: globals, and what it takes from modules, as `np.random.normal`."""
+    """Yields the globals that code names, and attributes of modules such as `np.random.normal`."""
     value: Any = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):

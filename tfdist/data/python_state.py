@@ -24,14 +24,14 @@ _REMEDY = "give it state_dict() and load_state_dict(state), as a callback has"
 
 
 class PythonDataState:
-    """What Python code that makes data draws from, and a PyDataset.
+    """The random generators of Python code that makes data, and of a PyDataset.
 
     It draws from the generators of the process, `random` and `numpy.random`, and from those that it holds.
 
     Args:
         adapter: Keras' data adapter.
         called: The Python functions that the data call even if they are not a `keras.utils.PyDataset`.
-        is_backed_up: Whether to note what a backup needs at the hooks of a PyDataset.
+        is_backed_up: Whether to record the state for a backup at the hooks of a PyDataset.
         reads_on: Whether a thread may read the data while hooks are called.
 
     Attributes:
@@ -65,7 +65,7 @@ class PythonDataState:
         return state
 
     def restore(self, state: Json) -> None:
-        """Restores what `state` returned."""
+        """Restores the state that `state` returned."""
         if state:
             set_process_generator_states(state)
             # A backup of an earlier version has none.

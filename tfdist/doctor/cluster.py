@@ -19,7 +19,7 @@ _ALONE = "unset TF_CONFIG to train on this machine alone"
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields which cluster is found, or what is wrong with it, and findings about this task's host and port."""
+    """Yields the cluster found, or its errors, and findings about this task's host and port."""
     config, is_launched = environ.get("TF_CONFIG", ""), bool(environ.get(progress.FOLDER))  # which may have both
     others = [name for name, (sign, _) in discovery.RESOLVERS.items() if environ.get(sign, "").strip()]
     others = [name for name in others if name != "tf_config"]

@@ -51,7 +51,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def visible(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields what CUDA_VISIBLE_DEVICES leaves of the GPUs."""
+    """Yields the GPUs that CUDA_VISIBLE_DEVICES leaves."""
     name = "CUDA_VISIBLE_DEVICES"
     if name not in environ:
         return
@@ -73,7 +73,7 @@ def visible(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def gpus(environ: Mapping[str, str]) -> int:
-    """Returns how many GPUs NVIDIA's driver has, whatever this process may see of them."""
+    """Returns the number of GPUs that NVIDIA's driver has, visible to this process or not."""
     try:
         return len(list(_DRIVER.iterdir()))
     except OSError:

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: processors, memory, open files, and folders to write to. No TensorFlow here."""
+"""The machine's resources for this process: processors, memory, open files, and folders to write to. No TensorFlow here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The findings of `tfdist doctor`, and how they show what was found. No TensorFlow here."""
+"""The findings of `tfdist doctor`, and their formatting. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Finding(NamedTuple):
 
     Attributes:
         level: `"ok"`; `"note"`, worth knowing; `"warning"`, a run may suffer; `"error"`, a run would fail.
-        what: What was looked at.
-        value: What was found.
-        remedy: What to do; empty for nothing.
+        what: The subject.
+        value: The value found.
+        remedy: The remedy; empty if none is needed.
     """
 
     level: str

@@ -10,7 +10,7 @@ from tfdist.aliases import Gradient, Variables
 
 
 def map_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Gradient) -> Gradient:
-    """Returns what a function makes of a gradient's numbers, be they rows or all."""
+    """Applies a function to a gradient's numbers, rows or dense."""
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
     return None if grad is None else function(grad)
@@ -86,7 +86,7 @@ def propagate_non_finite(grads: Sequence[Gradient]) -> list[Gradient]:
 
 
 def with_static_shapes(grads: Sequence[Gradient], variables: Variables) -> list[Gradient]:
-    """Returns the gradients, dense ones with their variables' shapes: an operation may not know what it returns."""
+    """Returns the gradients, dense ones with their variables' shapes: an operation may not know its shape."""
     return [
         tf.ensure_shape(grad, variable.shape) if isinstance(grad, tf.Tensor) and grad.shape != variable.shape else grad
         for grad, variable in zip(grads, variables, strict=True)

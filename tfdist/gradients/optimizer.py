@@ -1,6 +1,6 @@
 """Reduces gradients once over all replicas, before the optimizer looks at them.
 
-Stock Keras 3 reduces last, in `_all_reduce_sum_gradients`: whatever it decides before that (is the gradient finite? does
+Stock Keras 3 reduces last, in `_all_reduce_sum_gradients`: every decision before that (is the gradient finite? does
 it need clipping? is it time to update?) it decides on each replica's own gradient. With the reduction first, every
 replica decides the same, on the gradient that one process would have.
 """
@@ -41,10 +41,10 @@ def distribute_optimizer(
 
     Args:
         optimizer: Created in the strategy's scope. Distributing it again changes nothing.
-        compression: What sums gradients with fewer bytes: a name, a `CompressionConfig` or a compressor (see
+        compression: A name, a `CompressionConfig` or a compressor (see
             `tfdist.compression.create`); None means that they are summed as they are.
         clip_after_reduce: Whether `clipnorm`, `global_clipnorm` and `clipvalue` clip the reduced gradient, as one process
-            would, which is what the Trainer asks for (tensorflow#33929). False keeps Keras' order: each replica clips its
+            would, as the Trainer does (tensorflow#33929). False keeps Keras' order: each replica clips its
             own share of the gradient, before the sum.
 
     Returns:
@@ -172,7 +172,7 @@ class _ReduceThenApply:
             raise ConfigError(f"An optimizer {kind} must be built first: optimizer.build(model.trainable_variables).")
 
     def _scale(self) -> tf.Tensor | float:
-        """Returns by what the gradients are multiplied until Keras' `apply` divides them."""
+        """Returns the factor of the gradients until Keras' `apply` divides them."""
         if not self._update.scaled:
             return self._optimizer.loss_scale_factor or 1.0
         return self._optimizer.dynamic_scale if self._optimizer.built else self._optimizer.initial_scale
@@ -291,7 +291,7 @@ def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compres
     kinds += [keras.optimizers.Adamax, keras.optimizers.Nadam, keras.optimizers.Lamb]
     if not compressor.supports_adaptive_optimizers and isinstance(optimizer, tuple(kinds)):
         warnings.warn(
-            f"{type(optimizer).__name__} divides by what gradients have been, which {compressor.description} makes rare and "
+            f"{type(optimizer).__name__} normalizes by past gradients, which {compressor.description} makes sparse and "
             "large: it may train worse, or not at all. Use compression 'powersgd' or 'int8' with it, or SGD with momentum.",
             stacklevel=3,
         )
@@ -304,7 +304,7 @@ def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
 
 
 def get_compressor(optimizer: keras.optimizers.Optimizer) -> Compressor | None:
-    """Returns what compresses an optimizer's gradients, also before `build`; None without a compressor."""
+    """Returns the compressor of an optimizer's gradients, also before `build`; None without one."""
     update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
     return None if update is None else update.compressor
 

@@ -29,7 +29,7 @@ class Reduction(tf.Module):
     """The sums of gradients over all replicas, through a compressor, for an optimizer's variables in its order.
 
     Attributes:
-        slots: What the compressor keeps for each variable, by its number.
+        slots: The compressor's state of each variable, by its number.
         left_out: How many updates this process has left out, as a gradient was not finite.
     """
 

@@ -1,4 +1,4 @@
-"""Learning rates that change with the updates, in schedules of which model files hold what Keras itself can load.
+"""Learning rates that change with the updates, in schedules that model files hold as ones that Keras itself can load.
 
 Keras gives a schedule the number of steps, not of updates: with `gradient_accumulation_steps=n`, update `u` (from 0 on) comes at
 step `u * n + n - 1`. Schedules here are in such steps, so that the file of a model means the same where tfdist is not installed.

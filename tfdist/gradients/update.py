@@ -38,7 +38,7 @@ _ELEMENTWISE_OPTIMIZERS = (
 class AccumulatingUpdate:
     """`_backend_apply_gradients` of an optimizer.
 
-    What Keras does under a condition happens outside of the replicas here, where variables of all of them can be
+    Keras' conditional updates happen outside of the replicas here, where variables of all of them can be
     assigned.
 
     `scaled` says that a `LossScaleOptimizer` wraps the optimizer, `clips_after_reduce` that it clips the reduced gradient.
@@ -72,7 +72,7 @@ class AccumulatingUpdate:
 
     @property
     def variables(self) -> Sequence[Gradient]:
-        """Those that the optimizer was built with."""
+        """The variables that the optimizer was built with."""
         return keras_internals.trainable_variables(self._optimizer)
 
     def reduce(
@@ -142,7 +142,7 @@ class AccumulatingUpdate:
             accumulator.assign(total)
 
     def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
-        """Updates with what the steps have added up, which is encoded once."""
+        """Updates with the accumulated gradients, which are encoded once."""
         call = strategy.extended.call_for_each_replica
         if not self.accumulates:
             call(self._update_of_sums, args=(grads, variables))
@@ -166,7 +166,7 @@ class AccumulatingUpdate:
         self._step(self._shares(grads, variables), variables)
 
     def _shares(self, grads: Sequence[Gradient], variables: Variables) -> list[tf.Tensor]:
-        """Returns what this replica adds to the mean over steps and replicas, and begins to add up anew.
+        """Returns this replica's part of the mean over steps and replicas, and resets the accumulators.
 
         Each adds the whole mean where gradients were reduced before.
         """

@@ -1,6 +1,6 @@
 """The function that runs on the chief for each execution: it schedules the steps, and counts their results later.
 
-Whatever reads metrics or weights first waits for the steps that are still scheduled (`drain_first`).
+Readers of metrics or weights first wait for the scheduled steps (`drain_first`).
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Scheduler:
             self._cluster.schedule(run, None, None)
 
     def take(self, results: queue.SimpleQueue[Any]) -> tuple[Any, Any, Exception | None, int]:
-        """Waits for what comes next into `results`. Raises ClusterError where a parameter server is lost, or all workers are, for 300 s."""
+        """Waits for the next item in `results`. Raises ClusterError where a parameter server is lost, or all workers are, for 300 s."""
         begun = looked = time.monotonic()
         while True:
             try:
@@ -201,7 +201,7 @@ def _deduplicate_message(error: Exception) -> Exception:
 
 
 class InFlight:
-    """The functions of one pass that are scheduled, and what becomes of their results.
+    """The scheduled functions of one pass, and their results.
 
     The main thread calls `commit` with each result, in the order of their scheduling if `ordered`, else as they come.
 

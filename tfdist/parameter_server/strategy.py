@@ -2,7 +2,7 @@
 
 Three kinds of Keras' variables do not go to the servers but stay on the chief, which alone changes them, so that they
 count exactly: metrics, the optimizer's scalars (iterations, learning rate) and the states of seed generators. Workers
-get what they need of them with each step (see `parameter_server/worker_step.py`).
+read them with each step (see `parameter_server/worker_step.py`).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def _bytes(constant: tf.Operation) -> int:
 class WorkerDataset:
     """The pipelines of a dataset function, which is traced on the chief and runs on workers; each worker makes its own.
 
-    Raises ConfigError where the function returns no dataset, calls Python, or uses what is on the chief.
+    Raises ConfigError where the function returns no dataset, calls Python, or uses objects on the chief.
     """
 
     def __init__(self, function: Callable[[tf.distribute.InputContext], tf.data.Dataset], pipelines: int):
@@ -136,7 +136,7 @@ class PipelinesIterator:
     worker runs any pipeline whole, and again if the worker before was lost, so that each batch counts once.
 
     Attributes:
-        results: What an evaluation has left of its results; None before it has begun.
+        results: Results of an evaluation that are not read yet; None before it has begun.
         element_spec: The form of the iterators, from which steps take their batches.
     """
 

@@ -1,13 +1,13 @@
 """A model's step as a function that any worker can run, and run again, without counting twice.
 
-The step runs in `keras.StatelessScope`, which records what it assigns to Keras' variables without assigning it. Then
+The step runs in `keras.StatelessScope`, which records assignments to Keras' variables instead of making them. Then
 
-- what it adds to metrics and to `iterations` goes into a row of the results table, for the chief to add once; the chief
+- its increments of metrics and `iterations` go into a row of the results table, for the chief to add once; the chief
   computes logs that depend on metrics' results from the sums;
 - seed generators start from the step's own seed, so that each step has its own masks, and the same ones if it is repeated;
   so does the global generator, from which `keras.random.*` draws without a seed;
 - with several workers `tf.random.*` ignores TensorFlow's seed, from which all of them would draw the same numbers;
-- what it adds to a weight with `aggregation="sum"` is added on its server, so that workers lose no other's;
+- its increment of a weight with `aggregation="sum"` is added on its server, so that workers lose no other's;
 - everything else that it assigned (BatchNorm's moving statistics) is assigned on the servers: if two workers assign at
   once, the later value holds.
 
@@ -102,8 +102,8 @@ class WorkerStep:
     def trace(self, data: Structure, returns: bool = False) -> TracedStep:
         """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
 
-        Keras weighs some logs by a batch size that it knows, so it must not know here what it does not elsewhere. If `returns`, the function returns
-        what it counts instead of writing it to the results table. Raises ConfigError where the step uses a variable that is on no server, or
+        Keras weighs some logs by a batch size that it knows, so the traced size must not be more static than elsewhere. If `returns`, the function returns
+        its counts instead of writing them to the results table. Raises ConfigError where the step uses a variable that is on no server, or
         assigns one that is not the model's.
         """
         if data is self._last[0] and returns == self._last[1]:
@@ -131,12 +131,12 @@ class WorkerStep:
         return self._last[2]
 
     def call(self, traced: TracedStep, data: Structure, inputs: tf.Tensor) -> list[np.ndarray]:
-        """Runs a step on the device in force; returns what it returned, flat, on the chief."""
+        """Runs a step on the current device; returns its results, flat, on the chief."""
         outputs = traced.function(data, inputs)
         return [tensor.numpy() for tensor in tf.nest.flatten(outputs, expand_composites=True)]
 
     def commit(self, traced: TracedStep, rows: np.ndarray) -> dict[str, float]:
-        """Adds what steps have counted to the metrics and `iterations`; returns the logs that come from metrics.
+        """Adds the counts of steps to the metrics and `iterations`; returns the logs that come from metrics.
 
         `rows` is `[steps, numbers]` float64, in the order in which to add them.
         """
@@ -208,7 +208,7 @@ class WorkerStep:
         return ()
 
     def _warn_of_metrics(self, scope: keras.StatelessScope, start: dict[int, tf.Tensor]) -> None:
-        """Warns once of a metric to which the chief cannot add what each step has counted."""
+        """Warns once of a metric to which the chief cannot add the counts of steps."""
         for metric in keras_metrics.metrics(self._model):
             state = [start[id(v)] for v in metric.variables if id(v) in start]
             ends = [scope.get_current_value(v) for v in metric.variables if id(v) in start]
@@ -291,12 +291,12 @@ class TracedStep:
     """A step traced for data of one form.
 
     Attributes:
-        results: The table to which it writes what it counts; None if it returns that.
+        results: The table to which it writes its counts; None if it returns them.
         custom_logs: The structure of the logs that no metric computes.
         names: The names of all logs.
-        held: What each of the metrics' variables holds at the step's end, in its graph, by its id.
+        held: The value of each of the metrics' variables at the step's end, in its graph, by its id.
         computed: The logs that are computed from `held`.
-        count: Adds what steps have counted; returns what metrics and `computed` are then.
+        count: Adds the counts of steps; returns the metrics and `computed` afterwards.
     """
 
     results: ResultsTable | None = None
@@ -308,13 +308,13 @@ class TracedStep:
     count: Any = None
 
     def packed(self, arrays: Sequence[np.ndarray]) -> Structure:
-        """Returns what `WorkerStep.call` has returned, in the structure of what the step returns."""
+        """Returns the results of `WorkerStep.call` in the structure of the step's results."""
         structure = self.function.structured_outputs
         return tf.nest.pack_sequence_as(structure, list(map(tf.constant, arrays)), expand_composites=True)
 
 
 class ResultsTable:
-    """Rows on the first server, one for each step on its way: what it has counted, written by the step, read by the chief.
+    """Rows on the first server, one for each step in flight: its counts, written by the step and read by the chief.
 
     If steps returned their results, a worker that dies before its result is fetched would lose it, and fetching would cost two
     round trips for each step. A row on a server costs the step next to nothing, many are read at once, and a retried step
@@ -354,7 +354,7 @@ def _unique(variables: Any) -> list[Any]:
 
 
 def run_outside_strategy_scope(function: Callable[[], Any]) -> Any:
-    """Returns what `function` does where no strategy's scope is entered: a step is one device's."""
+    """Calls `function` outside of any strategy's scope, as a step runs on one device."""
     return random_seeds.run_in_clean_thread(function) if tf.distribute.has_strategy() else function()
 
 

@@ -1,1 +1,1 @@
-"""What each replica has of its own: its part of a batch, its statistics, random numbers and counts."""
+"""State of each replica: its part of a batch, its statistics, random numbers and counts."""

@@ -1,4 +1,4 @@
-"""How batches are dealt to replicas, so that none is ever without an example.
+"""Splits batches among replicas, so that none is without an example.
 
 TensorFlow splits a batch by rounding up, and gives the last replicas none: 33 examples over 8 replicas as 5, 5, 5, 5, 5, 5, 3, 0.
 Convolutions, pooling and recurrent layers fail on none, and means become NaN. Here every replica has the same number, or one
@@ -20,7 +20,7 @@ ENDED_EARLY = "The data of this worker have ended before those of another one."
 
 
 class SplitBatch(NamedTuple):
-    """What one replica is given for a step.
+    """A replica's part of a batch.
 
     Attributes:
         batch: Its examples, in the structure of the data: at least one.
@@ -46,7 +46,7 @@ def examples(batch: Structure) -> tf.Tensor | int | None:
 
 
 def without_optionals(data: Structure) -> Structure:
-    """Returns Keras' data with None for what it marks as absent."""
+    """Returns Keras' data with None for parts that it marks as absent."""
     absent = (tf.experimental.Optional, tf.OptionalSpec)
     return tf.nest.map_structure(lambda v: None if isinstance(v, absent) else v, data)
 
@@ -134,7 +134,7 @@ def is_over(batch: Structure, strategy: tf.distribute.Strategy) -> bool:
 
 
 def is_own(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a batch was made of what each worker has of its own, so that none knows the others' rows."""
+    """Returns whether a batch was made of each worker's own data, so that none knows the others' rows."""
     return bool(strategy.experimental_local_results(dealt.counts)[0].shape[1] == 2)
 
 

@@ -34,7 +34,7 @@ _NOT_COMBINED = (
 
 
 def declare(strategy: Strategy, variable: tf.Variable, kind: Kind, name: str) -> None:
-    """Notes what a weight, with a copy on each replica, declares. A replica may assign it within `combining` alone. In place.
+    """Records the declared aggregation of a weight with a copy on each replica. A replica may assign it within `combining` alone. In place.
 
     A mean needs nothing further (see `MovingStatistics`). `name` is for messages.
     """
@@ -72,9 +72,9 @@ def combined_variables(model: keras.Model, trains: bool = True) -> list[tf.Varia
 
 @contextlib.contextmanager
 def combining(strategy: Strategy, model: keras.Model, trains: bool) -> Iterator[Callable[[Structure], None]]:
-    """Combines what the replicas of one step assign to a model's weights. Outside of replicas, around the step.
+    """Combines the replicas' assignments of one step to a model's weights. Outside of replicas, around the step.
 
-    `"sum"`: the value before the step, and the sum of what each replica has added to it. `"only_first_replica"`: the value of replica 0.
+    `"sum"`: the value before the step, plus the sum of the replicas' increments. `"only_first_replica"`: the value of replica 0.
     `"mean"`: the mean over the replicas that have examples.
 
     Yields:
@@ -108,7 +108,7 @@ def combining(strategy: Strategy, model: keras.Model, trains: bool) -> Iterator[
 def _changes(
     strategy: Strategy, variable: tf.Variable, before: Sequence[tf.Tensor], some: Sequence[tf.Tensor | bool]
 ) -> list[tf.Tensor]:
-    """Returns what each of this process's replicas adds to a sum over all, flat. A mean's last number counts the replicas."""
+    """Returns the increments of this process's replicas to a sum over all, flat. A mean's last number counts the replicas."""
     found = []
     components = strategy.experimental_local_results(variable)
     for number, component, old, has in zip(strategy.local_replicas, components, before, some, strict=True):
@@ -125,7 +125,7 @@ def _changes(
 
 
 def _combined(kind: Kind | None, before: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
-    """Returns the value after a step, from the sum of what `_changes` has found."""
+    """Returns the value after a step, from the summed `_changes`."""
     if kind == "mean":
         total, count = total[:-1], total[-1]
         total = tf.where(count > 0, total / count, tf.reshape(tf.cast(before, total.dtype), [-1]))

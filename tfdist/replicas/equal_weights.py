@@ -3,7 +3,7 @@
 TensorFlow lets each replica assign its own copy, from its own part of the batch, and reads one of them. A count that depends on the
 data would be that of one replica, also where all have equally many examples: that is refused when the step is traced. Other
 weights are compared after the first step and after each epoch. Untrained floating-point weights are averaged (`MovingStatistics`), which is
-right for a moving mean: a class that assigns one what depends on the data, and does not declare so, gets a warning.
+right for a moving mean: a class that assigns one a value that depends on the data, without a declared aggregation, gets a warning.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _READS = ("ReadVariableOp", "VarHandleOp")
 _ROUNDING = 1e-5  # devices of different kinds may part by it
 
 _COUNT = (
-    "The integer weight {} is assigned what depends on the data, and each replica would keep its own value. Create it with "
+    "The integer weight {} is assigned a value that depends on the data, and each replica would keep its own value. Create it with "
     'aggregation="sum" if it counts, or compute what it is assigned from tfdist.whole_batch(tensor).'
 )
 _AVERAGED = (
-    "{} assigned what depends on the data, and declared no aggregation: with several replicas the value is the mean of the replicas' own "
+    "{} assigned a value that depends on the data, and declared no aggregation: with several replicas the value is the mean of the replicas' own "
     'values. If it is a moving mean, create it with aggregation="mean"; if it counts or adds up, with aggregation="sum"; for a maximum, a '
     "queue or a codebook compute it from tfdist.whole_batch(tensor)."
 )
@@ -83,7 +83,7 @@ def _guarded(strategy: tf.distribute.Strategy, weight: keras.Variable, own: Func
 def _depends_on_data(values: Iterable[object]) -> bool:
     """Returns whether one of the values comes from an argument of a traced function, from an iterator, or from anything else stateful.
 
-    What comes from the whole batch is the same on all replicas, and does not count.
+    Values from the whole batch are equal on all replicas, and do not count.
     """
     pending, seen = list(values), set()
     while pending:
@@ -106,9 +106,9 @@ def _depends_on_data(values: Iterable[object]) -> bool:
 
 
 def watch_averages(strategy: Strategy, model: keras.Model) -> bool:
-    """Makes untrained floating-point weights of custom classes note if a replica assigns them what depends on the data. In place.
+    """Makes untrained floating-point weights of custom classes note if a replica assigns them a value that depends on the data. In place.
 
-    Those that declare an aggregation are left alone, and what Keras' own layers assign. Returns whether there are such weights: the step must then
+    Weights with a declared aggregation, and those of Keras' own layers, are left alone. Returns whether there are such weights: the step must then
     be traced with an unknown batch size, as of `guard`.
     """
     watched = False

@@ -20,7 +20,7 @@ class MovingStatistics:
 
     Attributes:
         synchronized: Whether all replicas are known to hold the same values, so that reading them needs no peer.
-        undeclared: Weights that are assigned what depends on the data without declaring that they are averaged, and whether the user has
+        undeclared: Weights that are assigned a value that depends on the data without declaring that they are averaged, and whether the user has
             been warned of it (see `equal_weights`).
     """
 
@@ -74,7 +74,7 @@ class MovingStatistics:
     def caller_marks_changes(self) -> Iterator[None]:
         """Makes the caller say `desynchronize` after training steps.
 
-        Elsewhere any pass over data may train, and ends what `synchronize` promised. In here a callback may evaluate, and
+        Elsewhere any pass over data may train, and invalidates `synchronize`. In here a callback may evaluate, and
         another one then save the model on the chief alone.
         """
         self._managed += 1

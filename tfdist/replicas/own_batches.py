@@ -1,4 +1,4 @@
-"""Cuts the batches of a worker's own dataset into what its replicas are given."""
+"""Cuts the batches of a worker's own dataset into parts for its replicas."""
 
 from __future__ import annotations
 

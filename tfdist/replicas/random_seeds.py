@@ -53,7 +53,7 @@ class GlobalSeedGenerator:
 
     For the replicas it makes its `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would make one in
     each replica's thread, where no variable can be created. Outside of the replicas it draws from another one, which is this
-    process's own: one worker may draw alone, and must not wait for the others then, who would take what it sends for something else.
+    process's own: one worker may draw alone, and must not wait for the others then, which would take its message for another one.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -135,14 +135,14 @@ class StepSeedGenerator:
 
 
 def use_entropy_per_worker() -> None:
-    """Lets each worker that runs the graph in tracing draw from its system's entropy, whatever seed is set."""
+    """Lets each worker that runs the graph in tracing draw from its system's entropy, also if a seed is set."""
     tf_internals.set_seed(tf.compat.v1.get_default_graph(), None)
 
 
 def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], value: Structure) -> None:
     """Assigns a seed generator's state, `[seed, counter]`, from outside of the replicas, and keeps the replicas' seeds apart.
 
-    Outside of a replica a state reads as that of this process's first replica. Such a state gives all replicas back what
+    Outside of a replica a state reads as that of this process's first replica. Such a state restores on all replicas the values that
     they had; any other seed becomes replica 0's, from which the others' are counted up. `replicas` numbers the components' among all.
     """
     value = tf.cast(value, components[0].dtype)
@@ -154,6 +154,6 @@ def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], valu
 
 
 def run_in_clean_thread(function: Callable[[], Any]) -> Any:
-    """Returns what `function` does in a new thread, in which no graph is traced and no scope is entered."""
+    """Calls `function` in a new thread, in which no graph is traced and no scope is entered."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()

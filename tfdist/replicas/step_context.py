@@ -1,4 +1,4 @@
-"""What a replica's step hands to the losses, layers and optimizers that it calls while it is traced."""
+"""The context that a replica's step hands to its losses, layers and optimizers while it is traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdist.aliases import Structure
 
 @dataclasses.dataclass
 class StepContext:
-    """A replica's part of a batch, and what its optimizer is to do with the gradients.
+    """A replica's part of a batch, and its optimizer's use of the gradients.
 
     Attributes:
         examples: How many examples of this replica count, a scalar; None where that is not known.
@@ -29,7 +29,7 @@ class StepContext:
         is_compiled: Whether XLA compiles the step.
         is_alone: Whether there is one replica.
         optimizer: The one that the model is compiled with.
-        gradient_weight: By what this replica's gradients are multiplied, its part in the sum over all; None means 1.
+        gradient_weight: The factor of this replica's gradients in the sum over all; None means 1.
         weighs_loss: Whether `optimizer.scale_loss` multiplies the loss by it instead, which costs nothing: if the step is
             Keras' own, which scales the loss once and applies its gradients once. A step of the user's may scale one loss
             for two optimizers, or apply gradients of a loss that was not scaled.

@@ -18,7 +18,7 @@ from tfdist.replicas import batch_splitting
 
 
 def metric_variables(model: keras.Model) -> list[tf.Variable]:
-    """Returns the variables in which a model's metrics add up what they have seen."""
+    """Returns the variables in which a model's metrics accumulate."""
     return [variable.value for metric in model.metrics for variable in metric.variables]
 
 
@@ -72,7 +72,7 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
 def average_statistics(model: keras.Model, totals: tf.Tensor) -> None:
     """Makes all replicas begin a step with the same statistics, if some have no examples for it. Outside of replicas.
 
-    Otherwise the mean over all replicas would depend on which of them these are: what a step makes of a replica's statistics depends on
+    Otherwise the mean over all replicas would depend on which of them these are: the result of a step depends on the replica's statistics
     what they were.
     """
     strategy, variables = model.distribute_strategy, moving_statistic_variables(model)

@@ -132,7 +132,7 @@ class Execution:
             ) from e
 
     def computed_logs(self) -> dict[str, Any]:
-        """Returns what the step's logs are that it computes from metrics, with the metrics of all replicas. A collective."""
+        """Returns the logs that the step computes from metrics, with the metrics of all replicas. A collective."""
         return self._replica.computed.now() if self._replica.computed else {}
 
     def _execute(self, iterator: DataIterator, left: int | None) -> Mapping[str, Any]:
@@ -277,7 +277,7 @@ def measure_input_wait(get: Callable[[], Structure]) -> tuple[Structure, tf.Tens
 def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
     """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
 
-    The batch of such a step has made moving statistics and metrics NaN, too. With `keeps_metrics` metrics keep what the step has given them.
+    The batch of such a step has made moving statistics and metrics NaN, too. With `keeps_metrics` metrics keep the step's update.
     """
     model = replica.model
     counts = skipped_updates(model) if replica.trains else []

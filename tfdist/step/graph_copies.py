@@ -17,11 +17,11 @@ from tfdist.step.empty_replicas import metric_variables
 class ComputedLogs:
     """The logs that a custom step computes from its metrics alone, as `{"loss": self.total_loss.result()}`.
 
-    Within a step a metric holds what its replica has counted, so such a log is the mean of the replicas' results. At
+    Within a step a metric holds its replica's counts, so such a log is the mean of the replicas' results. At
     the end of an epoch or evaluation Keras computes a log with a metric's name from all replicas' counts; `now` does so
     for the others.
 
-    `logs` are what its step returns, on a replica for which the step is being traced.
+    `logs` are those of its step, on a replica for which the step is being traced.
     """
 
     def __init__(self, model: keras.Model, logs: Mapping[str, Any]):
@@ -150,7 +150,7 @@ def trace_apart(fn: Function, specs: Sequence[Structure]) -> Structure:
     """Traces a function in a graph that is never run. Returns the function's result.
 
     It runs in a new thread, outside of the replicas: a function within a replica's step could assign none of their
-    variables. There `keras.random` draws from a separate generator, so that the steps draw what they would have drawn.
+    variables. There `keras.random` draws from a separate generator, so that the steps' numbers stay the same.
     """
     strategy, found = tf.distribute.get_strategy(), []
 

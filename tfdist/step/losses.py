@@ -1,4 +1,4 @@
-"""What one replica's share of a batch adds to the losses of the whole batch: to their sum, and to their logs."""
+"""Scales a replica's losses to its share of the whole batch, in their sum and in their logs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[
     """Makes `model`'s losses right for a step on one replica. Replicas' losses are averaged by their shares.
 
     - A loss of one number, a function's or Dice, is computed of the whole batch on each replica (`whole_batch`).
-    - A sum is divided by this replica's share: `reduction="sum"`, what `total` declares, and a vector that a layer adds,
+    - A sum is divided by this replica's share: `reduction="sum"`, a number declared by `total`, and a vector that a layer adds,
       which Keras sums. A number that a layer adds is a mean.
     - Where a mask or `reduction="mean_with_sample_weight"` makes a mean one over fewer numbers, it weighs by these.
     - The logs `loss` and those of single outputs are means over examples. Keras weighs an output's loss by its batch only
@@ -119,7 +119,7 @@ class _CompiledLoss:
             return value
         if step.is_compiled:
             raise ConfigError(
-                f"jit_compile=True: the loss {self.loss.name} is a mean over what a mask or weights leave, which replicas must "
+                f"jit_compile=True: the loss {self.loss.name} is a mean over the values that a mask or weights leave, which replicas must "
                 "count together, and XLA compiles no collectives; compile the model with jit_compile=False."
             )
         if step.examples is not None:
@@ -132,9 +132,9 @@ class _CompiledLoss:
         )
 
     def _find_kind(self, y_true: Structure, y_pred: Structure) -> Literal["examples", "whole", "total"]:
-        """Returns whether the loss has a value for each example, must see the whole batch, or returns what `total` declares.
+        """Returns whether the loss has a value for each example, must see the whole batch, or returns a number declared by `total`.
 
-        One that is not Keras' own is traced once more, apart from the step, for the rank of what it returns.
+        One that is not Keras' own is traced once more, apart from the step, for the rank of its result.
         """
         function = getattr(self.loss, "fn", None)
         if type(self.loss).__call__ is not keras.losses.Loss.__call__:
@@ -172,7 +172,7 @@ class _CompiledLoss:
         return whole_batch.divide_gradient(value, step.part())
 
     def _divisor(self, mask: Structure, sample_weight: Structure, dtype: tf.DType | str) -> tf.Tensor | None:
-        """Returns by what Keras divides this replica's sum, if that is not as many for each example."""
+        """Returns Keras' divisor of this replica's sum, if it is not proportional to the examples."""
         reduction = self.loss.reduction
         if mask is None and (sample_weight is None or reduction in _MEANS):
             return None

@@ -3,7 +3,7 @@
 Keras adds up the variables of a metric over the replicas. That is right if a metric counts each example by itself, as those of
 `keras.metrics` do. It is wrong for a function that returns one number for a batch (Dice), for a correlation along the batch, and for a class
 that keeps a maximum or adds one number for a batch. Such a metric is given the whole batch on each replica (`whole_batch`), so that it
-computes what one process computes.
+computes the values of one process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Kind = Literal["examples", "mean", "state"]
 
 
 def kind(metric: keras.metrics.Metric) -> Kind | None:
-    """Returns how the replicas compute a metric; None if that depends on what its function returns.
+    """Returns how the replicas compute a metric; None if that depends on its function's result.
 
     - `"examples"`: it counts each example by itself, so each replica counts its own. Keras' own classes do, and those that say so
       by an attribute `sums_examples = True`.
@@ -67,7 +67,7 @@ def give_whole_batch(model: keras.Model) -> None:
 
 
 def replace_after_build(compiled: Any, replace: Callable[[], None]) -> None:
-    """Makes `build` of a model's compiled losses or metrics replace what it has built, too."""
+    """Makes `build` of a model's compiled losses or metrics replace the objects that it has built, too."""
     build = compiled.build
 
     def build_and_replace(*args: Any, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ def _result_of_state(metric: keras.metrics.Metric, result: Callable[[], Any]) ->
 
 
 def summed(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """Returns what variables of a metric hold: the sums over replicas. A collective."""
+    """Returns the sums over replicas of a metric's variables. A collective."""
     if not variables:
         return []
     context = tf.distribute.get_replica_context()
@@ -171,5 +171,5 @@ def summed(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
 
 
 def _holding(variables: Sequence[keras.Variable], values: Sequence[Structure]) -> keras.StatelessScope:
-    """Returns a scope in which variables hold other values, and what is assigned to them is kept."""
+    """Returns a scope in which variables hold other values, and assignments to them are kept."""
     return keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True)))

@@ -1,8 +1,8 @@
-"""Builds a model before its first step: what Keras does by calling it on a batch, here by the form of the data, or by its own step.
+"""Builds a model before its first step: by the form of the data, or by its own step. (Keras calls it on a batch.)
 
 Stock Keras draws a batch under a strategy, so that shuffled data come in another order than on one device; and it calls the
 model, which builds neither one without a `call` (a GAN, a VAE) nor any but the compiled optimizer. On one device it leaves both to
-the first run of the step. Here the step is traced once, and what it uses is built.
+the first run of the step. Here the step is traced once, which builds the objects that it uses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
 
 
 def build(model: keras.Model, step: str, batch: Structure, parts: int | None = None) -> None:
-    """Builds what is not built of a model, for the step named `step`, which will run first.
+    """Builds the unbuilt parts of a model, for the step named `step`, which will run first.
 
     `batch` is a replica's; or the form of a batch that is split among `parts` replicas.
     """
@@ -127,12 +127,12 @@ def _outside_of_graphs(strategy: Strategy, create: Callable[..., tf.Variable], *
 
 
 def _present(value: Structure) -> Structure:
-    """Returns a part of a batch, or of its form, and None for what is absent."""
+    """Returns a part of a batch, or of its form, and None for an absent part."""
     return value if hasattr(value, "shape") and hasattr(value, "dtype") else None
 
 
 def _placeholder(value: Structure) -> Structure:
-    """Returns what stands for a part of the batch in the graph; only a form says whether the size may differ."""
+    """Returns the placeholder of a part of the batch in the graph; only a form says whether the size may differ."""
     if _present(value) is None:
         return None
     if isinstance(value, tf_internals.CompositeTensor):

@@ -47,7 +47,7 @@ class ReplicaStep:
         self.number: Any = 0  # of the step that is being traced among those of an execution
 
     def __call__(self, data: Structure, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
-        """Runs the step on this replica's batch, or what it was dealt, of which `totals` are as of `batch_splitting.count_examples`.
+        """Runs the step on this replica's batch or split batch; `totals` are those of `batch_splitting.count_examples`.
 
         Returns the packed logs, and the moves of statistics, as of `empty_replicas.snapshot_statistics`.
         """
@@ -64,7 +64,7 @@ class ReplicaStep:
     def check_counts(self, data: Structure) -> None:
         """Traces the step on a batch of all replicas: eager values do not show whether they depend on data. Outside of replicas.
 
-        Raises ConfigError where an integer weight is assigned what depends on the data, or the step cannot be traced.
+        Raises ConfigError where an integer weight is assigned a value that depends on the data, or the step cannot be traced.
         """
         batch = data.batch if isinstance(data, batch_splitting.SplitBatch) else data
         local = self.model.distribute_strategy.experimental_local_results
@@ -146,7 +146,7 @@ class ReplicaStep:
         return self._pack(logs)
 
     def _local(self, data: Structure, examples: tf.Tensor | None, share: tf.Tensor | float) -> Structure:
-        """What is compiled: the step up to its gradients, as no collective can be."""
+        """The compiled part: the step up to its gradients, as collectives cannot be compiled."""
         with self._within(data, share, examples, lambda: share, None) as context:
             captured = context.deferred = []
             logs = self._step(data)
@@ -204,7 +204,7 @@ class ReplicaStep:
         return {dtype: tf.concat(values, 0) for dtype, values in packed.items()}
 
     def unpack(self, packed: dict[str, tf.Tensor]) -> Structure:
-        """Returns the logs from what `_pack` made of them."""
+        """Returns the logs that `_pack` has packed."""
         offsets = dict.fromkeys(packed, 0)
 
         def take(value: tf.Tensor) -> tf.Tensor:

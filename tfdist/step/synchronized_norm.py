@@ -16,7 +16,7 @@ def synchronize_moments(model: keras.Model) -> None:
     """Makes such layers right in a step on one replica. In place.
 
     - An example that does not count (see `replicas.batch_splitting`) is not in the moments.
-    - In a step of the user's each replica's gradient is multiplied by its share at the end. What has come through the moments
+    - In a step of the user's each replica's gradient is multiplied by its share at the end. The gradient through the moments
       from another replica must be multiplied by that one's.
     """
     for layer in keras_internals.layers(model):

@@ -12,7 +12,7 @@ _TOTAL = "_tfdist_total"
 
 
 def total(value: Structure) -> Structure:
-    """Declares a number to be a sum over the examples of a batch, in what `add_loss`, a loss function or a `train_step` computes.
+    """Declares a number to be a sum over the examples of a batch, in `add_loss`, a loss function or a `train_step`.
 
     Several replicas take a number for a mean over their examples, and average it. A sum they add up:
     `self.add_loss(tfdist.total(kl))`. With one replica, and outside of a training or test step, the value stays as it is.
@@ -21,7 +21,7 @@ def total(value: Structure) -> Structure:
         value: A number: a floating-point tensor of rank 0.
 
     Returns:
-        What to use in its place.
+        The tensor to use in its place.
 
     Example:
         >>> import tensorflow as tf, tfdist

@@ -1,4 +1,4 @@
-"""Gives every replica the whole batch, so that what depends on all examples is what one process computes.
+"""Gives every replica the whole batch, so that values that depend on all examples equal those of one process.
 
 `whole_batch` gathers a tensor for a layer or a step. Metrics are given the values of all replicas. Of a loss each replica gathers the labels,
 predictions and weights of all, and puts its own predictions in their place: the gradient of the loss flows through these alone, so that the
@@ -39,10 +39,10 @@ GATHERED_ROWS_ARE_NOT_EXAMPLES = (
 
 
 def whole_batch(tensor: tf.Tensor) -> Structure:
-    """Returns a tensor's rows of all replicas, in the order of the batch: what one process would have.
+    """Returns a tensor's rows of all replicas, in the order of the batch, as one process has them.
 
-    For what depends on all examples of a batch, such as a queue of features, a codebook or a maximum that a layer assigns: all replicas
-    compute the same from it. A collective, with gradients: the gradient with respect to this replica's rows is the sum of what all
+    For values that depend on all examples of a batch, such as a queue of features, a codebook or a maximum that a layer assigns: all replicas
+    compute the same from it. A collective, with gradients: the gradient with respect to this replica's rows is the sum of the gradients that all
     replicas' losses add to it. With one replica, under parameter servers, and outside of replicas the tensor is returned as it is.
 
     Args:
@@ -133,7 +133,7 @@ def _with_gradient(
 ) -> tf.Tensor:
     """Returns `whole`, whose gradient reaches this replica's rows from the losses of all replicas.
 
-    In a step of the user's a replica's gradient is multiplied by its share at the end, also what has come from another replica, which must
+    In a step of the user's a replica's gradient is multiplied by its share at the end, also the part from other replicas, which must
     be multiplied by that one's.
     """
     share = None if step.weighs_loss else step.gradient_weight
@@ -181,7 +181,7 @@ def obstacle(step: StepContext, dtype: tf.DType | str, arguments: Structure) -> 
         return why
     given = [each for each in tf.nest.flatten(arguments, expand_composites=False) if each is not None]
     if step.rows is None or any(not isinstance(each, tf.Tensor) or not each.shape.rank for each in given):
-        return "what it compares are no dense tensors with a row for each example"
+        return "its arguments are not dense tensors with a row for each example"
     if any(each.dtype == tf.string for each in given):
         return "replicas do not gather strings"
     shapes = [each.shape[1:] for each in given]
@@ -221,7 +221,7 @@ def gathered(
 
 
 def gathered_values(step: StepContext, values: Structure) -> Structure:
-    """Returns what a metric is given, of the whole batch, in its order and its types; gradients do not flow through it. A collective.
+    """Returns a metric's arguments for the whole batch, in its order and its types; gradients do not flow through them. A collective.
 
     `values` has tensors with a row for each example, perhaps with masks of Keras', in any structure; other values stay as they are.
     """

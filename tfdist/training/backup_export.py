@@ -85,8 +85,8 @@ def _points(storage: Storage, step: int | None) -> Iterator[SavePoint]:
 def read_weights(storage: Storage, point: SavePoint, manifest: Mapping[str, Any]) -> dict[_Key, np.ndarray]:
     """Returns the values of all variables that a backup holds, as an evaluation at this step would have them.
 
-    What each replica has of its own, such as moving statistics, is averaged over all replicas, as `Trainer.evaluate` does. Raises
-    CorruptBackupError where it is not what was written.
+    State that differs between replicas, such as moving statistics, is averaged, as `Trainer.evaluate` does. Raises
+    CorruptBackupError if a file is damaged.
     """
     shared = storage.read_part(point, SHARED)
     variables = manifest["about"]["variables"]

@@ -93,7 +93,7 @@ def _redirect(place: str | pathlib.PurePath, folder: str) -> str | pathlib.Path:
 
 
 def guard_log_files(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """Returns what to add to the callbacks of a training, so that a row that cannot be written to a CSV log costs one warning."""
+    """Returns callbacks to add, so that a row that cannot be written to a CSV log costs one warning."""
     loggers = [each for each in callbacks if isinstance(each, keras.callbacks.CSVLogger)]
     return [_LogFileGuard(loggers)] if loggers else []
 

@@ -2,7 +2,7 @@
 
 If one rank leaves the loop or enters a collective alone, the others hang; if it changes the learning rate or weights alone, the
 replicas diverge. A callback given to one rank only (`if chief: callbacks.append(...)`) does all of that. So statistics are synchronised
-before callbacks run, and afterwards all ranks agree on what they decided: any rank may stop the training, the chief's learning rate
+before callbacks run, and afterwards all ranks agree on their decisions: any rank may stop the training, the chief's learning rate
 holds, and after an epoch all weights must be equal.
 """
 
@@ -30,7 +30,7 @@ _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", 
 def wrap_callbacks(
     callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy, ranks: Ranks, check_weights: bool
 ) -> tuple[keras.callbacks.Callback, list[keras.callbacks.Callback], keras.callbacks.Callback]:
-    """Returns what goes before the callbacks of this rank, these, and what goes behind them. A collective.
+    """Returns the callback to call before those of this rank, these, and the one to call after them. A collective.
 
     With `check_weights` the ranks compare their weights after each epoch, too, if all have the same callbacks.
     """
@@ -81,7 +81,7 @@ class _Synchronize(keras.callbacks.Callback):
 
 
 class _CheckConsistency(keras.callbacks.Callback):
-    """Comes last: lets all ranks do what one decided.
+    """Comes last: applies one rank's decisions on all ranks.
 
     `on_batches` says that some rank has a callback that acts on batches, `alike` that all ranks have the same callbacks, except those that only
     observe: then unequal weights are an error, else the chief's hold.

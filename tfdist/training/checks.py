@@ -194,7 +194,7 @@ class _Arrays:
         return bool(self._unlike(digests).any())
 
     def difference_message(self, ranks: Ranks, digests: np.ndarray) -> str:
-        """Returns what differs first. A collective."""
+        """Returns the message about the first difference. A collective."""
         name = [*self._own, *self._own][self._unlike(digests).argmax()]
         if isinstance(self._given[name], worker_rows.OwnRows):
             return (
@@ -254,7 +254,7 @@ def _data_order(data: Data) -> list[str]:
 
 
 def _order_difference_message(ranks: Ranks, mine: str) -> str:
-    """Returns what differs first between the workers' datasets. A collective."""
+    """Returns the message about the first difference between the workers' datasets. A collective."""
     return (
         "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received: "
         f"{_texts_by_worker(ranks, mine, 'no more transformations')}. Seeds differ if a worker has drawn a random "

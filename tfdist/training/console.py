@@ -1,4 +1,4 @@
-"""What the chief shows of a training run: its replicas, Keras' progress, and updates that are missing."""
+"""The chief's output during training: its replicas, Keras' progress, and missing updates."""
 
 from __future__ import annotations
 

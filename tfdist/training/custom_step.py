@@ -16,7 +16,7 @@ from tfdist.training.loop_context import LoopContext
 
 
 class StepModel(keras.Model):
-    """The Keras model that runs a function as its training step; `logs` is what the last step has returned."""
+    """The Keras model that runs a function as its training step; `logs` are those of the last step."""
 
     def __init__(self, function: Callable[[Structure], dict[str, Any]], uses: list[object]):
         super().__init__(name=getattr(function, "__name__", "step"))
@@ -41,13 +41,13 @@ class Step:
         for batch in step.loop(dataset, epochs=3):
             logs = step(batch)
 
-    Around it is a Keras model that holds what the step uses, so that gradients, compression, backups and callbacks work as
+    A Keras model around it holds the objects that the step uses, so that gradients, compression, backups and callbacks work as
     in `fit`.
 
     Args:
         context: The context of the trainer's loops.
         function: The step.
-        uses: What the step uses.
+        uses: The objects that the step uses.
 
     Attributes:
         model: The Keras model that holds it.
@@ -59,7 +59,7 @@ class Step:
     def __init__(self, context: LoopContext, function: Callable[[Structure], dict[str, Any]], uses: Sequence[object]):
         if not callable(function) or not isinstance(uses, (list, tuple)):
             raise ConfigError(
-                "trainer.step takes a function and, as `uses`, a list of what it uses: trainer.step(train, uses=[model, optimizer]). "
+                "trainer.step takes a function and, as `uses`, a list of the objects that it uses: trainer.step(train, uses=[model, optimizer]). "
                 f"Received: {format_value(function)}, {format_value(uses)}."
             )
         self._context = context
@@ -84,7 +84,7 @@ class Step:
             The step's logs as numbers, the mean over the replicas, in which each counts as its examples do.
 
         Raises:
-            ConfigError: The step does what no replica can.
+            ConfigError: The step is not possible on a replica.
         """
         engine = self._context.engine
         surrounding = contextlib.nullcontext() if self._context.is_at_work else self._context.stepping(self.model)
@@ -111,7 +111,7 @@ class Step:
 
         Args:
             x: As for `fit`: arrays, a dataset with batches of the global size, or a function `(tf.distribute.InputContext) ->
-                tf.data.Dataset`. The step gets what a `train_step` would: for arrays `x` or `(x, y)`.
+                tf.data.Dataset`. The step gets the batch of a `train_step`: for arrays `x` or `(x, y)`.
             y: The targets, of arrays.
             epochs: The last epoch.
             steps_per_epoch: Steps of an epoch, where the data do not end.

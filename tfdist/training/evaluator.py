@@ -158,7 +158,7 @@ class Evaluator:
 
 
 class EvaluationLog:
-    """What has been evaluated: one line of JSON for each evaluation of one training, which outlives the process; and its curves in TensorBoard.
+    """The results: one line of JSON for each evaluation of a training run, which outlives the process; and its curves in TensorBoard.
 
     Attributes:
         rows: The lines: `step`, `epoch`, `backup`, `training`, `time` and `metrics`.

@@ -67,11 +67,11 @@ class ExportBest(keras.callbacks.Callback):
         self._has_warned = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a backup keeps."""
+        """Returns the state for a backup."""
         return {"by": self._by, "best": self.best, "version": self._version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` returned, or from what this training has exported since."""
+        """Restores the state from `state_dict`, or a later export of this training run."""
         if state["by"] != self._by:
             return  # values that do not compare
         self.best, self._version = state["best"], state["version"]
@@ -123,7 +123,7 @@ class ExportBest(keras.callbacks.Callback):
         self._remove_others(version)
 
     def _remove_others(self, version: int) -> None:
-        """Removes what this class has written before `version`."""
+        """Removes this class's exports before `version`."""
         for name in _names(self.path):
             if name.isdecimal() and int(name) != version and self._about(name):
                 # No half of a model keeps a number, whenever this process ends.
@@ -133,7 +133,7 @@ class ExportBest(keras.callbacks.Callback):
             tf.io.gfile.rmtree(os.path.join(self.path, name))
 
     def _about(self, version: int | str) -> dict[str, Any] | None:
-        """Returns what is written in an export about it; None if this class has not written it."""
+        """Returns the description in an export; None if this class has not written it."""
         try:
             with tf.io.gfile.GFile(os.path.join(self.path, str(version), _ABOUT)) as file:
                 return json.loads(file.read())

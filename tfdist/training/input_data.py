@@ -168,7 +168,7 @@ def bind_arguments(method: Function, model: keras.Model, args: Any, kwargs: Any)
 
 
 def _argument_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with the arguments of Keras' own methods, besides arrays that do not fit each other."""
+    """Yields the errors in the arguments of Keras' own methods, except arrays that do not fit each other."""
     data = arguments.get("x")
     if data is None or (isinstance(data, (list, tuple, dict)) and not data):
         yield f"x must be data: arrays, a tf.data.Dataset, or a function that returns one. Received: {format_value(data)}."

@@ -1,4 +1,4 @@
-"""The loops of `fit`, `evaluate`, `predict` and `trainer.step`: what Keras' loops do, in Keras' order, on the steps of an engine."""
+"""The loops of `fit`, `evaluate`, `predict` and `trainer.step`: Keras' loops, in Keras' order, on the steps of an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tfdist.training import input_data
 
 
 class Hooks(keras.callbacks.CallbackList):
-    """The callbacks of a loop, and what surrounds them in a `fit`: `session` backs it up, `progress` tells a supervisor how far it is.
+    """The callbacks of a loop. In a `fit`, `session` backs it up, and `progress` reports to a supervisor.
 
     Attributes:
         validation: The validation data of a `fit`, once a validation has begun.

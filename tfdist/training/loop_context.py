@@ -1,4 +1,4 @@
-"""What surrounds a loop of Keras on this rank: watched peers, the engine, backups, the exit code."""
+"""The surroundings of a loop on this rank: watched peers, the engine, backups, the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a loop of the Trainer: checks, the ranks' agreement, callbacks, backups. The loops themselves are in `loop.py`."""
+"""Runs a loop of the Trainer with its surroundings: checks, the ranks' agreement, callbacks, backups. The loops are in `loop.py`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Method = Function
 
 
 def run(context: LoopContext, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs a method of a model, which is attached, with what surrounds it on this rank.
+    """Runs a method of an attached model, with its surroundings on this rank.
 
     `method` is Keras' own, for the names of the arguments. Raises ClusterError where a task is lost that the others need, and ConfigError where
     workers were given different arguments, or data that the strategy cannot use.
@@ -41,7 +41,7 @@ def run(context: LoopContext, name: str, method: Method, model: keras.Model, arg
 
 
 def run_plain(engine: Engine, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs a method of a model without what surrounds it: without a Trainer, or within one of its loops. Arguments as of `run`."""
+    """Runs a method of a model alone: without a Trainer, or within one of its loops. Arguments as of `run`."""
     return _PLAIN[name](engine, model, **input_data.bind_arguments(method, model, args, kwargs))
 
 
@@ -52,7 +52,7 @@ def fit(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Does what a training needs before and after its loop; takes the arguments of `fit`, and its value is those of the loop."""
+    """Prepares training and finishes it after its loop; takes the arguments of `fit`, and yields those of the loop."""
     data, validation = arguments.pop("x", None), arguments.pop("validation_data", None)
     for each in (data, validation):
         unsupported.check_data(context.strategy, each)
@@ -131,7 +131,7 @@ _PLAIN: dict[str, Any] = {"fit": loop.fit, "evaluate": loop.evaluate, "predict":
 def _choose_backup(
     context: LoopContext, callbacks: Sequence[keras.callbacks.Callback]
 ) -> tuple[BackupAndRestore | None, list[keras.callbacks.Callback], bool]:
-    """Chooses what backs a `fit` up: the user's callback, the trainer's backup, or one in place of Keras' own callback.
+    """Chooses the backup of a `fit`: the user's callback, the trainer's backup, or one in place of Keras' own callback.
 
     Returns it, or None; the other callbacks; and whether the backup is to be removed when `fit` ends, as Keras' is.
     """

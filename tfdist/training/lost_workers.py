@@ -2,7 +2,7 @@
 
 TensorFlow's own heartbeats notice a lost worker after three minutes where no connection of theirs was in use. The operating system of
 a process says at once that nothing listens at its port any more. A connection that breaks while both workers run is as final as a loss:
-TensorFlow makes another one, but what was on its way fails, and with it all collectives of the process from then on.
+TensorFlow opens another one, but calls in flight fail, and with them all later collectives of the process.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _CALLS = {
 
 @contextlib.contextmanager
 def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
-    """Ends the collectives of what is inside when a worker has ended, and says when one does not answer.
+    """Ends the collectives inside when a worker has ended, and reports one that does not answer.
 
     The chief asks all others, and the others ask the chief, which ends when it has missed one. One that does not answer may be stopped for a
     while: after a minute it counts as lost. Its own process, once it runs again, finds that the others have ended. Raises ClusterError, which
-    names a lost worker, or what workers did at once.
+    names a lost worker, or the workers' different calls.
     """
     chief, *workers = cluster.training_tasks()
     others = workers if task == chief else [chief]
@@ -195,7 +195,7 @@ def _labels(frame: types.FrameType) -> Iterator[str]:
 
 
 def _exchange_calls(cluster: ClusterSpec, task: TaskSpec, mine: str) -> Iterator[tuple[TaskSpec, str]]:
-    """Yields what tasks were doing, by TensorFlow's coordination service, for those that publish it in time."""
+    """Yields the calls of tasks that publish them in time, by TensorFlow's coordination service."""
     key = "tfdist/call/{}".format
     with contextlib.suppress(tf.errors.OpError):
         tf_cluster.publish(key(task), mine)

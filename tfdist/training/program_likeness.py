@@ -49,7 +49,7 @@ _described: weakref.WeakKeyDictionary[keras.Model, tuple[Any, list[Item]]] = wea
 
 
 def describe(model: keras.Model, arguments: Mapping[str, Any], workers: int) -> list[Item]:
-    """Returns what must be the same on all workers, the likely causes of other differences first."""
+    """Returns the items that must be equal on all workers, likely causes of other differences first."""
     compiled = (model.optimizer, getattr(model, "loss", None))
     known = _described.get(model)
     if known is None or any(a is not b for a, b in zip(known[0], compiled, strict=True)):
@@ -142,7 +142,7 @@ def _layers(parent: keras.layers.Layer, inside: str) -> Iterator[Item]:
 
 
 def _compiled(model: keras.Model) -> Iterator[Item]:
-    """Yields what a model was compiled with."""
+    """Yields the arguments of a model's `compile`."""
     yield "the model's loss", _text(getattr(model, "loss", None))
     for number, each in enumerate(optimizer_search.optimizers(model)):
         title = f"the optimizer{f' {number + 1}' if number else ''}"

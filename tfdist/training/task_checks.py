@@ -1,4 +1,4 @@
-"""What a task returns is checked, and an error of its first step is one sentence where no line of the user's raised it."""
+"""Checks the results of a task's methods, and explains an error of the first step that no line of the user's raised."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def make_task(name: str, options: Any) -> Any:
 
 
 def checked_model(task: str, model: keras.Model) -> keras.Model:
-    """Returns what `build_model` of a task returned. Raises ConfigError where it is no model."""
+    """Returns the result of a task's `build_model`. Raises ConfigError if it is not a model."""
     if not isinstance(model, keras.Model):
         raise ConfigError(f"build_model of task {task!r} must return a keras.Model. Received: {format_value(model)}.")
     return model
 
 
 def checked_compile_arguments(task: str, model: keras.Model, arguments: Any) -> dict[str, Any]:
-    """Returns what `compile_arguments` of a task returned. Raises ConfigError where `model.compile` does not take it."""
+    """Returns the result of a task's `compile_arguments`. Raises ConfigError if `model.compile` does not take it."""
     where = f"compile_arguments of task {task!r}"
     if not isinstance(arguments, dict):
         raise ConfigError(f"{where} must return a dict. Received: {format_value(arguments)}.")
@@ -71,7 +71,7 @@ def checked_compile_arguments(task: str, model: keras.Model, arguments: Any) -> 
 
 
 def checked_steps(task: str, steps: Any) -> int | None:
-    """Returns what `steps_per_epoch` of a task returned. Raises ConfigError where it is no number of steps."""
+    """Returns the result of a task's `steps_per_epoch`. Raises ConfigError if it is not a number of steps."""
     if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps <= MOST_STEPS):
         raise ConfigError(
             f"steps_per_epoch of task {task!r} must return a whole number of steps, or None. Received: {format_value(steps)}."
@@ -80,7 +80,7 @@ def checked_steps(task: str, steps: Any) -> int | None:
 
 
 def checked_data(task: str, method: str, data: Data, optional: bool = False) -> Data:
-    """Returns what a method of a task returned as data. Raises ConfigError where it is no dataset."""
+    """Returns the data from a task's method. Raises ConfigError if they are not a dataset."""
     if optional and isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ConfigError(
             f"{method} of task {task!r} must return a dataset that ends, as a validation takes it whole. Remove its repeat(), or add take()."
@@ -97,7 +97,7 @@ def checked_data(task: str, method: str, data: Data, optional: bool = False) -> 
 
 
 class FirstStep(keras.callbacks.Callback):
-    """Notes whether the first step of the training or of the validation runs: what fails later is no matter of the model's fit to its data.
+    """Notes that the first step of training or validation has run: a later error is not about model and data that do not fit.
 
     Attributes:
         data: The method of the task whose data that step would take; empty once it has been made.
@@ -135,7 +135,7 @@ def explaining_first_step(task: str, model: keras.Model, first: FirstStep, eleme
             raise
         if _HOOK.search(str(e)):
             raise ConfigError(
-                f"a callback does not take what Keras calls it with: {_reason(e)} Give it the arguments of keras.callbacks.Callback, as named there."
+                f"a callback does not take the arguments of Keras' calls: {_reason(e)} Give it the arguments of keras.callbacks.Callback, as named there."
             ) from e
         raise ConfigError(
             f"the model of task {task!r} cannot be trained on its data: "
@@ -167,7 +167,7 @@ def _is_of_users_line(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns what an error says, without what Keras and TensorFlow put around it."""
+    """Returns an error's own message, without the text that Keras and TensorFlow put around it."""
     text = _ESCAPES.sub("", str(error))
     if "in user code:" in text:
         text = text.rpartition("Error: ")[2]

@@ -37,9 +37,9 @@ class Trainer:
         trainer.save(model, "model.keras")
 
     A training has these stages. The Trainer finds the cluster, connects its tasks and creates the strategy, which decides
-    where each variable lives (`startup`). `fit` compares what the workers were given, gives the model a step function for
+    where each variable lives (`startup`). `fit` compares the workers' arguments, gives the model a step function for
     all replicas, and calls Keras' own loop (`loops`). Each replica computes the gradients of its part of the batch; the
-    replicas sum them, compressed if asked to, and apply the same update. After a step all ranks agree on what callbacks
+    replicas sum them, compressed if asked to, and apply the same update. After a step all ranks agree on the decisions that callbacks
     have decided (`callback_sync`). A backup restarts a training at the step where it ended. `save` has the chief write.
 
     Under `parameter_server` the chief schedules steps on workers, and variables live on servers. In the other tasks the
@@ -50,7 +50,7 @@ class Trainer:
 
     Args:
         strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
-        cluster: The cluster and this process's task in it; None means what the environment says (see `cluster.resolvers`), False none.
+        cluster: The cluster and this process's task in it; None means the environment's (see `cluster.resolvers`), False none.
         backup_dir: Where `fit` backs the training up after each epoch, a folder that all tasks share; a run that finds a
             backup there continues from it. None means no backups, unless there is a `backup`, or `fit` is given one.
         backup: How to back up, where it is not after each epoch.
@@ -58,7 +58,7 @@ class Trainer:
             `tfdist.config.COMPRESSORS`, a `CompressionConfig`, or a compressor. Under `multi_worker_mirrored` and `mirrored`.
         start_timeout: Seconds to wait for the other tasks.
         check_weights: Whether workers compare all weights after each epoch, at a copy to the host; else before and after all.
-        nan_policy: What becomes of a step whose loss or gradient is not finite: `"ignore"`; `"skip"` leaves out its update, on all
+        nan_policy: The action after a step whose loss or gradient is not finite: `"ignore"`; `"skip"` leaves out its update, on all
             replicas; `"stop"` leaves it out and has `fit` raise a FloatingPointError, on all ranks.
         **options: As for `create_strategy`.
 
@@ -124,7 +124,7 @@ class Trainer:
 
     @property
     def compression(self) -> Compressor | None:
-        """What sums the gradients of models that are not compiled yet with fewer bytes; None if they are summed as they are."""
+        """The compressor of models that are not compiled yet; None without compression."""
         return self._context.engine.compressor
 
     @compression.setter
@@ -133,14 +133,14 @@ class Trainer:
 
     @property
     def is_at_work(self) -> bool:
-        """Returns whether `fit` or another method is running, so that what it calls of a model is Keras' own."""
+        """Returns whether `fit` or another method is running, so that the model's methods inside are Keras' own."""
         return self._context.is_at_work
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[tf.distribute.Strategy]:
         """The context in which to build (or load) and compile the model; its value is the strategy.
 
-        The model's own `fit`, `evaluate` and `predict` then do what this trainer's do.
+        The model's own `fit`, `evaluate` and `predict` then call this trainer's.
 
         Raises:
             ConfigError: A loop of the user's own takes gradients or applies an optimizer outside of a replica.
@@ -180,7 +180,7 @@ class Trainer:
         return self._run("fit", model, args, kwargs)
 
     def evaluate(self, model: keras.Model, *args: Any, **kwargs: Any) -> Logs:
-        """Evaluates `model`, as Keras' `evaluate`; every example counts once, whatever the number of replicas.
+        """Evaluates `model`, as Keras' `evaluate`; every example counts once, with any number of replicas.
 
         Args:
             model: Built and compiled in `scope()`.
@@ -203,7 +203,7 @@ class Trainer:
     def step(self, function: Callable[[Structure], dict[str, Any]], uses: Sequence[object]) -> Step:
         """Returns a training step for a loop of your own: GradientTape, several optimizers, reinforcement learning.
 
-        Each replica runs the function on its part of a batch, of which a loss is the mean. What an optimizer in it applies is the
+        Each replica runs the function on its part of a batch, of which a loss is the mean. An optimizer in it applies the
         gradient of the mean over the whole batch, compressed if the Trainer compresses.
 
         Args:
@@ -242,7 +242,7 @@ class Trainer:
     ) -> None:
         """Exports `model` for inference, by default as a SavedModel that TensorFlow Serving loads.
 
-        Call it on every rank: the chief writes, the others wait until the files are there. The weights are in the files whatever
+        Call it on every rank: the chief writes, the others wait until the files are there. The weights are in the files whichever
         the strategy; of parameter servers, the chief fetches them.
 
         Args:
@@ -273,7 +273,7 @@ class Trainer:
         self._context.delete_backup(self._context.backup, at_once=True)
 
     def server_report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns what a report says of parameter servers; empty without them.
+        """Returns a report's entries about parameter servers; empty without them.
 
         Args:
             model: The model.
@@ -285,7 +285,7 @@ class Trainer:
         return self._context.engine.report(model)
 
     def compression_report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns what the compressor does for `model`'s gradients, once trained. A collective.
+        """Returns the compressor's statistics of `model`'s gradients, once trained. A collective.
 
         Args:
             model: The model.
@@ -308,7 +308,7 @@ class Trainer:
         self._context.print_replicas(global_batch_size)
 
     def call(self, name: str, method: Function, model: keras.Model, args: Any, kwargs: Any) -> Any:
-        """Does what a model's own method is called for; `method` is Keras'."""
+        """Runs a model's own method as this trainer's; `method` is Keras'."""
         if name in loops.LOOPS or not keras_internals.has_replaced_make_function(model):
             self._context.attach(model, "fit")
         return loops.run(self._context, name, method, model, args, kwargs)
