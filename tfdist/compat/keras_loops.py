@@ -134,10 +134,10 @@ def metrics_or_logs(model: keras.Model, logs: Logs) -> Logs:
     return results if isinstance(logs, dict) and logs.keys() == results.keys() else logs
 
 
-def check_compiled(model: keras.Model, method: str) -> None:
+def check_compiled(model: keras.Model) -> None:
     """Raises ValueError if a model is not compiled, as Keras does."""
     if not model.compiled:
-        raise ValueError(f"You must call `compile()` before calling `{method}()`.")
+        raise ValueError("You must call `compile()` before using the model.")
 
 
 def flat_logs(model: keras.Model, logs: dict[str, Any]) -> Logs:

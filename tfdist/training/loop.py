@@ -67,7 +67,7 @@ def fit(
 
     Here and in the other loops, `x` may be a function `(tf.distribute.InputContext) -> tf.data.Dataset`, too.
     """
-    keras_loops.check_compiled(model, "fit")
+    keras_loops.check_compiled(model)
     if (most := keras.config.max_epochs()) and most < epochs:
         warnings.warn(f"Limiting epochs to {most}", stacklevel=2)
         epochs = most
@@ -190,7 +190,7 @@ def evaluate(
     return_dict: bool = False,
 ) -> Logs:
     """Evaluates a model, which the engine has attached, as Keras' `evaluate`."""
-    keras_loops.check_compiled(model, "evaluate")
+    keras_loops.check_compiled(model)
     validation = callbacks.validation if isinstance(callbacks, Hooks) else None
     passes = validation or _passes(engine, model, (x, y, sample_weight), batch_size, steps)
     model_building.build(model, "test_step", passes.source.form, passes.source.parts)

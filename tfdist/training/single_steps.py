@@ -23,7 +23,7 @@ def train_on_batch(
     return_dict: bool = False,
 ) -> Logs:
     """Trains a model, which the engine has attached, on a batch, as Keras' `train_on_batch`."""
-    keras_loops.check_compiled(model, "train_on_batch")
+    keras_loops.check_compiled(model)
     if class_weight is not None:
         if sample_weight is not None:
             raise ValueError(
@@ -39,7 +39,7 @@ def test_on_batch(
     engine: Engine, model: keras.Model, x: Data, y: Data = None, sample_weight: Data = None, return_dict: bool = False
 ) -> Logs:
     """Evaluates a model on a batch, as Keras' `test_on_batch`."""
-    keras_loops.check_compiled(model, "test_on_batch")
+    keras_loops.check_compiled(model)
     logs = run(engine, model, "test_step", (x, y, sample_weight), keras_loops.RESETS_METRICS_FOR_BATCH)
     return logs if return_dict else keras_loops.flat_logs(model, logs)
 
