@@ -26,7 +26,7 @@ class ConfigError(ValueError):
     Attributes:
         faults: The sentences, as a tuple; each is one printable line.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> tfdist.create_strategy("mirrord")
         Traceback (most recent call last):
@@ -49,7 +49,7 @@ class _OneLineError(RuntimeError):
 class ClusterError(_OneLineError):
     """The running cluster is not as configured: a task is missing, lost or different.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> tfdist.ClusterError("worker:1 at host1:2222 has ended")
         ClusterError('worker:1 at host1:2222 has ended')
@@ -59,7 +59,7 @@ class ClusterError(_OneLineError):
 class BackupError(_OneLineError):
     """A backup could not be written, or none of those that are there can be read.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> tfdist.BackupError("the backup is damaged")
         BackupError('the backup is damaged')

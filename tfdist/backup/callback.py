@@ -55,7 +55,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         options: The arguments; each is an attribute of the callback, too, which can be read.
         training_id: On the chief, the identifier of the last training run in its backups; empty before any.
 
-    Example:
+    Examples:
         >>> import tempfile, tfdist
         >>> backup = tfdist.BackupAndRestore(tempfile.mkdtemp(), save_freq=100)
         >>> trainer = tfdist.Trainer("mirrored", backup=backup)

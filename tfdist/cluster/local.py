@@ -27,7 +27,7 @@ def local_cluster(workers: int, ps: int = 0) -> ClusterSpec:
         workers: Number of training tasks, at least 1. With parameter servers a chief comes on top.
         ps: Number of parameter servers.
 
-    Example:
+    Examples:
         >>> import tfdist.cluster
         >>> len(tfdist.cluster.local_cluster(workers=2).tasks())
         2
@@ -55,7 +55,7 @@ def free_ports(count: int) -> list[int]:
     be taken again before the task that it is meant for has started. Nor does this function give them to another process of this user
     while this one lives, though nobody listens on them yet.
 
-    Example:
+    Examples:
         >>> import tfdist.cluster
         >>> len(set(tfdist.cluster.free_ports(2)))
         2

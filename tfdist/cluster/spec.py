@@ -19,7 +19,7 @@ class TaskSpec:
         type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
         index: Its number within the job, from 0.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> str(tfdist.TaskSpec("worker", 1))
         'worker:1'
@@ -49,7 +49,7 @@ class ClusterSpec:
     Raises:
         ConfigError: With every fault of the jobs and addresses.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> cluster = tfdist.ClusterSpec({"worker": ["host1:2222", "host2:2222"]})
         >>> [str(task) for task in cluster.tasks()]
@@ -116,7 +116,7 @@ def from_tf_config(text: str) -> ClusterTask:
     Raises:
         ConfigError: With every fault found.
 
-    Example:
+    Examples:
         >>> import tfdist.cluster
         >>> cluster, task = tfdist.cluster.from_tf_config(
         ...     '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 1}}'

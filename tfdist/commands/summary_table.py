@@ -24,7 +24,7 @@ def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, s
         summary: The summary, from `summary.summarize`, or as read from `summary.json`.
         workdir: The folder that has the run's files.
 
-    Example:
+    Examples:
         >>> for name, value in rows(json.loads((workdir / "summary.json").read_text()), workdir):
         ...     print(f"{name}: {value}")
     """

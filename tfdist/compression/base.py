@@ -51,7 +51,7 @@ class RowCodec:
 class Compressor(abc.ABC):
     """Sums values over all ranks with fewer bytes. Two of one kind with the same arguments are equal.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> trainer = tfdist.Trainer("mirrored", compression="int8")
         >>> trainer.compression.block
@@ -152,7 +152,7 @@ class Compressor(abc.ABC):
 class NoCompression(Compressor):
     """Sums values as they are.
 
-    Example:
+    Examples:
         >>> from tfdist.compression import NoCompression
         >>> NoCompression() == NoCompression()
         True

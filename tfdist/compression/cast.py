@@ -53,7 +53,7 @@ class _Cast(Compressor):
 class BF16(_Cast):
     """Sums bfloat16, which has the range of float32 and 8 bits of precision, as torch's `bf16_compress_hook`.
 
-    Example:
+    Examples:
         >>> from tfdist.compression import BF16
         >>> BF16().description
         'BF16()'
@@ -68,7 +68,7 @@ class FP16(_Cast):
     Each rank divides by the number of ranks before the sum, as float16 ends at 65504; a step in which a number is larger is
     left out.
 
-    Example:
+    Examples:
         >>> from tfdist.compression import FP16
         >>> FP16().description
         'FP16()'

@@ -25,7 +25,7 @@ class ErrorFeedback(Wrapper):
     Raises:
         ConfigError: It is no compressor, or one that chooses by name.
 
-    Example:
+    Examples:
         >>> from tfdist.compression import ErrorFeedback, TopK
         >>> ErrorFeedback(TopK(compress_ratio=0.01)).compressor.compress_ratio
         0.01

@@ -24,7 +24,7 @@ def create(compression: Any) -> Any:
     Raises:
         ConfigError: There is no such compressor, or an argument is out of range.
 
-    Example:
+    Examples:
         >>> import tfdist.compression
         >>> tfdist.compression.create(tfdist.CompressionConfig("int8", block=128)).block
         128

@@ -43,7 +43,7 @@ class Int8(Int8Options, Compressor):
 
     Its arguments are the fields of `Int8Options`.
 
-    Example:
+    Examples:
         >>> from tfdist.compression import Int8
         >>> Int8(block=128).block
         128

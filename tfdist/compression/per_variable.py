@@ -25,7 +25,7 @@ class PerVariable(Compressor):
     Raises:
         ConfigError: A rule is no regular expression, or has no compressor.
 
-    Example:
+    Examples:
         >>> from tfdist.compression import Int8, PerVariable, TopK
         >>> PerVariable({"embedding": TopK()}, default=Int8()).default.block
         256

@@ -25,7 +25,7 @@ class PowerSGD(PowerSGDOptions, Compressor):
 
     Its arguments are the fields of `PowerSGDOptions`.
 
-    Example:
+    Examples:
         >>> from tfdist.compression import PowerSGD
         >>> PowerSGD(matrix_approximation_rank=2).matrix_approximation_rank
         2

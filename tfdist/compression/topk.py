@@ -27,7 +27,7 @@ class TopK(TopKOptions, Compressor):
 
     Its arguments are the fields of `TopKOptions`.
 
-    Example:
+    Examples:
         >>> from tfdist.compression import TopK
         >>> TopK(compress_ratio=0.02).compress_ratio
         0.02

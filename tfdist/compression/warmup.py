@@ -24,7 +24,7 @@ class Warmup(Wrapper):
     Raises:
         ConfigError: It is no compressor, or one that chooses by name; or the number is negative.
 
-    Example:
+    Examples:
         >>> from tfdist.compression import TopK, Warmup
         >>> Warmup(TopK(), 100).start_step
         100

@@ -26,7 +26,7 @@ class BackupConfig:
         delete_checkpoint: Whether to remove them once all results are written.
         save_before_preemption: On SIGTERM to any task, save on all and end with exit code 75.
 
-    Example:
+    Examples:
         >>> from tfdist.config import BackupConfig
         >>> BackupConfig(save_freq="100").save_freq
         '100'

@@ -19,7 +19,7 @@ class ClusterConfig:
             `hostfile`, a file with a line `host slots=2` for each host.
         task: Which of them this process is, as `worker:1`; empty means the one that is on this host.
 
-    Example:
+    Examples:
         >>> from tfdist.config import ClusterConfig
         >>> ClusterConfig(workers=2).workers
         2

@@ -124,7 +124,7 @@ class CompressionConfig(NamedOptions):
     Attributes:
         name: One of `COMPRESSORS`, an installed one, or your own compressor as `package.module:Class`.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> tfdist.CompressionConfig("powersgd", matrix_approximation_rank=2).matrix_approximation_rank
         2

@@ -24,7 +24,7 @@ class ExportConfig:
         final: Whether the model at the end of the training is exported.
         dir: The folder; models go to `best/NUMBER` and `final/NUMBER` in it. Empty means `export` in the work directory.
 
-    Example:
+    Examples:
         >>> from tfdist.config import ExportConfig
         >>> ExportConfig(best="val_loss").best
         'val_loss'

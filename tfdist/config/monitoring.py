@@ -20,7 +20,7 @@ class MonitoringConfig:
         update_freq: A number of steps: after each so many the curves by step get a value; `"batch"` means 1, `"epoch"` no such curves.
         profile_steps: The steps to profile, first and last as `"20:25"`, or one; empty means none.
 
-    Example:
+    Examples:
         >>> from tfdist.config import MonitoringConfig
         >>> MonitoringConfig(profile_steps="20:25").profile_steps
         '20:25'

@@ -122,7 +122,7 @@ class OptimizerConfig(NamedOptions):
         use_ema: Keep and, after training, use an exponential moving average of the weights.
         gradient_accumulation_steps: Steps whose mean gradient makes one update; 0 means each step's own does.
 
-    Example:
+    Examples:
         >>> from tfdist.config import OptimizerConfig
         >>> OptimizerConfig("sgd", momentum=0.9).momentum
         0.9

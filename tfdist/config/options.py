@@ -22,7 +22,7 @@ def option(default: Any, expected: str = "", holds: Callable[[Any], bool] = lamb
         expected: The requirement, for messages: `"more than 0"`.
         holds: Whether a value of its type is that.
 
-    Example:
+    Examples:
         >>> import dataclasses
         >>> from tfdist.compression import BF16, option
         >>> @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ class ScheduleConfig:
             below 1 are shares of the run, as `0.5,0.75`.
         factor: For `step`: the multiplier of the rate at each boundary: one number, or one per boundary, such as `0.1,0.5`.
 
-    Example:
+    Examples:
         >>> from tfdist.config import ScheduleConfig
         >>> ScheduleConfig("cosine", warmup_steps=100).warmup_steps
         100

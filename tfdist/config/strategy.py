@@ -46,7 +46,7 @@ class StrategyConfig:
             `"by_bytes"`, the one with the fewest bytes.
         timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> tfdist.StrategyConfig("mirrored", devices=2).name
         'mirrored'

@@ -28,7 +28,7 @@ class StrategyTraits:
         refuses: Options that a model or a configuration cannot use under it (`"jit_compile"`, `"mixed_float16"`, `"use_ema"`,
             `"gradient_accumulation_steps"`, `"Nadam"`), mapped to the end of the error, which has the reason and the remedy.
 
-    Example:
+    Examples:
         >>> from tfdist.config import STRATEGIES
         >>> STRATEGIES["multi_worker_mirrored"].several_processes
         True

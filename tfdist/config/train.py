@@ -61,7 +61,7 @@ class TrainConfig:
         max_restarts: Restarts that failures of tasks may cost, where this command starts them.
         monitoring: The TensorBoard output.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> config = tfdist.TrainConfig(task="digits", epochs=3)
         >>> config.optimizer.name = "sgd"

@@ -50,7 +50,7 @@ def epochs(
     Raises:
         ConfigError: The replicas do not divide the batch, or the batch is larger than the data.
 
-    Example:
+    Examples:
         >>> import numpy as np, tfdist.data
         >>> def data(context):  # trainer.fit(model, data, epochs=2, steps_per_epoch=3)
         ...     return tfdist.data.epochs((np.ones((6, 4)), np.ones(6)), context, global_batch_size=2, seed=1)

@@ -58,7 +58,7 @@ def own_rows(x: Data, y: Data = None, sample_weight: Data = None) -> OwnRows:
     Returns:
         `fit`, `evaluate`, `predict` and `validation_data` accept it in place of `x`. Their `batch_size` and `shuffle` apply.
 
-    Example:
+    Examples:
         >>> import numpy as np, tfdist.data
         >>> rows = tfdist.data.own_rows(np.ones((3, 4)), np.ones(3))  # of this worker
         >>> rows.x.shape

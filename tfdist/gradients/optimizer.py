@@ -53,7 +53,7 @@ def distribute_optimizer(
     Raises:
         ConfigError: There is no such compressor, an argument of its is out of range, or the strategy has no compression.
 
-    Example:
+    Examples:
         >>> import keras, tfdist
         >>> strategy = tfdist.create_strategy("mirrored")
         >>> with strategy.scope():

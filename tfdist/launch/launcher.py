@@ -64,7 +64,7 @@ class Launcher:
         lost_at: When the last failure was noticed, in seconds since the epoch, or None.
         restarts: When to start again.
 
-    Example:
+    Examples:
         >>> import sys, tempfile
         >>> from tfdist.cluster import local_cluster
         >>> from tfdist.launch import Launcher

@@ -29,7 +29,7 @@ class Goodput(keras.callbacks.Callback):
     Args:
         path: A local file in which the parts outlive this process; on one task alone. None keeps none.
 
-    Example:
+    Examples:
         >>> from tfdist.monitoring import Goodput
         >>> sorted(Goodput().report())
         ['productive', 'seconds', 'wall_seconds']

@@ -31,7 +31,7 @@ class WireBytes(keras.callbacks.Callback):
         read: Returns the bytes sent by each interface.
         begins: Updates before compression begins, whose steps are counted apart.
 
-    Example:
+    Examples:
         >>> from tfdist.cluster import TaskSpec, local_cluster
         >>> from tfdist.monitoring import WireBytes
         >>> callback = WireBytes(local_cluster(workers=2), TaskSpec("worker", 0))  # fit(..., callbacks=[callback])

@@ -68,7 +68,7 @@ class TensorBoard(keras.callbacks.Callback):
         global_batch_size: Examples per step, or None.
         fit_batch_size: The global batch size of the current `fit`.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from tfdist.monitoring import TensorBoard
         >>> callback = TensorBoard(tempfile.mkdtemp(), hparams={"units": 8})  # fit(..., callbacks=[callback])

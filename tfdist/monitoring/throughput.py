@@ -24,7 +24,7 @@ class Throughput(keras.callbacks.Callback):
         step_seconds: Seconds of each step but those of the first execution, which compiles. A step's time includes the
             callbacks' and the wait for data; steps of one execution share its time evenly.
 
-    Example:
+    Examples:
         >>> import keras, numpy as np, tfdist
         >>> from tfdist.monitoring import Throughput
         >>> trainer, throughput = tfdist.Trainer("mirrored"), Throughput(global_batch_size=4)

@@ -23,7 +23,7 @@ def total(value: Structure) -> Structure:
     Returns:
         The tensor to use in its place.
 
-    Example:
+    Examples:
         >>> import tensorflow as tf, tfdist
         >>> float(tfdist.total(tf.constant(3.0)))  # outside of a step there is one replica
         3.0

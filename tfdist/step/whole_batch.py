@@ -55,10 +55,10 @@ def whole_batch(tensor: tf.Tensor) -> Structure:
         ConfigError: It is called within a replica but outside of a step, within `tf.cond`, `tf.while_loop` or a `tf.function`, under
             `jit_compile=True`, or with a tensor that has no row for each example.
 
-    Example:
+    Examples:
         `self.queue.assign(keras.ops.concatenate([tfdist.whole_batch(keys), self.queue])[:4096])`
 
-    Example:
+    Examples:
         >>> import tensorflow as tf, tfdist
         >>> tfdist.whole_batch(tf.constant([1.0, 2.0])).numpy().tolist()  # outside of a step: all rows are here
         [1.0, 2.0]

@@ -69,7 +69,7 @@ def create_strategy(
         ConfigError: A name or option is unknown or does not fit, the cluster is faulty, TensorFlow was already in use,
             or there is no TPU.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> strategy = tfdist.create_strategy("mirrored")
         >>> strategy.num_replicas_in_sync

@@ -30,7 +30,7 @@ class Task:
             has one, yields a sentence for each fault. An attribute that is no field is taken for a misspelt one, unless
             it begins with `_`.
 
-    Example:
+    Examples:
         >>> import dataclasses, keras, tensorflow as tf, tfdist
         >>> @dataclasses.dataclass
         ... class Options:

@@ -47,7 +47,7 @@ class ExportBest(keras.callbacks.Callback):
     Raises:
         ConfigError: There is no such mode, `"auto"` cannot tell it by the name; or, after an epoch, there is no such metric.
 
-    Example:
+    Examples:
         >>> import tempfile, tfdist
         >>> callback = tfdist.ExportBest(tempfile.mkdtemp(), monitor="val_loss")
         >>> callback.monitor

@@ -70,7 +70,7 @@ class Trainer:
     Raises:
         ConfigError: As `create_strategy`; or both `backup_dir` and `backup` are given.
 
-    Example:
+    Examples:
         >>> import keras, numpy as np, tfdist
         >>> trainer = tfdist.Trainer("mirrored")
         >>> with trainer.scope():

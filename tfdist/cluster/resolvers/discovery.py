@@ -92,7 +92,7 @@ def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | N
     Raises:
         ConfigError: As `resolve`.
 
-    Example:
+    Examples:
         >>> import tfdist
         >>> tfdist.find_cluster() is None  # without TF_CONFIG, a scheduler or hosts
         True
