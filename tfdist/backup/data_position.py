@@ -96,7 +96,8 @@ class TrainingPasses(Passes):
 
     @property
     def _resumes_within_pass(self) -> bool:
-        # Without `steps_per_epoch` a pass ends with its epoch; with it, it goes on in the next one, also from a backup between two.
+        # Without `steps_per_epoch` a pass ends with its epoch. With it a pass continues in the next epoch, so also a backup that was
+        # taken between two epochs is within a pass.
         place = self.position
         return bool(self._resumes and place.passes and (place.epoch_step or self.steps_per_epoch))
 

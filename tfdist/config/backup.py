@@ -19,8 +19,8 @@ class BackupConfig:
     """Schedule and folder of the backups of a training run; see `tfdist.BackupAndRestore`.
 
     Attributes:
-        save_freq: When to save: at each `"epoch"` end, after a number of steps such as `"100"`, or `"never"` (no backups).
-        save_every_seconds: Seconds after which to save, too; 0 means never.
+        save_freq: When to save: `"epoch"` (at the end of each), every so many steps (`"100"`), or `"never"` (no backups).
+        save_every_seconds: Also save when this many seconds have passed since the last backup; 0 means never.
         dir: The folder of the backups, shared by all tasks. Empty means `backup` in the work directory.
         keep: How many backups to keep.
         delete_checkpoint: Whether to remove the backups once all results are written.

@@ -30,7 +30,8 @@ def epochs(
 
     Step k of an epoch trains on the k-th `global_batch_size` examples of that epoch's order, split among the replicas. So any
     number of workers trains on the same batches. Under parameter servers, where each step runs on one worker, the workers
-    take whole batches in turn. The examples that do not fill a last batch are dropped; others in each epoch.
+    take whole batches in turn. The examples that do not fill a last batch are dropped: with
+    `shuffle` other ones in each epoch.
 
     Args:
         arrays: A structure of arrays `[examples, ...]`.
@@ -69,8 +70,8 @@ def epochs(
         if shuffle:
             indices = tf.random.experimental.stateless_shuffle(indices, seed=[seed, epoch])
         batches = tf.reshape(indices[: steps * global_batch_size], [-1, batch_size])
-        # Pipelines take turns; a turn is one batch per replica of the pipeline. `number` counts over all epochs, so that with an
-        # odd number of batches it is not always the same pipeline that gets one more.
+        # Pipelines take turns; a turn is one batch per replica of the pipeline. `number` counts over all epochs, so that
+        # pipelines that cannot divide an epoch evenly get the longer part in turn.
         number = tf.range(steps * replicas, dtype=tf.int64) + epoch * steps * replicas
         is_local = number // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
         return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(batches, is_local))

@@ -83,8 +83,8 @@ class Scheduler:
                     if tf_cluster.is_worker_failure(e):
                         self._mark_lost(worker)
                     raise  # TensorFlow's coordinator runs the function again, on another worker
-                # An error of the step itself is a result: raised here, the coordinator would cancel all other functions, whose
-                # results are lost then.
+                # An error of the step itself is a result: if it were raised here, the coordinator would cancel all other
+                # functions, and their results would be lost.
                 error = _deduplicate_message(e)
             finally:
                 del self._since[worker]

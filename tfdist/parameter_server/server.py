@@ -62,7 +62,7 @@ def serve(
     preemption.listen()
     logger.info(f"{task} serves at {cluster.address(task)}")
     preflight.wait_until_reachable(cluster, [cluster.chief], start_timeout)
-    # The greeting answered so far; the server starts later. Only the chief matters here: it waits for the other tasks itself.
+    # So far only the chief's greeting has answered: wait for its TensorFlow server. The chief waits for the other tasks itself.
     preflight.wait_until_reachable(cluster, [cluster.chief], start_timeout, serving=True)
     preemption.training = True
     misses, notified = 0, False

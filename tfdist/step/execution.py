@@ -203,8 +203,8 @@ class Execution:
         self, iterator: DataIterator, steps: tf.Tensor
     ) -> tuple[Mapping[str, Any], tf.Tensor | None, Structure]:
         """Runs up to `steps` steps, as `_run_single` runs one. All of them run in the loop, so that the step is traced once."""
-        # The loop's logs must have values before the step is traced, when their sizes are unknown: they start empty, with a free
-        # size, and get the static shapes that tracing has recorded here back after the loop.
+        # A loop variable needs an initial value, but the sizes of the logs are unknown until the step is traced. So they start empty,
+        # with free sizes. Tracing records their shapes here, and they are set after the loop.
         shapes: dict[str, tf.TensorShape] = {}
 
         def body(done: tf.Tensor, _: Any, logs: Logs, waited: tf.Tensor) -> Structure:
@@ -218,8 +218,8 @@ class Execution:
         def run(data: Structure, logs: Logs) -> Logs:
             if not isinstance(data, batch_splitting.SplitBatch):
                 return True, run_one(data, None, logs)
-            # A worker without data goes on with empty batches, as the others need it in their collectives. All workers have the
-            # same totals, so all leave the loop at the same step.
+            # A worker whose data have ended continues with empty batches, because the others need it in their collectives. All
+            # workers have the same totals, so all leave the loop at the same step.
             totals = batch_splitting.count_examples(data, self._strategy)
             return totals[0] > 0, tf.cond(totals[0] > 0, lambda: run_one(data, totals, logs), lambda: logs)
 
@@ -242,7 +242,7 @@ class Execution:
             parallel_iterations=1,  # steps must not overlap: each reads the variables that the one before writes
         )
         self._replica.number = 0
-        # An execution without a step ends as one step does without data: with an OutOfRangeError, of an iterator that is empty.
+        # Without any step, raise OutOfRangeError as `iterator.get_next` would: an empty iterator raises it within a graph.
         with tf.control_dependencies([tf.cond(done > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
             packed = {dtype: tf.ensure_shape(logs[dtype], shape) for dtype, shape in shapes.items()}
             return *self._reduced(packed), (waited, done)

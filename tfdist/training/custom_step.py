@@ -59,7 +59,8 @@ class Step:
     def __init__(self, context: LoopContext, function: Callable[[Structure], dict[str, Any]], uses: Sequence[object]):
         if not callable(function) or not isinstance(uses, (list, tuple)):
             raise ConfigError(
-                "trainer.step takes a function and, as `uses`, a list of the objects that the function uses: trainer.step(train, uses=[model, optimizer]). "
+                "trainer.step takes a function and, as `uses`, a list of the objects that the function uses: "
+                "trainer.step(train, uses=[model, optimizer]). "
                 f"Received: {format_value(function)}, {format_value(uses)}."
             )
         self._context = context
