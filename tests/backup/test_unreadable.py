@@ -36,7 +36,7 @@ def test_it_is_refused_and_left(folder, capsys, name):
     before, path = files(folder), folder / "step-14" / name
     path.chmod(0)
     with pytest.raises(
-        BackupError, match=r"step-14.* cannot be read: .*ermission denied.*neither starts again nor goes on"
+        BackupError, match=r"step-14.* cannot be read: .*ermission denied.*neither starts again nor continues"
     ):
         find(folder)
     assert "trying again for" in capsys.readouterr().out
