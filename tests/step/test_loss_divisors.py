@@ -309,7 +309,9 @@ def test_a_mask_cannot_be_compiled(trainer):
     with trainer.scope():
         model = build()
         model.compile("sgd", loss, jit_compile=True)
-    with pytest.raises(ConfigError, match=r"a mean over the values that a mask or weights select\. .*jit_compile=False"):
+    with pytest.raises(
+        ConfigError, match=r"a mean over the values that a mask or weights select\. .*jit_compile=False"
+    ):
         trainer.fit(model, words, tags, verbose=0)
 
 
