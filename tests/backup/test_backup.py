@@ -655,7 +655,7 @@ class Second(keras.callbacks.Callback):
 
 def test_of_two_runs_with_one_folder_the_first_ends_and_spoils_nothing(trainer, tmp_path, undisturbed, monkeypatch):
     folder = tmp_path / "backup"
-    with pytest.raises(ConfigError, match="is another run's, which began later: process 1 on elsewhere"):
+    with pytest.raises(ConfigError, match="was taken over by a newer run: process 1 on elsewhere"):
         life(trainer, backup(tmp_path, 3), callbacks=[Second(folder, monkeypatch)])
     assert [path.name for path in folder.glob("step-*")] == ["step-3"]
     assert differences(life(trainer, backup(tmp_path, 3))[0], undisturbed) == []

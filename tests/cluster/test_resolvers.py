@@ -470,9 +470,9 @@ def test_a_hostfile(tmp_path):
     [
         (
             {"hosts": "h1,h2"},
-            "task must say which of worker:0, worker:1 this process is, as none of them is on this host.",
+            "task must name this process's task, one of worker:0, worker:1: none of them is on this host.",
         ),
-        ({"hosts": "localhost,127.0.0.1:7"}, "as these are on this host: worker:0, worker:1."),
+        ({"hosts": "localhost,127.0.0.1:7"}, ": worker:0, worker:1 are all on this host."),
         ({"hosts": "h1,h2", "task": "worker:2"}, "task must be one of worker:0, worker:1. Received: 'worker:2'."),
         ({"hosts": "h1:x", "task": "worker:0"}, "is not 'host:port'"),
         ({"hosts": "h1:1,h1:1", "task": "worker:0"}, "is already that of worker:0"),
@@ -532,7 +532,7 @@ def test_a_host_has_its_tasks_of_a_list(given, addresses, here, tmp_path):
     [
         (
             {"hosts": "h1,h2"},
-            "is none of h1, h2: write the names or addresses by which the hosts reach each other, or name",
+            "is not one of h1, h2: write the names or addresses by which the hosts reach each other, or name",
         ),
         ({"hosts": "localhost,127.0.0.1:7"}, "localhost, 127.0.0.1 are all addresses of this host ("),
         ({"hosts": "h1,h2", "task": "worker:2"}, "task must be one of worker:0, worker:1. Received: 'worker:2'."),
@@ -543,11 +543,14 @@ def test_a_host_has_its_tasks_of_a_list(given, addresses, here, tmp_path):
         ({"hosts": "h1,h2", "task": ","}, "task must be one of worker:0, worker:1. Received: ','."),
         (
             {"hosts": "h1,H1"},
-            "hosts has 'h1' more than once; write each host once, and workers_per_host=2 for two tasks.",
+            "hosts has 'h1' more than once; write each host once, and set workers_per_host=2 for two tasks per host.",
         ),
         ({"hosts": "h1:1,h1:1"}, "hosts has 'h1:1' more than once"),
         ({"hosts": "h1,h1:2222"}, "address 'h1:2222' is already that of worker:0"),
-        ({"hosts": "h1", "ps_hosts": "h3,h3"}, "ps_hosts has 'h3' more than once; give each server of a host a port"),
+        (
+            {"hosts": "h1", "ps_hosts": "h3,h3"},
+            "ps_hosts has 'h3' more than once; give each server on a host its own port",
+        ),
         ({"hosts": "h1:1,h1:2", "workers_per_host": 2}, "worker:2: address 'h1:2' is already that of worker:1"),
         ({"hosts": "h1:65535", "workers_per_host": 2}, "port 65536 of 'h1:65536' is out of range"),
         ({"hosts": f"h1:{'9' * 5000}", "workers_per_host": 2}, "is out of range"),
@@ -560,7 +563,7 @@ def test_a_host_has_its_tasks_of_a_list(given, addresses, here, tmp_path):
         ({"hosts": "h1,h2", "workers_per_host": 10**9}, "a cluster has at most 10000 tasks. Received: 2000000000."),
         ({"hostfile": "no/such"}, "hostfile no/such: No such file or directory."),
         ({"hostfile": "# none\n"}, " has no host."),
-        ({"hostfile": "h1 slots=2\n", "workers_per_host": 2}, "leave out its slots, or workers_per_host."),
+        ({"hostfile": "h1 slots=2\n", "workers_per_host": 2}, "remove its slots, or leave out workers_per_host."),
     ],
 )
 def test_a_fault_of_the_tasks_of_a_host_is_named(given, said, tmp_path):

@@ -174,7 +174,7 @@ ROWS += [
     train("optimizer.name=nope_nope:x", words=("optimizer 'nope_nope:x' cannot be found",)),
     train("schedule.name=step", "schedule.boundaries=,", words=("needs schedule.boundaries, such as 3000,6000",)),
     train("strategy.devices=,", words=("strategy.devices names no device; leave it empty",)),
-    train("backup.dir=/dev/null/x", words=("backup.dir must be a folder, and one of those above it is a file",)),
+    train("backup.dir=/dev/null/x", words=("backup.dir must be a folder, and a parent folder of it is a file",)),
     train("global_batch_size=-64", words=("global_batch_size must be 0 to", "Received: -64.")),
     Row((*TRAIN, "--flagfile="), ("--flagfile has no value; write --flagfile=FILE",)),
     Row(("doctor", "--no-devices=3"), ("--nodevices=3 does not take an argument.",)),
@@ -194,7 +194,10 @@ ROWS += [
             "surrogate": "backup.dir must be a folder, and a path has no lone surrogates. Received: '\\ud800'.",
         }.items()
     ),
-    train("backup.dir=dangling", words=("backup.dir must be a folder, and 'dangling' is a link to none.",)),
+    train(
+        "backup.dir=dangling",
+        words=("backup.dir must be a folder, and 'dangling' is a link to a folder that does not exist.",),
+    ),
     Row((*TRAIN[:2], "--workdir=gs://b/run"), ("workdir must be a folder of this machine. Received: 'gs://b/run'",)),
     Row((*TRAIN[:2], "--workdir=folders"), ("'folders/model.keras' must be a file of the run, and is a folder",)),
     Row(("train", "--config=cycle.py"), ("config.task_options must not hold itself",)),

@@ -39,7 +39,7 @@ ROOT = pathlib.Path(__file__).parents[2]
         (["--workers_per_host=2", "true"], "--workers_per_host: only with --hosts=A,B or --hostfile=FILE"),
         (["--hosts=", "true"], "either hosts or hostfile must be given. Received: hosts='', hostfile=''."),
         (["--hosts=a,a", "true"], "hosts has 'a' more than once"),
-        (["--hosts=a,b", "true"], ") is none of a, b: write the names or addresses"),
+        (["--hosts=a,b", "true"], ") is not one of a, b: write the names or addresses"),
         (["--hostfile=no/such", "true"], "hostfile no/such: No such file or directory."),
     ],
 )

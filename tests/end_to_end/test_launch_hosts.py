@@ -97,9 +97,7 @@ def test_a_hostfile_of_addresses_and_servers_are_a_cluster(on_both, tmp_path):
     (tmp_path / "hosts").write_text("\n".join(two_hosts_lib.ADDRESSES))
     options = [f"--hostfile={tmp_path / 'hosts'}", f"--ps_hosts={two_hosts_lib.ADDRESSES[1]}"]
     shown = on_both(*options, sys.executable, "script.py", "parameter_server")
-    assert (
-        ends(shown[0])[0] == ["chief:0"] and "[ps:0] tfdist: ps:0 ends with exit code 0, as the chief has" in shown[1]
-    )
+    assert ends(shown[0])[0] == ["chief:0"] and "[ps:0] tfdist: ps:0 ends with exit code 0, like the chief" in shown[1]
 
 
 @pytest.mark.full  # tests/launch has the restarts of one launcher

@@ -200,7 +200,7 @@ def test_rows_of_embeddings_stay_rows(trainer, compressor):
 
 
 def test_topk_warns_of_adam_and_names_others(trainer):
-    with pytest.warns(UserWarning, match=r"AdamW divides by .* Use compression 'powersgd' or 'int8'"):
+    with pytest.warns(UserWarning, match=r"AdamW normalizes by past gradients.* Use compression 'powersgd' or 'int8'"):
         fitted(trainer, ErrorFeedback(TopK()), keras.optimizers.AdamW, epochs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -35,14 +35,14 @@ def test_all_roles_end(tmp_path, what, workers, ps, sentence):
         killed = {"servers": {"ps:1"}, "workers": {"worker:0", "worker:1"}}.get(what, set())
         for task in set(roles.processes) - killed - {"chief:0"}:
             assert roles.wait(task, 60) == 1, "or a scheduler would think that it has finished"
-            assert "ends with exit code 1, as the chief has\n" in roles.log(task)
+            assert "ends with exit code 1, like the chief\n" in roles.log(task)
 
 
 @pytest.mark.parametrize(
     ("what", "chiefs", "others", "said"),
     [
-        ("chief", -9, 1, "ends with exit code 1, as the chief has gone without a word"),
-        pytest.param("exit", 3, 3, "ends with exit code 3, as the chief has\n", marks=pytest.mark.slow),
+        ("chief", -9, 1, "ends with exit code 1: the chief has ended without sending its exit code"),
+        pytest.param("exit", 3, 3, "ends with exit code 3, like the chief\n", marks=pytest.mark.slow),
     ],
 )
 def test_those_who_serve_end_as_the_chief_does(tmp_path, what, chiefs, others, said):
@@ -61,5 +61,5 @@ def test_the_same_command_serves_or_trains_under_tf_config(tmp_path):
     with Roles(command, tmp_path / "roles", workers=1, ps=1) as roles:
         assert roles.wait("chief:0", 120) == 0, roles.log("chief:0")
         assert [roles.wait(task, 60) for task in roles.processes] == [0] * 3
-        assert "ends with exit code 0, as the chief has" in roles.log("worker:0")
+        assert "ends with exit code 0, like the chief" in roles.log("worker:0")
     assert (tmp_path / "run" / "summary.json").exists()

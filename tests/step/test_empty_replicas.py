@@ -17,7 +17,7 @@ def trainer(mirrored):
     return tfdist.Trainer(mirrored)
 
 
-@pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
+@pytest.mark.filterwarnings("ignore:The layer .* adds a scalar loss")
 def test_a_lazily_built_model_takes_an_odd_batch_of_inputs_alone(trainer):
     class Autoencoder(keras.Model):
         def __init__(self):

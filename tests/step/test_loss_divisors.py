@@ -279,7 +279,7 @@ def compare(trainer, case, accumulated=1, **compiled):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
+@pytest.mark.filterwarnings("ignore:The layer .* adds a scalar loss")
 @pytest.mark.parametrize("case", tiers.cases(CASES, quick=QUICK))
 def test_replicas_divide_together(trainer, case):
     compare(trainer, case)
@@ -309,7 +309,9 @@ def test_a_mask_cannot_be_compiled(trainer):
     with trainer.scope():
         model = build()
         model.compile("sgd", loss, jit_compile=True)
-    with pytest.raises(ConfigError, match=r"a mean over what a mask or weights leave, .*jit_compile=False"):
+    with pytest.raises(
+        ConfigError, match=r"a mean over the values that a mask or weights select\. .*jit_compile=False"
+    ):
         trainer.fit(model, words, tags, verbose=0)
 
 
@@ -348,7 +350,7 @@ def test_circle_loss_of_each_example_is_refused(trainer):
         model = dense()
         model.compile("sgd", keras.losses.Circle(reduction="none"))
     with pytest.raises(
-        ConfigError, match="The loss circle depends on all examples of a batch, and has a value for each"
+        ConfigError, match="The loss circle depends on all examples of a batch and returns a value for each"
     ):
         trainer.fit(model, X, Y[:, :1], batch_size=BATCH, verbose=0)
 
@@ -418,10 +420,10 @@ def test_a_number_that_a_layer_adds_is_a_mean_and_said_once(trainer):
         model.compile(keras.optimizers.SGD(0.0), "mse")
     plain = adding(tf.reduce_sum)()
     plain.set_weights(model.get_weights())
-    with pytest.warns(UserWarning, match=r"The layer adds.* adds a loss of one number .*taken for a mean") as said:
+    with pytest.warns(UserWarning, match=r"The layer adds.* adds a scalar loss .*treated as a mean") as said:
         trainer.fit(model, X[:16], Y[:16], batch_size=16, verbose=0)
         trainer.evaluate(model, X[:16], Y[:16], batch_size=16, verbose=0)
-    assert len([each for each in said if "adds a loss of one number" in str(each.message)]) == 1
+    assert len([each for each in said if "adds a scalar loss" in str(each.message)]) == 1
 
 
 def test_a_number_that_does_not_depend_on_the_data_is_not_said(trainer):
@@ -480,7 +482,7 @@ def test_added_losses_stand_beside_a_loss_for_which_replicas_wait(trainer):
     np.testing.assert_allclose(dense.kernel.numpy(), kernel - RATE * X[:4].T @ gradient, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
+@pytest.mark.filterwarnings("ignore:The layer .* adds a scalar loss")
 def test_a_layer_that_counts_is_called_once_a_step(trainer):
     class Counts(Adds):
         def build(self, shape):

@@ -107,7 +107,7 @@ class OneNumber(keras.losses.Loss):
         return tf.reduce_mean((y - out) ** 2)
 
 
-@pytest.mark.filterwarnings("ignore:The layer .* adds a loss of one number")
+@pytest.mark.filterwarnings("ignore:The layer .* adds a scalar loss")
 @pytest.mark.parametrize(
     "kind", tiers.cases(["function", "added", "object"], quick=2)
 )  # test_loss_divisors.py has Dice

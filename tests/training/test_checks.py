@@ -47,7 +47,7 @@ SPEC = ClusterSpec({"worker": ["a:1"]})
         ({"backup_dir": 3}, r"backup_dir must be a text or a path\. Received: 3\."),
         ({"backup_dir": b"x"}, "backup_dir must be a text or a path"),
         ({"backup_dir": "a\0b"}, "backup_dir must be a folder, and a path has no null character"),
-        ({"backup_dir": "x" * 5000}, "backup_dir must be a folder, and the name is too long for one"),
+        ({"backup_dir": "x" * 5000}, "backup_dir must be a folder, and its name is too long"),
         ({"start_timeout": "x"}, r"start_timeout must be a number of seconds, 0 to 1000000000\. Received: 'x'\."),
         ({"start_timeout": float("nan")}, r"start_timeout must be a number of seconds.* Received: nan\."),
         ({"check_weights": "no"}, r"check_weights must be True or False\. Received: 'no'\."),

@@ -61,6 +61,8 @@ class TrainingPasses(Passes):
     def epoch(self, first: int = 0) -> Iterator[tuple[int, int, int | None]]:
         """As of `Passes`; begins after the steps that are done."""
         self.state.begin_epoch()
+        # A new pass follows, which draws from the state of the backup. Within a pass, `_open` restores the state at its begin instead:
+        # the skipped elements are drawn again.
         if self._resumes and not self._resumes_within_pass:
             self.state.restore("now")
         for execution in super().epoch(self.position.epoch_step):
@@ -70,6 +72,7 @@ class TrainingPasses(Passes):
     def on_steps_done(self, end_step: int) -> int:
         """Says that an execution is done, whose last step in the epoch is `end_step` by Keras' counting. Returns its number of steps."""
         place, steps = self.position, self.steps
+        # Keras counts the last execution of an epoch as a full one, even if the epoch has fewer steps left.
         done = end_step + 1 if steps is None else min(end_step + 1, steps)
         new, place.epoch_step = done - place.epoch_step, done
         place.step += new
@@ -93,6 +96,8 @@ class TrainingPasses(Passes):
 
     @property
     def _resumes_within_pass(self) -> bool:
+        # Without `steps_per_epoch` a pass ends with its epoch. With it a pass continues in the next epoch, so also a backup that was
+        # taken between two epochs is within a pass.
         place = self.position
         return bool(self._resumes and place.passes and (place.epoch_step or self.steps_per_epoch))
 
@@ -105,11 +110,13 @@ class TrainingPasses(Passes):
                 self.state.begin_pass(place.passes)
             super()._open(is_read)
             return
+        # Only the first pass after a resume is replayed. The old iterator must go first: it might read ahead, and draw.
         self._resumes, self.iterator, self._seen = False, None, place.drawn
         self._begin_pass()
         batches = self.source.steps
         if goes_on and self.source.datasets and batches is not None and place.drawn >= batches:
-            # Of this pass, too, nothing is read: a thread that read ahead would draw after the state is restored.
+            # The backup was taken after the last step of the pass: its elements need not be read again, and a thread that read them
+            # ahead would draw random numbers after the state is restored. Only the order of the next pass must come out the same.
             self.state.restore("first")
             for dataset in self.source.datasets:
                 replay(dataset, place.passes)

@@ -182,7 +182,7 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
         tf.io.gfile.remove(mine)
     if failed.any():
         raise ConfigError(
-            f"backup_dir {folder!r} cannot be written to: {ranks.agree(why)}. Is there room, and the right to? {_NO_SHARED}"
+            f"backup_dir {folder!r} cannot be written to: {ranks.agree(why)}. Is there space, and permission to write? {_NO_SHARED}"
         )
     if blind.any():
         raise ConfigError(

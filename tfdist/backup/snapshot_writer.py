@@ -1,4 +1,4 @@
-"""Writes the snapshots of one `fit`: each rank its part, the chief the shared part and the manifest."""
+"""Writes the snapshots of one `fit`. Each rank writes its part; the chief also writes the shared part and the manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from tfdist.runtime.ownership import Ownership
 
 
 class SnapshotWriter:
-    """Writes snapshots to a folder that it owns, and reports the last to the supervisor. `saved` says when the newest was taken, or None."""
+    """Writes snapshots to a folder that this run owns, and reports each to the supervisor.
+
+    Attributes:
+        saved: The step of the newest snapshot written; None before the first.
+    """
 
     def __init__(self, storage: Storage, ranks: Ranks, keep: int, task_progress: progress.Progress):
         self._storage = storage
@@ -31,7 +35,7 @@ class SnapshotWriter:
         self.saved: SavePoint | None = None
 
     def check_free(self) -> None:
-        """Raises ConfigError if another run of the chief's host has the folder. A collective."""
+        """Raises ConfigError if a live run on the chief's host owns the folder, or it is not writable. A collective."""
         why = ""
         if self._ranks.is_chief:
             try:
@@ -39,14 +43,17 @@ class SnapshotWriter:
             except ConfigError as e:
                 why = str(e)
             except OSError as e:
-                why = f"backup_dir {self._storage.folder!r} cannot be written to: {first_line(e)}. Is there room, and the right to?"
+                why = f"backup_dir {self._storage.folder!r} cannot be written to: {first_line(e)}. Is there space, and permission to write?"
         if fault := self._ranks.agree(why):
             raise ConfigError(fault)
 
     def take_folder(self, after: SavePoint) -> None:
-        """Takes the folder over from other runs, sets damaged later backups aside, and removes this rank's unfinished ones. A collective.
+        """Takes ownership of the folder, moves damaged backups later than `after` aside, and removes this rank's unfinished ones.
 
-        The run continues from the backup `after`, or `BEFORE_ALL`. Raises BackupError where the folder cannot be changed.
+        A collective. Raises BackupError if the folder cannot be changed.
+
+        Args:
+            after: The backup from which the run continues, or `BEFORE_ALL`.
         """
         why = ""
         if self._ranks.is_chief:
@@ -57,14 +64,14 @@ class SnapshotWriter:
                 why = first_line(e)
         if reason := self._ranks.agree(why):
             raise BackupError(
-                f"backup_dir {self._storage.folder!r} cannot be taken over: {reason}. Is there room, and the right to?"
+                f"backup_dir {self._storage.folder!r} cannot be taken over: {reason}. Is there space, and permission to write?"
             )
         self._storage.clean(after)
         self._ranks.barrier()
 
     def write(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot, unless it is there already. Raises ConfigError if another run has taken the folder over."""
-        if (point := snapshot.point) == self.saved:  # the same on all ranks
+        """Writes a snapshot, unless it is the newest already. Raises ConfigError if another run has taken the folder over."""
+        if (point := snapshot.point) == self.saved:  # equal on all ranks, so all of them return
             return
         storage = self._storage
         if self._ranks.is_chief:
@@ -72,7 +79,7 @@ class SnapshotWriter:
         storage.write_part(point, storage.part, snapshot.own)
         if self._ranks.is_chief:
             storage.write_part(point, SHARED, snapshot.shared)
-            self._ownership.check()
+            self._ownership.check()  # again: only the manifest makes the parts a backup
             storage.write_manifest(point, snapshot.manifest, self._keep)
             remove_damaged(storage.folder)
             progress.note_backup(storage.folder)
@@ -83,23 +90,23 @@ class SnapshotWriter:
         self.saved = point
 
     def finish(self) -> None:
-        """Removes backups beyond `keep`, once all ranks have written, and gives the folder back."""
+        """Waits until all ranks have written, removes backups beyond `keep`, and releases the folder. A collective."""
         self._ranks.barrier()
         self._storage.clean()
         self.release()
 
     def release(self) -> None:
-        """Gives the folder back, if it is this run's."""
+        """Releases the folder if this run owns it."""
         if self._ranks.is_chief:
             self._ownership.release()
 
 
 class OwnershipMarker(Ownership):
-    """A run's claim to a folder of backups, wherever TensorFlow reaches; for the chief.
+    """A run's ownership of a backup folder, local or in any file system of `tf.io.gfile`. The chief uses it.
 
-    Remote folders have no locks, nor do all file systems lock across hosts. There the run that started last has the folder, and the
-    other one stops at its next backup. So a run that was thought dead, and was started again elsewhere, does no harm when it wakes up.
-    A supervisor does not restart a run that was denied the folder: it would take the folder back.
+    Remote folders have no locks, and some file systems do not lock across hosts. There the run that started last owns the folder,
+    and an earlier one stops at its next backup. So a run that was presumed dead and restarted elsewhere does no damage when it
+    wakes up. The supervisor does not restart a run that lost the folder, because it would take the folder back.
     """
 
     def __init__(self, folder: str):
@@ -112,13 +119,13 @@ class OwnershipMarker(Ownership):
         super().check_free()
 
     def check(self) -> None:
-        """Raises a ConfigError if another run has taken the folder over since."""
+        """Raises ConfigError if another run has taken the folder over since `acquire`."""
         owner = self.owner()
         if owner not in (None, ownership.this_run()):
             progress.mark_refusal()
             raise ConfigError(
-                f"backup_dir {self._folder!r} is another run's, which began later: {owner}. This one ends, as two would "
-                "spoil each other's backups. Give each run a backup_dir of its own."
+                f"backup_dir {self._folder!r} was taken over by a newer run: {owner}. This run stops, so that the two do not "
+                "overwrite each other's backups. Give each run its own backup_dir."
             )
 
     def acquire(self) -> None:
@@ -132,7 +139,7 @@ class OwnershipMarker(Ownership):
             return super().owner()
         try:
             return files.read(self._path).decode(errors="replace") or None
-        except ReadError:  # it is not there, or cannot be told
+        except ReadError:  # no marker, or it is unreadable
             return None
 
     def release(self) -> None:
@@ -145,9 +152,9 @@ class OwnershipMarker(Ownership):
 
 
 class WriterThread:
-    """A thread that writes one backup at a time; its errors are raised again in the main thread, later.
+    """A thread that writes one backup at a time; the main thread raises its error later, in `check` or `finish`.
 
-    It does not keep the process from ending: a task whose peers have died must not wait for their files.
+    It is a daemon thread, which does not keep the process alive: a task whose peers have died must not wait for their files.
     """
 
     def __init__(self) -> None:
@@ -155,23 +162,23 @@ class WriterThread:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Starts some work; earlier work must have finished."""
+        """Runs `work` in a new thread. Earlier work must have finished."""
         self._thread = threading.Thread(target=self._run, args=(work,), name="backup", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Waits until the work has ended, well or not, or for some seconds."""
+        """Waits until the work has ended or failed, at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def finish(self) -> None:
-        """Waits until the work has ended, and raises its error."""
+        """Waits until the work has ended, and raises its error, if any."""
         self.wait()
         self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raises the work's error, if it has ended."""
+        """Raises the error of work that has failed; once."""
         error, self._error = self._error, None
         if error is not None:
             raise error

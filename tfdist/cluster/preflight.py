@@ -94,6 +94,7 @@ def wait_until_reachable(
             for each, reason in absent.items():
                 logger.info(f"waiting for {reachability.format_tasks(cluster, {each: reason})}")
             reported = now
+        # A task that has answered is not asked again: it may have gone on to start TensorFlow's server, and close this port first.
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
     different = list(task_versions.differences(versions, chief))
@@ -131,13 +132,13 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
                 or "others, though all can be reached: see their logs. A task that is started again alone cannot join others that train"
             )
             over = time.monotonic() >= ends
-            if done.is_set():  # TensorFlow has returned meanwhile
+            if done.is_set():  # the tasks were asked for seconds, in which TensorFlow may have returned
                 return
             waits = f"has waited {timeout:.0f} s, and is ended," if over else "waits"
             level = logging.ERROR if over else logging.WARNING
             logger.log(level, f"{task}: TensorFlow {waits} for {absent}", extra=TO_STDERR)
             if over:
-                process_end.end(1)
+                process_end.end(1)  # the main thread is in TensorFlow's wait, where no exception reaches it
 
     threading.Thread(target=watch, daemon=True, name="tfdist-start").start()
     with process_end.signals_end_process(), greeting.naming_port_owner(cluster, task):

@@ -1,8 +1,8 @@
 """The protocol between compressors, which only compute, and communicators, which move bytes.
 
-An exchange is a generator. It yields a request, is sent the answer, and returns the sums over all ranks. Who carries it out is
-another's business (`collectives/communicator.py`): so one piece of code serves several processes, several devices of one process, a simulation
-in a test, and a count of the bytes that would be sent.
+An exchange is a generator: it yields a request, receives the answer through `send`, and returns the sums over all ranks. A
+`Communicator` (`collectives/communicator.py`) executes the requests. So the same exchange runs between processes, between the
+devices of one process, in a test's simulation, and in a count of the bytes that it would send.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """Asks for the sums (or maxima) over all ranks of some tensors, in as few messages as there are types of numbers."""
+    """Requests the sums (if `largest`, the maxima) of tensors over all ranks; tensors of one dtype share a message."""
 
     tensors: Sequence[tf.Tensor]
     largest: bool = False
@@ -24,21 +24,21 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """Asks for `[size, *shape]`, the tensors of all ranks, which have the same shape. int32 or float32."""
+    """Requests the tensors of all ranks, stacked to `[size, *shape]`. All have the same shape; int32 or float32."""
 
     tensor: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """Gives row i of `[size, ...]` to rank i; asks for the rows of all ranks for this one. int32 or float32."""
+    """Sends row i of a `[size, ...]` tensor to rank i; requests the row that each rank sends to this one. int32 or float32."""
 
     tensor: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Cond:
-    """Asks for the result of one of two exchanges. All ranks have the same condition, a scalar bool."""
+    """Requests the result of one of two exchanges. The condition is a scalar bool, equal on all ranks."""
 
     condition: tf.Tensor
     if_true: Callable[[], Exchange]
@@ -49,9 +49,9 @@ class ReduceResult(NamedTuple):
     """The result of an exchange.
 
     Attributes:
-        sums: The sum over all ranks as far as it came through, for each value; the same to the bit on all ranks.
-        contributions: This rank's contribution: over all ranks these add up to the sums.
-        states: The new state of each value.
+        sums: The sum of each value over all ranks, without the part lost in compression; bit-identical on all ranks.
+        contributions: This rank's part of each sum, as transmitted: the contributions of all ranks add up to the sums.
+        states: The compressor's new state for each value.
     """
 
     sums: list[tf.Tensor]
@@ -64,12 +64,12 @@ Exchange = Generator[Any, Any, ReduceResult]
 
 @dataclasses.dataclass(frozen=True)
 class RankContext:
-    """A rank's place in an exchange.
+    """The rank that runs an exchange, and the step.
 
     Attributes:
-        rank: Its number.
+        rank: The rank, from 0.
         size: The number of ranks.
-        step: How many updates there have been, a scalar int64: the same on all ranks, so that it can seed random numbers.
+        step: The number of updates so far, a scalar int64. Equal on all ranks, so that it can seed random numbers.
     """
 
     rank: int
@@ -78,39 +78,42 @@ class RankContext:
 
 
 def fuse(exchanges: Sequence[Exchange]) -> Generator[Any, Any, list[ReduceResult]]:
-    """Fuses several exchanges into one: sums of the same round travel in one message."""
+    """Fuses several exchanges into one, which runs them in rounds and merges their sums of a round into one `AllReduce`.
+
+    The other requests of a round are yielded one by one.
+    """
     results: list[Any] = [None] * len(exchanges)
-    asked: dict[int, Any] = {}
+    pending: dict[int, Any] = {}  # index of an exchange -> its unanswered request
 
-    def go_on(number: int, answer: Any) -> None:
+    def advance(index: int, answer: Any) -> None:
         try:
-            asked[number] = exchanges[number].send(answer)
+            pending[index] = exchanges[index].send(answer)
         except StopIteration as e:
-            asked.pop(number, None)
-            results[number] = e.value
+            pending.pop(index, None)
+            results[index] = e.value
 
-    for number in range(len(exchanges)):
-        go_on(number, None)
-    while asked:
-        sums = {n: request for n, request in asked.items() if isinstance(request, AllReduce) and not request.largest}
-        others = {n: request for n, request in asked.items() if n not in sums}
+    for index in range(len(exchanges)):
+        advance(index, None)
+    while pending:
+        sums = {i: request for i, request in pending.items() if isinstance(request, AllReduce) and not request.largest}
+        others = {i: request for i, request in pending.items() if i not in sums}
         answers: dict[int, Any] = {}
         if sums:
-            flat = iter((yield AllReduce([tensor for request in sums.values() for tensor in request.tensors])))
-            answers |= {n: [next(flat) for _ in request.tensors] for n, request in sums.items()}
-        for n, request in others.items():
-            answers[n] = yield request
-        for n in sorted(answers):
-            go_on(n, answers[n])
+            totals = iter((yield AllReduce([tensor for request in sums.values() for tensor in request.tensors])))
+            answers |= {i: [next(totals) for _ in request.tensors] for i, request in sums.items()}
+        for i, request in others.items():
+            answers[i] = yield request
+        for i in sorted(answers):
+            advance(i, answers[i])
     return results
 
 
 def flatten(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns all values' numbers, one after another."""
+    """Returns the elements of all values, concatenated to one vector."""
     return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
 
 
-def unflatten(numbers: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns numbers in the shapes of values: the inverse of `flatten`."""
-    parts = tf.split(numbers, [value.shape.num_elements() for value in values])
+def unflatten(vector: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Splits a vector into tensors of the shapes of `values`: the inverse of `flatten`."""
+    parts = tf.split(vector, [value.shape.num_elements() for value in values])
     return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]

@@ -97,21 +97,22 @@ class SharedMemoryTransport(BufferTransport):
             [numbers[start : start + step] for start in range(0, flat.size, step)] for numbers in (flat, result)
         )
         slots = self._put(pieces[0], signature)
-        for number, piece in enumerate(pieces):
-            self._links.wait()
+        for index, piece in enumerate(pieces):
+            self._links.wait()  # until all ranks have written this piece
             parts = self._parts(piece)
-            mine = parts[self.rank]
-            total = slots[self.rank, mine]  # nobody needs what this rank would have written here
-            reduce_in_order(
-                [piece[mine] if r == self.rank else slots[r, mine] for r in range(self.size)], total, largest
-            )
+            own = parts[self.rank]
+            # The sum goes into this rank's slot, where the others read it. Its own part of the slot is free: `_put` writes only the
+            # parts that other ranks add up.
+            total = slots[self.rank, own]
+            reduce_in_order([piece[own] if r == self.rank else slots[r, own] for r in range(self.size)], total, largest)
             self._links.post(signature)
-            after = self._put(pieces[number + 1], signature) if number + 1 < len(pieces) else slots
-            results[number][mine] = total
-            self._links.wait()
+            # Write the next piece while slower ranks still add up this one: it goes into the next slot, so these can be read.
+            next_slots = self._put(pieces[index + 1], signature) if index + 1 < len(pieces) else slots
+            results[index][own] = total
+            self._links.wait()  # until all ranks have written their sums
             for other in self._others:
-                results[number][parts[other]] = slots[other, parts[other]]
-            slots = after
+                results[index][parts[other]] = slots[other, parts[other]]
+            slots = next_slots
 
     def _put(self, piece: np.ndarray, signature: int) -> np.ndarray:
         slots = self._next_slots(piece.dtype)

@@ -1,7 +1,7 @@
 """Private names of TensorFlow for one process.
 
-A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
-the constants that begin with `TF_`. For several processes see `tf_cluster.py`.
+A TensorFlow release may move these names: tests/architecture/test_keras_internals.py then fails and names them. The constants
+that begin with `TF_` are private names; only `tfdist/compat` and that test use them. For several processes see `tf_cluster.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CompositeTensor = tf.__internal__.CompositeTensor
 FuncGraph = tf.__internal__.FuncGraph
 CheckpointInitialValueCallable = tf.__internal__.tracking.CheckpointInitialValueCallable
 
-PYTHON_FUNCTION_HOLDERS = (script_ops.EagerFunc, tf.data.Dataset._GeneratorState)  # of py_function and from_generator
+PYTHON_FUNCTION_HOLDERS = (script_ops.EagerFunc, tf.data.Dataset._GeneratorState)  # for py_function and from_generator
 GENERATOR_STATE = "StateVar"  # the name of a tf.random.Generator's variable
 
 
@@ -63,12 +63,12 @@ TF_COLLECTIVE_KEYS = "_collective_key_base"
 
 
 def num_replicas(strategy: tf.distribute.Strategy) -> int:
-    """Returns the number of replicas over all workers, also within a step that sees one (`as_one_replica`)."""
+    """Returns the number of replicas over all workers, even within `as_one_replica`, where the step sees only one."""
     return int(strategy.extended._num_replicas_in_sync)
 
 
 def set_collective_keys(strategy: tf.distribute.Strategy, first: int) -> None:
-    """Sets the first key of a strategy's collectives. Call it before TensorFlow's `__init__`."""
+    """Sets the key from which a strategy numbers its collectives. Call it before TensorFlow's `__init__`."""
     setattr(strategy, TF_COLLECTIVE_KEYS, first)
 
 
@@ -78,7 +78,7 @@ def is_started() -> bool:
 
 
 def wait_for_asynchronous_steps() -> None:
-    """Waits for asynchronous eager functions, if the user has made TensorFlow asynchronous; raises their errors."""
+    """Waits until all asynchronous eager operations have run (if the user has enabled them), and raises their errors."""
     eager_context.async_wait()
 
 
@@ -94,7 +94,7 @@ def global_seed() -> int | None:
 
 
 class _ReadableAsNumber:
-    """The conversions that every variable of TensorFlow has except those with a copy on each replica."""
+    """The number conversions of `tf.Variable`, which distributed variables (one copy per replica) lack."""
 
     numpy: Callable[[], Any]
 
@@ -111,20 +111,20 @@ class _ReadableAsNumber:
         return np.asarray(self.numpy(), dtype)
 
 
-_readable: dict[type, type] = {}  # by TensorFlow's class
+_readable: dict[type, type] = {}  # TensorFlow's class -> its readable subclass
 
 
 def make_readable_as_number(variable: tf.Variable) -> tf.Variable:
-    """Lets `float`, `int`, `complex` and NumPy read a variable with a copy on each replica. Returns the variable.
+    """Makes a distributed variable convertible by `float`, `int`, `complex` and NumPy, in place. Returns the variable.
 
-    Keras reads its own variables so, as in `float(optimizer.learning_rate)`. The class of this one variable changes to
-    a subclass of the same name; TensorFlow's class stays as it is.
+    Keras needs it, as in `float(optimizer.learning_rate)`. Only this variable's class changes, to a subclass of the same name;
+    TensorFlow's class stays unchanged.
     """
-    kind = type(variable)
+    cls = type(variable)
     if isinstance(variable, DistributedVariable) and not isinstance(variable, _ReadableAsNumber):
-        if kind not in _readable:
-            _readable[kind] = type(kind.__name__, (_ReadableAsNumber, kind), {"__module__": kind.__module__})
-        variable.__class__ = _readable[kind]
+        if cls not in _readable:
+            _readable[cls] = type(cls.__name__, (_ReadableAsNumber, cls), {"__module__": cls.__module__})
+        variable.__class__ = _readable[cls]
     return variable
 
 
@@ -132,14 +132,14 @@ def make_readable_as_number(variable: tf.Variable) -> tf.Variable:
 
 
 def convert_as_caller(function: Function) -> Function:
-    """Returns a function that AutoGraph converts if, and only if, it converts the caller."""
+    """Wraps a function so that AutoGraph converts it if and only if it converts the caller."""
     autograph = tf.__internal__.autograph
     converted: Function = autograph.tf_convert(function, autograph.control_status_ctx(), convert_by_default=False)
     return converted
 
 
 def autograph_as_outside_of_functions() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which AutoGraph behaves as outside of any `tf.function`."""
+    """Returns a context in which AutoGraph behaves as if called outside of any `tf.function`."""
     context: contextlib.AbstractContextManager[Any] = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
     return context
 
@@ -153,7 +153,7 @@ TF_TRACED = "_list_all_concrete_functions"
 
 
 def seed_holder() -> Any:
-    """Returns the object that holds the seed of `tf.random.*` here: the graph that is traced, or the eager context."""
+    """Returns the object that holds the current seed of `tf.random.*`: the graph being traced, or the eager context."""
     return eager_context.context() if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
@@ -173,7 +173,7 @@ def _seed_name(holder: Any) -> str:
 
 
 def graph_depth(graph: tf.Graph) -> int:
-    """Returns how many traced graphs enclose `graph`, as those of a loop over several steps do."""
+    """Returns how many function graphs enclose `graph`: 1 in the body of a `tf.while_loop` of a function."""
     depth = 0
     while (graph := getattr(graph, TF_OUTER_GRAPH, None)) is not None and hasattr(graph, TF_OUTER_GRAPH):
         depth += 1
@@ -181,14 +181,14 @@ def graph_depth(graph: tf.Graph) -> int:
 
 
 def traced_functions(function: StepFunction) -> Sequence[Any]:
-    """Returns the concrete functions of a `tf.function`; of any other object, none."""
-    found: Sequence[Any] = getattr(function, TF_TRACED)() if hasattr(function, TF_TRACED) else ()
-    return found
+    """Returns the concrete functions of a `tf.function`, or an empty sequence for any other object."""
+    concrete: Sequence[Any] = getattr(function, TF_TRACED)() if hasattr(function, TF_TRACED) else ()
+    return concrete
 
 
-def operation_definition(kind: str) -> Any:
-    """Returns TensorFlow's definition of a type of operation, or None."""
-    return op_def_registry.get(kind)
+def operation_definition(op_type: str) -> Any:
+    """Returns TensorFlow's definition of an operation type such as `MatMul`, or None."""
+    return op_def_registry.get(op_type)
 
 
 TF_PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
@@ -196,12 +196,12 @@ TF_PYTHON_TOKEN = "token"
 
 
 def is_python_call(node: tf.compat.v1.NodeDef) -> bool:
-    """Returns whether an operation calls Python, as those of `from_generator` and `py_function` do."""
+    """Returns whether an operation calls Python, like those of `from_generator` and `py_function`."""
     return node.op in TF_PYTHON_OPS
 
 
 def python_function(node: tf.compat.v1.NodeDef) -> Function:
-    """Returns the Python function that an operation calls, or None if it is gone."""
+    """Returns the Python function that an operation calls, or None if it was garbage-collected."""
     return script_ops._py_funcs.get(node.attr[TF_PYTHON_TOKEN].s.decode())
 
 
@@ -217,29 +217,29 @@ TF_NUMBER = "_{}"
 
 
 def inputs(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:
-    """Returns the datasets from which a dataset is made."""
-    found: Sequence[tf.data.Dataset] = getattr(dataset, TF_INPUTS)()
-    return found
+    """Returns the input datasets of a dataset."""
+    datasets: Sequence[tf.data.Dataset] = getattr(dataset, TF_INPUTS)()
+    return datasets
 
 
 def dataset_functions(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the concrete functions of a dataset itself, as that of `map`."""
+    """Yields the concrete functions of a dataset, such as the one of `map`, without those of its inputs."""
     for wrapper in getattr(dataset, TF_FUNCTIONS)():
         yield wrapper.function
 
 
 def repeat_count(dataset: RepeatDataset) -> int:
-    """Returns how often a dataset repeats its input; -1 for endlessly."""
+    """Returns the count of a `repeat` dataset; -1 means endless."""
     return int(getattr(dataset, TF_COUNT))
 
 
 def own_batch_size(dataset: tf.data.Dataset) -> Any:
-    """Returns the batch size of a dataset that `batch` has made, a scalar tensor; None for any other dataset."""
+    """Returns the batch size, a scalar tensor, of a `batch` dataset; None for any other dataset."""
     return getattr(dataset, TF_BATCH_SIZE, None)
 
 
 def is_parallel(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a dataset calls its function in several threads."""
+    """Returns whether a dataset calls its function in parallel (`num_parallel_calls`)."""
     return getattr(dataset, TF_PARALLEL, None) is not None
 
 
@@ -249,61 +249,61 @@ def is_unordered(dataset: tf.data.Dataset) -> bool:
 
 
 def dataset_kind(dataset: tf.data.Dataset) -> str:
-    """Returns which transformation has made a dataset, as `Shuffle`, or `Batch` also of several threads."""
+    """Returns the name of the transformation that made a dataset: `Shuffle`, or `Batch` for a `ParallelBatchDataset`, too."""
     return type(dataset).__name__.strip("_").removeprefix("Parallel").removesuffix("Dataset")
 
 
 def dataset_numbers(dataset: tf.data.Dataset, names: Sequence[str]) -> dict[str, int]:
-    """Returns numbers with which a dataset was made, as `seed` and `buffer_size` of one that `shuffle` has made."""
+    """Returns integer arguments of a dataset, such as `seed` and `buffer_size` of `shuffle`, by name."""
     return {name: int(getattr(dataset, TF_NUMBER.format(name))) for name in names}
 
 
 def dataset_leaves(structure: Structure) -> list[Structure]:
-    """Returns the components of a dataset's input, as `from_tensor_slices` takes it: a list is one of them."""
+    """Flattens a structure as `from_tensor_slices` does: a list is one component, not a structure."""
     leaves: list[Structure] = dataset_nest.flatten(structure)
     return leaves
 
 
 def dataset_structure(structure: Structure, leaves: Sequence[Structure]) -> Structure:
-    """Returns a structure with other components."""
+    """Packs components into a structure: the inverse of `dataset_leaves`."""
     return dataset_nest.pack_sequence_as(structure, leaves)
 
 
-_SOURCES = threading.RLock()  # of those that replace them
+_SOURCES = threading.RLock()  # held while `from_tensor_slices` and `from_tensors` are replaced
 
 
 @contextlib.contextmanager
 def replacing_dataset_sources(slices: Function, tensors: Function) -> Iterator[None]:
-    """Within it, `tf.data.Dataset.from_tensor_slices` and `from_tensors` are other functions, in all threads.
+    """Replaces `tf.data.Dataset.from_tensor_slices` and `from_tensors` in all threads, within the context.
 
     Args:
-        slices: Is called as `slices(from_tensor_slices, tensors, name=None)`, with TensorFlow's own.
-        tensors: Likewise, of `from_tensors`.
+        slices: Replaces `from_tensor_slices`; called as `slices(original, tensors, name=None)`.
+        tensors: Replaces `from_tensors`; called in the same way.
     """
     with _SOURCES:
-        before = {name: vars(tf.data.Dataset)[name] for name in ("from_tensor_slices", "from_tensors")}
-        for (name, own), other in zip(before.items(), (slices, tensors), strict=True):
-            replaced = functools.partial(other, getattr(tf.data.Dataset, name))
+        originals = {name: vars(tf.data.Dataset)[name] for name in ("from_tensor_slices", "from_tensors")}
+        for (name, original), replacement in zip(originals.items(), (slices, tensors), strict=True):
+            bound = functools.partial(replacement, getattr(tf.data.Dataset, name))
             setattr(
                 tf.data.Dataset,
                 name,
-                staticmethod(tf.autograph.experimental.do_not_convert(functools.wraps(own)(replaced))),
+                staticmethod(tf.autograph.experimental.do_not_convert(functools.wraps(original)(bound))),
             )
         try:
             yield
         finally:
-            for name, own in before.items():
-                setattr(tf.data.Dataset, name, own)
+            for name, original in originals.items():
+                setattr(tf.data.Dataset, name, original)
 
 
 TF_DEVICE_DATASET = "_create_device_dataset"
 
 
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset whose parallelism and buffers TensorFlow does not tune while it is read.
+    """Returns a dataset without autotuning of parallelism and buffers.
 
-    When TensorFlow deletes an iterator, it waits for the thread that tunes, and may fail to wake it: `CancellationManager` calls
-    its callbacks before it marks the cancellation for which the thread, once awake, looks. The thread then sleeps on, for up to 60 s.
+    With autotuning, deleting an iterator may block for up to 60 s. TensorFlow joins the tuning thread, but `CancellationManager`
+    calls the callback that wakes the thread before it sets the cancelled flag, so the thread may go back to sleep.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -311,9 +311,9 @@ def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def stop_autotuning_on_devices() -> None:
-    """Turns off autotuning of the datasets, one per device, through which iterators feed several devices. The first call is enough.
+    """Turns off autotuning of the per-device datasets inside iterators that feed several devices. Further calls do nothing.
 
-    They have nothing to tune. With 16 devices on two cores most epochs ended with a wait for one of their threads.
+    These datasets have no parameters to tune. With 16 devices on two cores, most epochs ended with a wait for a tuning thread.
     """
     create = getattr(multi_device_iterator_ops, TF_DEVICE_DATASET)
     if hasattr(create, "tensorflow_own"):
@@ -331,39 +331,39 @@ def stop_autotuning_on_devices() -> None:
 
 TF_AVERAGE_ARITHMETIC = "math_ops"
 TF_AVERAGE_DIVISION = "div_no_nan"
-TF_AVERAGE_COUNTED = "num_replicas"  # a variable of `tf.nn.compute_average_loss` where it counts the examples itself
+TF_AVERAGE_COUNTED = "num_replicas"  # a local of `tf.nn.compute_average_loss` if it computes the batch size itself
 
 _averaging = threading.Lock()
 
 
 class _AverageArithmetic:
-    """The arithmetic of `tf.nn.compute_average_loss`, which reports the losses that it has divided by a given batch size.
+    """Replaces the module `math_ops` as seen by `tf.nn.compute_average_loss`, to correct its division.
 
-    The function finds it by a name of its module, so that it is found however a program has imported the function.
+    The function looks the module up in its globals, so this works however a program has imported the function.
     """
 
-    def __init__(self, own: Any, correct: Callable[[Any], Any]):
-        self._own = own
+    def __init__(self, math_ops: Any, correct: Callable[[Any], Any]):
+        self.math_ops = math_ops
         self._correct = correct
         self.uses = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self.math_ops, name)
 
     def div_no_nan(self, loss: tf.Tensor, size: Any) -> Any:
-        """As TensorFlow's; of a batch size that the caller was given, the result goes through `correct`."""
-        value = self._own.div_no_nan(loss, size)
+        """Divides as `math_ops` does; corrects the quotient if `compute_average_loss` was called with a `global_batch_size`."""
+        value = self.math_ops.div_no_nan(loss, size)
         return value if TF_AVERAGE_COUNTED in sys._getframe(1).f_locals else self._correct(value)
 
 
 @contextlib.contextmanager
 def correcting_average_losses(correct: Callable[[Any], Any]) -> Iterator[None]:
-    """Within it, a loss that `tf.nn.compute_average_loss` divides by the `global_batch_size` that it is given is corrected.
+    """Corrects losses that `tf.nn.compute_average_loss` divides by an explicit `global_batch_size`, within the context.
 
-    Several threads may be within it at once; the first one's function holds for all, so give the same one.
+    Several threads may enter it at once. The first one's `correct` applies to all threads, so pass the same function in each.
 
     Args:
-        correct: Returns the replacement of a loss. It is called in all threads.
+        correct: Takes a divided loss and returns its replacement.
     """
     with _averaging:
         current = getattr(average_losses, TF_AVERAGE_ARITHMETIC)
@@ -377,7 +377,7 @@ def correcting_average_losses(correct: Callable[[Any], Any]) -> Iterator[None]:
         with _averaging:
             current.uses -= 1
             if not current.uses:
-                setattr(average_losses, TF_AVERAGE_ARITHMETIC, current._own)
+                setattr(average_losses, TF_AVERAGE_ARITHMETIC, current.math_ops)
 
 
 # Checkpoints
@@ -388,13 +388,13 @@ Writer = Callable[[Callable[[str], Any], str, Callable[[], Iterable[Any]]], Any]
 
 
 def replace_checkpoint_writer(write: Writer, device: str | None) -> None:
-    """Has `tf.train.Checkpoint`, `CheckpointManager` and SavedModels' variables written by another function.
+    """Makes `tf.train.Checkpoint`, `CheckpointManager` and `tf.saved_model.save` write variables through `write`.
 
-    The last call holds. Within a graph, where nothing is written yet, TensorFlow goes on as before.
+    A later call replaces `write`. In graph mode, where saving only adds operations, TensorFlow's own function is called.
 
     Args:
-        write: Is called as `write(save, prefix, objects)`, where `save(prefix)` is TensorFlow's own, and `objects()` returns the saved objects.
-        device: Whose process writes and reads files, unless the user chooses another one; None means that of each variable.
+        write: Called as `write(save, prefix, objects)`: `save(prefix)` is TensorFlow's function, `objects()` returns the saved objects.
+        device: The device whose process reads and writes files, unless the user sets one; None means each variable's device.
     """
     own_save, own_restore = (getattr(f, "tensorflow_own", f) for f in (TrackableSaver.save, TrackableSaver.restore))
 
@@ -424,21 +424,21 @@ TF_WRITE_SAVED_MODEL = "save_and_return_nodes"
 
 
 def replace_saved_model_writer(write: Writer) -> None:
-    """Makes `tf.saved_model.save`, and its callers such as Keras' `ExportArchive`, write by another function.
+    """Makes `tf.saved_model.save`, and its callers such as Keras' `ExportArchive`, write through `write`.
 
-    The last call holds.
+    A later call replaces `write`.
 
     Args:
-        write: Is called as `write(save, folder, objects)`, where `save(folder)` is TensorFlow's own, and `objects()` returns the saved objects.
+        write: Called as `write(save, folder, objects)`: `save(folder)` is TensorFlow's function, `objects()` returns the saved objects.
     """
-    own = getattr(saved_model_save, TF_WRITE_SAVED_MODEL)
-    own = getattr(own, "tensorflow_own", own)
+    own_save = getattr(saved_model_save, TF_WRITE_SAVED_MODEL)
+    own_save = getattr(own_save, "tensorflow_own", own_save)
 
-    @functools.wraps(own)
+    @functools.wraps(own_save)
     def save(obj: Any, export_dir: str, *args: Any, **kwargs: Any) -> Any:
         return write(
-            lambda folder: own(obj, folder, *args, **kwargs), export_dir, tf.train.TrackableView(obj).descendants
+            lambda folder: own_save(obj, folder, *args, **kwargs), export_dir, tf.train.TrackableView(obj).descendants
         )
 
-    save.tensorflow_own = own  # type: ignore[attr-defined]
+    save.tensorflow_own = own_save  # type: ignore[attr-defined]
     setattr(saved_model_save, TF_WRITE_SAVED_MODEL, save)

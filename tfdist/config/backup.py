@@ -1,4 +1,4 @@
-"""`BackupConfig`: when and where to back a training up. No TensorFlow here."""
+"""`BackupConfig`: when and where to save backups of a training run. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MOST_DIGITS = 15
 
 @dataclasses.dataclass
 class BackupConfig:
-    """Times and place of the training's backups; see `tfdist.BackupAndRestore`.
+    """Schedule and folder of the backups of a training run; see `tfdist.BackupAndRestore`.
 
     Attributes:
-        save_freq: `"epoch"`, a number of steps, or `"never"`.
-        save_every_seconds: Save also when so much time has passed; 0 means never.
-        dir: The folder, which all tasks share. Empty means `backup` in the work directory.
+        save_freq: When to save: `"epoch"` (at the end of each), every so many steps (`"100"`), or `"never"` (no backups).
+        save_every_seconds: Also save when this many seconds have passed since the last backup; 0 means never.
+        dir: The folder of the backups, shared by all tasks. Empty means `backup` in the work directory.
         keep: How many backups to keep.
-        delete_checkpoint: Whether to remove them once all results are written.
-        save_before_preemption: On SIGTERM to any task, save on all and end with exit code 75.
+        delete_checkpoint: Whether to remove the backups once all results are written.
+        save_before_preemption: Whether all tasks save, and exit with code 75, when any task receives SIGTERM.
 
     Examples:
         >>> from tfdist.config import BackupConfig
@@ -56,8 +56,8 @@ def folder_faults(field: str, path: str) -> Iterator[str]:
     """Yields the reasons why a path cannot be a folder on any host.
 
     Args:
-        field: The field, for the error.
-        path: The path; empty means a default.
+        field: The field's name, for the message.
+        path: The path; empty means the default folder.
     """
     if "\0" in path:
         yield f"{field} must be a folder, and a path has no null character. Received: {format_value(path)}."
@@ -69,8 +69,8 @@ def folder_faults(field: str, path: str) -> Iterator[str]:
         yield f"{field} must be a folder, and a path has no lone surrogates. Received: {format_value(path)}."
     except OSError as e:
         if e.errno == errno.ENAMETOOLONG:
-            yield f"{field} must be a folder, and the name is too long for one. Received: {format_value(path)}."
+            yield f"{field} must be a folder, and its name is too long. Received: {format_value(path)}."
         elif os.path.islink(path):
-            yield f"{field} must be a folder, and {format_value(path)} is a link to none."
+            yield f"{field} must be a folder, and {format_value(path)} is a link to a folder that does not exist."
         elif e.errno == errno.ENOTDIR and "://" not in path:
-            yield f"{field} must be a folder, and one of those above it is a file. Received: {format_value(path)}."
+            yield f"{field} must be a folder, and a parent folder of it is a file. Received: {format_value(path)}."

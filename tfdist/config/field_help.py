@@ -17,15 +17,15 @@ from tfdist.errors import ConfigError
 _HELP_WIDTH = 100
 
 
-def fields_help(config: TrainConfig, of: str) -> str:
+def fields_help(config: TrainConfig, source: str) -> str:
     """Returns the part of `--help` that lists every field of the configuration, with its value and its description.
 
     Args:
         config: The configuration.
-        of: The source of the values, for the heading.
+        source: The source of the values, such as a preset's name, for the heading.
     """
     rows = [
-        f"Fields of the configuration, with the values of {of} (--noconfig.FIELD is short for --config.FIELD=false):"
+        f"Fields of the configuration, with the values of {source} (--noconfig.FIELD is short for --config.FIELD=false):"
     ]
     for path, value, about in _documented_fields(config, "config"):
         rows.append(f"  --{path}={value}")
@@ -34,55 +34,63 @@ def fields_help(config: TrainConfig, of: str) -> str:
 
 
 def list_fields(config: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields path and value of every field."""
+    """Yields the path and value of every field."""
     for name, value, _ in _documented_fields(config, path):
         yield name, value
 
 
 def _documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Yields path, value and description of every field."""
-    about = attribute_texts(type(config))
+    """Yields the path, value and description of every field."""
+    descriptions = attribute_texts(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _documented_fields(value, f"{path}.{field.name}")
         else:
-            yield f"{path}.{field.name}", value, about.get(field.name, "")
+            yield f"{path}.{field.name}", value, descriptions.get(field.name, "")
     if isinstance(config, NamedOptions):
         yield from ((f"{path}.{name}", value, text) for name, value, text in _documented_options(config))
 
 
 def _documented_options(group: NamedOptions) -> Iterator[tuple[str, Any, str]]:
-    """Yields each option with its value and the names that accept it; options of the current name first."""
-    about = {name: text for kind in (*group.DOCUMENTED_BY, type(group)) for name, text in attribute_texts(kind).items()}
-    takes: dict[str, dict[str, Any]] = {}  # option to the names that take it, and their defaults
+    """Yields the name, value and description of every option of a group, those of the current `group.name` first.
+
+    An option that only some names accept (`momentum` of `sgd`), or with different defaults, lists them in its description.
+    """
+    descriptions = {
+        option: text for cls in (*group.DOCUMENTED_BY, type(group)) for option, text in attribute_texts(cls).items()
+    }
+    defaults_of: dict[str, dict[str, Any]] = {}  # option -> {name that accepts it: its default}
     names = dict.fromkeys([group.name, *group.BUILT_IN])
     for name in names:
-        with contextlib.suppress(ConfigError, TypeError):  # of a name that is wrong
+        with contextlib.suppress(ConfigError, TypeError):  # the configured name may be misspelled
             for option, field in type(group)(name).option_fields().items():
                 if field.default is not dataclasses.MISSING:
-                    takes.setdefault(option, {})[name] = field.default
-    for option, defaults in takes.items():
+                    defaults_of.setdefault(option, {})[name] = field.default
+    for option, defaults in defaults_of.items():
         value = getattr(group, option, next(iter(defaults.values())))
-        of: dict[str, list[str]] = {}  # default to the names that have it
+        names_by_default: dict[str, list[str]] = {}
         for name, default in defaults.items():
-            of.setdefault(str(default), []).append(name)
-        shown = "; ".join(", ".join(each) + f": {default}" * (len(of) > 1) for default, each in of.items())
-        every = len(of) == 1 and len(defaults) == len(names)
-        yield option, value, f"{about.get(option, '')} {'' if every else f'Of {shown}.'}".strip()
+            names_by_default.setdefault(str(default), []).append(name)
+        differ = len(names_by_default) > 1
+        accepted_by = "; ".join(
+            ", ".join(accepting) + f": {default}" * differ for default, accepting in names_by_default.items()
+        )
+        same_for_all = not differ and len(defaults) == len(names)
+        yield option, value, f"{descriptions.get(option, '')} {'' if same_for_all else f'Of {accepted_by}.'}".strip()
 
 
-def attribute_texts(kind: type) -> dict[str, str]:
-    """Returns the texts in the section "Attributes:" of a class's docstring, by name."""
-    _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
-    found: dict[str, str] = {}
+def attribute_texts(cls: type) -> dict[str, str]:
+    """Returns the description of each attribute in the section "Attributes:" of a class's docstring."""
+    _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+    descriptions: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
-        if begun := re.match(r" {4}(\w+): (.*)", line):
-            name = begun[1]
-            found[name] = begun[2]
+        if entry := re.match(r" {4}(\w+): (.*)", line):
+            name = entry[1]
+            descriptions[name] = entry[2]
         elif line.startswith(" " * 8) and name:
-            found[name] += f" {line.strip()}"
+            descriptions[name] += f" {line.strip()}"
         elif line.strip():
             break
-    return found
+    return descriptions

@@ -1,4 +1,4 @@
-"""The presets: configurations that come with the package, as `--config=NAME`. No TensorFlow here."""
+"""The built-in configurations, chosen by `--config=NAME`. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tfdist.config.train import TrainConfig
 
 
 class Preset(NamedTuple):
-    """A preset.
+    """A built-in configuration.
 
     Attributes:
-        about: A line on it.
-        fields: The fields of a `TrainConfig` in which it differs from `default`.
+        about: A one-line description.
+        fields: The fields of `TrainConfig` that differ from the preset `default`, with their values.
     """
 
     about: str
     fields: Mapping[str, Any]
 
     def config(self) -> TrainConfig:
-        """Returns its configuration, a new one each time."""
+        """Returns a new copy of the configuration."""
         return TrainConfig(**copy.deepcopy({**_DEFAULT, **self.fields}))
 
 
@@ -34,41 +34,41 @@ _TWO_WORKERS: Mapping[str, Any] = {
     "strategy": StrategyConfig("multi_worker_mirrored"),
     "cluster": ClusterConfig(workers=2),
 }
-_COMPRESSED = "Digits in two processes of this machine, their gradients compressed:"
+_COMPRESSED = "Digits in two processes on this machine, with compressed gradients:"
 
 
 def _compressed(name: str, **options: Any) -> dict[str, Any]:
     return {**_TWO_WORKERS, "compression": CompressionConfig(name, **options)}
 
 
-# Digits takes 15 to 30 s on 2 cores and reaches val_accuracy 0.97 under each of them. On one machine compression shows that
-# it works, not that it is faster. Never run by tfdist's own tests, which have no TPU: digits_tpu.
+# Each digits preset takes 15 to 30 s on 2 cores and reaches val_accuracy 0.97. The compressed ones show that compression
+# works; on one machine it is not faster. The tests do not run digits_tpu, which needs a TPU.
 PRESETS: Mapping[str, Preset] = {
     "default": Preset("Digits on one device; every other configuration starts from this one.", {}),
     "digits": Preset("Digits: a small CNN with BatchNorm and Dropout on 1437 real images, on one device.", {}),
-    "digits_bf16": Preset(f"{_COMPRESSED} bfloat16 on the wire: half the bytes.", _compressed("bf16")),
+    "digits_bf16": Preset(f"{_COMPRESSED} bfloat16, half the bytes.", _compressed("bf16")),
     "digits_central_storage": Preset(
         "Digits under CentralStorageStrategy, on two virtual CPUs of one process.",
         {"strategy": StrategyConfig("central_storage", "2")},
     ),
-    "digits_int8": Preset(f"{_COMPRESSED} eight bits for each number: a quarter of the bytes.", _compressed("int8")),
+    "digits_int8": Preset(f"{_COMPRESSED} int8, a quarter of the bytes.", _compressed("int8")),
     "digits_mirrored": Preset(
         "Digits under MirroredStrategy, on two virtual CPUs of one process.",
         {"strategy": StrategyConfig("mirrored", "2")},
     ),
     "digits_multi_worker": Preset(
-        "Digits under MultiWorkerMirroredStrategy, in two processes of this machine.", _TWO_WORKERS
+        "Digits under MultiWorkerMirroredStrategy, in two processes on this machine.", _TWO_WORKERS
     ),
     "digits_parameter_server": Preset(
         "Digits with parameter servers: a chief, two workers and two servers on this machine.",
         {"strategy": StrategyConfig("parameter_server"), "cluster": ClusterConfig(workers=2, ps=2)},
     ),
     "digits_powersgd": Preset(
-        f"{_COMPRESSED} PowerSGD: thin matrices in place of gradients.",
+        f"{_COMPRESSED} PowerSGD, two low-rank matrices instead of each gradient.",
         _compressed("powersgd", start_powerSGD_iter=20),
     ),
     "digits_topk": Preset(
-        f"{_COMPRESSED} top-k: the largest tenth of each gradient, with SGD and momentum.",
+        f"{_COMPRESSED} top-k, the largest tenth of each gradient; SGD with momentum.",
         {
             **_compressed("topk", compress_ratio=0.1),
             "optimizer": OptimizerConfig("sgd", momentum=0.9),

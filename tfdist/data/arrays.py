@@ -1,4 +1,4 @@
-"""`epochs`: a dataset of arrays that is a pure function of (seed, epoch, shard)."""
+"""`epochs`: a dataset of arrays whose order is a pure function of the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def epochs(
     start_epoch: int = 0,
     load: Callable[[Any], Any] | None = None,
 ) -> tf.data.Dataset:
-    """Makes an endless dataset of epochs, of which each is a pure function of (seed, epoch).
+    """Makes an endless dataset of epochs; the order of each is a pure function of `seed` and the epoch.
 
-    Step k of an epoch takes the k-th `global_batch_size` examples of that epoch's order and deals them to the
-    replicas in turn, so that any number of workers trains on the same batches. Under parameter servers, where a step is
-    one worker's, whole batches are dealt to the workers in turn. The examples that do not fill a last
-    batch are left out; which ones they are differs between epochs.
+    Step k of an epoch trains on the k-th `global_batch_size` examples of that epoch's order, split among the replicas. So any
+    number of workers trains on the same batches. Under parameter servers, where each step runs on one worker, the workers
+    take whole batches in turn. The examples that do not fill a last batch are dropped: with
+    `shuffle` other ones in each epoch.
 
     Args:
         arrays: A structure of arrays `[examples, ...]`.
-        context: Which of how many input pipelines this dataset is for.
+        context: The index of this input pipeline, and the numbers of pipelines and replicas.
         global_batch_size: Examples per step over all replicas.
-        seed: Orders the examples.
-        shuffle: Whether to order them anew in each epoch, or keep their order.
+        seed: The seed of the shuffling.
+        shuffle: Whether to shuffle the examples in each epoch; else they keep their order.
         start_epoch: The first epoch.
-        load: Makes a batch of elements of `arrays`, such as images of their file names, in TensorFlow operations.
-            Resumed training does not load the elements that it skips.
+        load: Makes a batch from the selected rows of `arrays`, such as images from file names, in TensorFlow operations.
+            When training resumes, it is not called for the examples that are skipped.
 
     Returns:
-        A dataset of batches `[global_batch_size / num_replicas, ...]`, in the structure of `arrays`; successive
-        elements are for successive replicas of the pipeline. Pass `steps_per_epoch` to `fit` with it.
+        A dataset of batches `[global_batch_size / num_replicas, ...]`, in the structure of `arrays`. Successive elements are
+        for successive replicas of the pipeline. The dataset is endless: pass `steps_per_epoch` to `fit`.
 
     Raises:
-        ConfigError: The replicas do not divide the batch, or the batch is larger than the data.
+        ConfigError: `global_batch_size` is not divisible by the number of replicas, or larger than the data.
 
     Examples:
         >>> import numpy as np, tfdist.data
@@ -62,33 +62,35 @@ def epochs(
     replicas = context.num_replicas_in_sync
     batch_size = per_replica_batch_size(global_batch_size, replicas)
     pipelines = context.num_input_pipelines
-    tensors = [sent_arrays.cut(each) for each in tf.nest.flatten(arrays)]
+    columns = [sent_arrays.cut(array) for array in tf.nest.flatten(arrays)]
 
     @tf.autograph.experimental.do_not_convert
     def order(epoch: tf.Tensor) -> tf.data.Dataset:
         indices = tf.range(size, dtype=tf.int64)
         if shuffle:
             indices = tf.random.experimental.stateless_shuffle(indices, seed=[seed, epoch])
-        dealt = tf.reshape(indices[: steps * global_batch_size], [-1, batch_size])
-        # In turn to pipelines, as many in a row as one has replicas.
-        turns = tf.range(steps * replicas, dtype=tf.int64) + epoch * steps * replicas
-        mine = turns // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
-        return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(dealt, mine))
+        batches = tf.reshape(indices[: steps * global_batch_size], [-1, batch_size])
+        # Pipelines take turns; a turn is one batch per replica of the pipeline. `number` counts over all epochs, so that
+        # pipelines that cannot divide an epoch evenly get the longer part in turn.
+        number = tf.range(steps * replicas, dtype=tf.int64) + epoch * steps * replicas
+        is_local = number // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
+        return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(batches, is_local))
 
     def batch(indices: tf.Tensor) -> Structure:
-        taken = tf.nest.pack_sequence_as(arrays, [sent_arrays.gather(each, indices) for each in tensors])
-        return load(taken) if load else taken
+        rows = tf.nest.pack_sequence_as(arrays, [sent_arrays.gather(column, indices) for column in columns])
+        return load(rows) if load else rows
 
-    if not load:  # AutoGraph takes half a second when it is first used
+    if not load:  # only `load` may need AutoGraph, whose first use takes half a second
         batch = tf.autograph.experimental.do_not_convert(batch)
 
     def starting_at(element: int) -> tf.data.Dataset:
-        # An epoch has as many elements as any other where all pipelines have the same.
-        whole = element // (steps * replicas // pipelines) if replicas % pipelines == 0 else 0
-        dataset = tf.data.Dataset.counter(start_epoch + whole).flat_map(order)
-        dataset = dataset.skip(element - whole * (steps * replicas // pipelines))
+        # Whole epochs are skipped without drawing them. That needs epochs of equal length, which the pipelines have only if the
+        # replicas are divided evenly among them.
+        skipped_epochs = element // (steps * replicas // pipelines) if replicas % pipelines == 0 else 0
+        dataset = tf.data.Dataset.counter(start_epoch + skipped_epochs).flat_map(order)
+        dataset = dataset.skip(element - skipped_epochs * (steps * replicas // pipelines))
         dataset = dataset.map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        # Known to be endless, or TensorFlow asks all workers before each step whether they have data left.
+        # Declare the dataset endless: else TensorFlow checks before each step, by a collective, whether all workers have data.
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
         dataset = tf_internals.without_autotuning(dataset.prefetch(tf.data.AUTOTUNE))
         setattr(dataset, STARTING_AT, starting_at)
@@ -98,7 +100,7 @@ def epochs(
 
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
-    """Returns how many examples are in a batch of a dataset, as its outermost `batch` says; None where it is not told."""
+    """Returns the batch size of a dataset's outermost `batch`, or None if it has no `batch`."""
     sizes = map(tf_internals.own_batch_size, walk(dataset))
     size = next((each for each in sizes if each is not None), None)
     return None if size is None else int(size)

@@ -68,7 +68,9 @@ class Reduction(tf.Module):
         local = self._strategy.experimental_local_results
         mine = [[local(grad)[place] for grad in grads] for place in range(len(self._group.ranks))]
         compressed = [place for place, grad in enumerate(mine[0]) if grad.dtype == tf.float32]
-        if scale is not None:  # others stay as they are: of 16 bits without it they might be nothing
+        # Residuals of error feedback outlive a change of the loss scale, so they are kept for unscaled gradients. Gradients that are
+        # not compressed have no residual and stay scaled: unscaled ones of 16 bits might underflow to 0.
+        if scale is not None:
             mine = [_times(values, compressed, 1 / scale) for values in mine]
         sparse = [place for place, grad in enumerate(mine[0]) if isinstance(grad, tf.IndexedSlices)]
         dense = [place for place in compressed if place not in sparse]
@@ -83,8 +85,8 @@ class Reduction(tf.Module):
         packed = self._layout.run(
             self._group, [[values[p] for p in dense] for values in mine], states, members, owners, self._bucket_bytes
         )
-        # What tells all of a number that is none needs every gradient: it has a lane of its own, and where there is one order
-        # for all, it comes last.
+        # The finiteness flag depends on every gradient, so it uses its own lane; where collectives are totally ordered (NCCL) it is
+        # issued last. Otherwise the buckets would wait for the last gradient, instead of travelling while others are computed.
         others = self._all_reduce_uncompressed([[values[p] for p in other] for values in mine], members, _OTHERS)
         notes = self._all_reduce_uncompressed(
             [[gradient_lists.nan_unless_finite(values)] for values in mine], members, _NOTES
@@ -101,7 +103,8 @@ class Reduction(tf.Module):
                 reduced[place][p] = total
         if scale is not None:
             reduced = [_times(values, compressed, scale) for values in reduced]
-        # What has been sent is finite everywhere, and so is what has come of it, which is the same everywhere.
+        # The local gradients of all ranks must be finite, as a compressor may turn a NaN into a number. So must the sum, which may
+        # overflow. Both are the same on all ranks, so all of them take the same branch below.
         finite = tf.math.is_finite(notes[0][0] + gradient_lists.nan_unless_finite(reduced[0]))
 
         def keep() -> tf.Tensor:
@@ -118,7 +121,7 @@ class Reduction(tf.Module):
 
         tf.cond(finite, keep, leave_out)
         if scale is not None:
-            # What is no number in a gradient may be one in what was sent, and whoever scales looks for it.
+            # Compression may have turned a NaN into a number. Restore it: `LossScaleOptimizer` looks for it to lower its scale.
             reduced = [gradient_lists.scale(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
         return [regroup(each) for each in zip(*reduced, strict=True)], finite
 

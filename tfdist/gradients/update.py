@@ -143,11 +143,13 @@ class AccumulatingUpdate:
 
     def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
         """Updates with the accumulated gradients, which are encoded once."""
+        # Collectives of tfdist need cross-replica context, where they see the values of all replicas: hence the alternation of calls
+        # for each replica (clip and reset, then update) and reductions between them.
         call = strategy.extended.call_for_each_replica
-        if not self.accumulates:
+        if not self.accumulates:  # `apply` is overridden: each step's gradients were reduced before they were added
             call(self._update_of_sums, args=(grads, variables))
             return
-        if not (self.reduction or uses_bucketed_all_reduce(strategy)):
+        if not (self.reduction or uses_bucketed_all_reduce(strategy)):  # TensorFlow's all-reduce works within a replica
             call(self._update, args=(grads, variables))
             return
         shares = call(self._shares, args=(grads, variables))
@@ -155,6 +157,7 @@ class AccumulatingUpdate:
             totals = bucketed_all_reduce(strategy, shares, tf.cast(self._optimizer.iterations, tf.int64))
             call(self._step, args=(totals, variables))
             return
+        # The accumulators are reset by now, also where the sum is not finite: a NaN in them would stay in all later updates.
         totals, finite = self.reduce(shares, variables)
         tf.cond(finite, lambda: call(self._step, args=(totals, variables)), lambda: None)
 

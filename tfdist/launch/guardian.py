@@ -10,10 +10,9 @@ from types import TracebackType
 
 from tfdist.runtime import progress
 
-# Reads process groups to watch from a pipe. The pipe ends when the launcher is gone: then the guardian kills the remaining
-# groups and removes the folder, in which a process that is being killed may still write. It has its own session, to survive
-# signals to the launcher's group. If the launcher dies before it has reported a task's number, the guardian finds the task by
-# an environment variable, once the task has begun its program.
+# Reads commands from a pipe: "?" announces a start, "!" its failure, "+N" and "-N" add and remove a process group. The kernel
+# closes the pipe however the launcher dies, kill -9 included: then the guardian kills the remaining groups and removes the folder.
+# It uses the standard library alone, so that it starts at once.
 _PROGRAM = """
 import os, shutil, signal, sys, time
 folder, mark = sys.argv[1], os.fsencode(sys.argv[2])
@@ -26,11 +25,13 @@ def marked():
         except OSError:
             pass
 groups, starting = set(), False
+# If the last line is "?", the launcher died between a task's start and the report of its group.
 for line in sys.stdin:
     starting = line[0] == "?"
     if line[0] in "+-":
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
 if starting:
+    # The task shows the mark in /proc only after its exec, which may come later than the launcher's death.
     limit = time.monotonic() + 5
     while groups.issuperset(found := set(marked())) and time.monotonic() < limit:
         time.sleep(0.05)
@@ -40,6 +41,7 @@ for group in groups:
         os.killpg(group, signal.SIGKILL)
     except OSError:
         pass
+# A killed process may still finish a write, which makes a new file in the folder while it is removed.
 for _ in range(100):
     shutil.rmtree(folder, ignore_errors=True)
     if not os.path.lexists(folder):
@@ -65,7 +67,7 @@ class Guardian:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C and `kill -- -GROUP` end the launcher's group, and must not end the guardian
         )
         return self
 

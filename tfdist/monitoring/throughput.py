@@ -1,4 +1,4 @@
-"""The callback `Throughput`: the speed of a training and the times of its steps."""
+"""The callback `Throughput`: examples per second and step times."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tfdist.aliases import Logs
 
 
 class Throughput(keras.callbacks.Callback):
-    """Measures training steps.
+    """Measures examples per second and the times of training steps.
 
     Args:
         global_batch_size: Examples per step over all replicas.
-        clock: Returns seconds. Injected so that tests need not wait.
+        clock: Returns the time in seconds; tests pass their own, so that they need not wait.
 
     Attributes:
         global_batch_size: Examples per step.
-        steps: Steps seen.
-        step_seconds: Seconds of each step but those of the first execution, which compiles. A step's time includes the
-            callbacks' and the wait for data; steps of one execution share its time evenly.
+        steps: Training steps so far, those before a resume included.
+        step_seconds: Seconds of each step, except those of the first execution, which compiles. They include callbacks and
+            the wait for data. The steps of one execution (`steps_per_execution`) get equal parts of its time.
 
     Examples:
         >>> import keras, numpy as np, tfdist
@@ -36,7 +36,7 @@ class Throughput(keras.callbacks.Callback):
         True
     """
 
-    only_observes = True  # so that ranks need not agree after each step
+    only_observes = True  # changes no training state, so ranks need not agree on it after each step
 
     def __init__(self, global_batch_size: int, clock: Callable[[], float] = time.perf_counter):
         super().__init__()
@@ -53,7 +53,7 @@ class Throughput(keras.callbacks.Callback):
         self._epoch_steps = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the state for a backup; times are this run's own."""
+        """Returns the state for a backup: step counts, without the times, which belong to one run."""
         return {"steps": self.steps, "epoch_steps": self._epoch_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -62,24 +62,24 @@ class Throughput(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         now = self._clock()
-        # Keras gives the number of an execution's last step, also where the epoch ends before it.
-        ended = min(batch + 1, (self.params or {}).get("steps") or batch + 1)
-        steps = ended - self._epoch_steps
+        # Keras passes the last step of a full execution, even if the epoch ends earlier, within the execution.
+        epoch_steps = min(batch + 1, (self.params or {}).get("steps") or batch + 1)
+        steps = epoch_steps - self._epoch_steps
         if self._last is not None and steps:
             self.step_seconds += [(now - self._last) / steps] * steps
         self.steps += steps
-        self._epoch_steps = ended
+        self._epoch_steps = epoch_steps
         self._last = now
         self._compiled = True
 
     @property
     def examples_per_second(self) -> float | None:
-        """Examples per second over all replicas, while training; None before the second step."""
+        """Examples per second over all replicas, or None before the second execution has ended."""
         return self.global_batch_size * len(self.step_seconds) / sum(self.step_seconds) if self.step_seconds else None
 
     @property
     def step_ms(self) -> dict[str, float | None]:
-        """The mean, the median and the 95th percentile of the step times, in milliseconds."""
+        """The mean, median and 95th percentile of the step times in milliseconds; None before the second execution has ended."""
         if not self.step_seconds:
             return {"mean": None, "median": None, "p95": None}
         mean, (median, p95) = np.mean(self.step_seconds), np.percentile(self.step_seconds, [50, 95])

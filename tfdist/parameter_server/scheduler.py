@@ -82,7 +82,9 @@ class Scheduler:
                 if _is_cluster_error(e):
                     if tf_cluster.is_worker_failure(e):
                         self._mark_lost(worker)
-                    raise  # TensorFlow sees to it
+                    raise  # TensorFlow's coordinator runs the function again, on another worker
+                # An error of the step itself is a result: if it were raised here, the coordinator would cancel all other
+                # functions, and their results would be lost.
                 error = _deduplicate_message(e)
             finally:
                 del self._since[worker]
@@ -116,6 +118,7 @@ class Scheduler:
             if self._watch.lost_servers:
                 raise self._server_lost(self._watch.lost_servers) from e
             servers = [task for task in self._spec.tasks() if task.type == "ps"]
+            # TensorFlow may report the loss before the server's port is closed: look again until that can be seen.
             ends = time.monotonic() + reachability.SETTLED
             while not (absent := reachability.unreachable_tasks(self._spec, servers)) and time.monotonic() < ends:
                 time.sleep(0.2)
@@ -128,7 +131,7 @@ class Scheduler:
 
     def _look(self, waited: float) -> None:
         with self.explain_errors():
-            self._cluster.done()
+            self._cluster.done()  # raises an error that the coordinator has met in another thread
         tasks = [task for task in self._spec.tasks() if task.type != "chief"]
         absent = reachability.unreachable_tasks(self._spec, tasks)
         # One that is silent may be busy, or miss an answer: the watch gives it up after a while.
@@ -226,6 +229,8 @@ class InFlight:
     def add(self, function: Callable[[int], Structure]) -> None:
         """Schedules a function, once there is room."""
         workers = self._scheduler.workers
+        # The second limit counts results that arrived before their turn: with one late worker the others run ahead of it only so
+        # far, as the chief must keep their results in memory.
         while (
             self.count >= MAX_IN_FLIGHT * workers
             or self._scheduled - self._committed >= (MAX_IN_FLIGHT + MAX_REORDERED) * workers
@@ -264,6 +269,7 @@ class InFlight:
             raise error
         self._waiting[key] = result
         while self._waiting:
+            # Keys count up from 0, so the number of committed results is the key whose turn it is.
             turn = self._committed if self._ordered else next(iter(self._waiting))
             if turn not in self._waiting:
                 return

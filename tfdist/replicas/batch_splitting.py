@@ -206,13 +206,15 @@ def num_rows(batch: Structure) -> tf.Tensor:
 
 
 def _part(batch: Structure, part: tf.Tensor, replicas: int) -> SplitBatch:
-    """Returns the examples of one of `replicas` even parts, numbered in order; of an empty one the batch's first."""
+    """Returns one of `replicas` even parts of a batch, in its order. An empty part holds the batch's first example, not counted."""
     size = tf.cast(num_rows(batch), tf.int64)
-    part, rows, longer = tf.cast(part, tf.int64), size // replicas, size % replicas
-    mine = rows + tf.cast(part < longer, tf.int64)
-    begin = tf.where(mine > 0, part * rows + tf.minimum(part, longer), 0)
-    taken = rows_of(batch, begin, begin + tf.maximum(mine, 1))
-    return SplitBatch(taken, tf.stack([[mine, size, tf.minimum(size, replicas)]]))
+    part, shortest, longer_parts = tf.cast(part, tf.int64), size // replicas, size % replicas
+    # The first `longer_parts` parts have one example more, so this one begins after `min(part, longer_parts)` of these.
+    count = shortest + tf.cast(part < longer_parts, tf.int64)
+    begin = tf.where(count > 0, part * shortest + tf.minimum(part, longer_parts), 0)
+    # At least one row, as convolutions, pooling and recurrent layers fail without; `count` is 0 then, so it has no weight.
+    rows = rows_of(batch, begin, begin + tf.maximum(count, 1))
+    return SplitBatch(rows, tf.stack([[count, size, tf.minimum(size, replicas)]]))
 
 
 def rows_of(batch: Structure, begin: tf.Tensor, end: tf.Tensor) -> Structure:

@@ -202,11 +202,15 @@ class Execution:
     def _run_some(
         self, iterator: DataIterator, steps: tf.Tensor
     ) -> tuple[Mapping[str, Any], tf.Tensor | None, Structure]:
-        """As `_run_single`, of several steps. Every one runs in the loop, so that the step is traced once."""
-        shapes: dict[str, tf.TensorShape] = {}  # of the packed logs, once the step is traced
+        """Runs up to `steps` steps, as `_run_single` runs one. All of them run in the loop, so that the step is traced once."""
+        # A loop variable needs an initial value, but the sizes of the logs are unknown until the step is traced. So they start empty,
+        # with free sizes. Tracing records their shapes here, and they are set after the loop.
+        shapes: dict[str, tf.TensorShape] = {}
 
         def body(done: tf.Tensor, _: Any, logs: Logs, waited: tf.Tensor) -> Structure:
+            # The keys of gathering collectives contain it: TensorFlow keeps the shape of a key's first use, and batches differ.
             self._replica.number = done
+            # An optional, as an OutOfRangeError in the loop would lose the logs of the steps that are done.
             data, seconds = measure_input_wait(iterator.get_next_as_optional)
             more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
             return done + tf.cast(more, tf.int32), more, logs, waited + seconds
@@ -214,6 +218,8 @@ class Execution:
         def run(data: Structure, logs: Logs) -> Logs:
             if not isinstance(data, batch_splitting.SplitBatch):
                 return True, run_one(data, None, logs)
+            # A worker whose data have ended continues with empty batches, because the others need it in their collectives. All
+            # workers have the same totals, so all leave the loop at the same step.
             totals = batch_splitting.count_examples(data, self._strategy)
             return totals[0] > 0, tf.cond(totals[0] > 0, lambda: run_one(data, totals, logs), lambda: logs)
 
@@ -233,9 +239,10 @@ class Execution:
                 dict.fromkeys(none, tf.TensorShape([None])),
                 tf.TensorShape([]),
             ),
-            parallel_iterations=1,
+            parallel_iterations=1,  # steps must not overlap: each reads the variables that the one before writes
         )
         self._replica.number = 0
+        # Without any step, raise OutOfRangeError as `iterator.get_next` would: an empty iterator raises it within a graph.
         with tf.control_dependencies([tf.cond(done > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
             packed = {dtype: tf.ensure_shape(logs[dtype], shape) for dtype, shape in shapes.items()}
             return *self._reduced(packed), (waited, done)

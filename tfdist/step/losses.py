@@ -1,4 +1,4 @@
-"""Scales a replica's losses to its share of the whole batch, in their sum and in their logs."""
+"""Corrects the losses of a replica, so that their average over the replicas, and their logs, equal those of one process."""
 
 from __future__ import annotations
 
@@ -24,34 +24,36 @@ from tfdist.step.totals import divide_by_share, is_total, total
 
 _MEANS = ("sum_over_batch_size", "mean")
 _NONE = ("none", None)
-# Keras' own losses whose values are not one for each example, or depend on the other examples of a batch.
-_OF_BATCHES = (keras.losses.Circle, keras.losses.Dice, keras.losses.Tversky)
-_OF_BATCHES_BY_FUNCTION = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
+# Keras' losses that return one value for a batch, or values that depend on other examples of the batch.
+_BATCH_LOSSES = (keras.losses.Circle, keras.losses.Dice, keras.losses.Tversky)
+_BATCH_LOSS_FUNCTIONS = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
 _MEAN_TRAINED = (
-    "The loss {} returns one number for a batch, and the replicas cannot compute it of the whole batch: {}. They train the mean of "
-    "what it is for their parts of the batch, which is the same for a mean over examples only. Or return one value for each "
-    "example, or declare a sum: `return tfdist.total(value)`."
+    "The loss {} returns one number for a batch, and the replicas cannot compute it for the whole batch: {}. They train on the mean "
+    "of the loss over their parts of the batch, which equals it only if the loss is a mean over examples. Otherwise return one value "
+    "for each example, or declare a sum: `return tfdist.total(value)`."
 )
 _MEAN_ADDED = (
-    "The layer {} adds a loss of one number (add_loss), which is taken for a mean over the examples and averaged over the replicas. "
-    "Declare a sum: `self.add_loss(tfdist.total(value))`. A vector, one value for each example, is summed, as Keras does."
+    "The layer {} adds a scalar loss (add_loss), which is treated as a mean over the examples and averaged over the replicas. If it "
+    "is a sum, declare it: `self.add_loss(tfdist.total(value))`. A vector, one value for each example, is summed, as in Keras."
 )
 
 
 @contextlib.contextmanager
 def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[None]:
-    """Makes `model`'s losses right for a step on one replica. Replicas' losses are averaged by their shares.
+    """Corrects `model`'s losses for a step on one replica, within the context.
 
-    - A loss of one number, a function's or Dice, is computed of the whole batch on each replica (`whole_batch`).
+    The step averages the replicas' losses, weighted by their shares: the fractions of the batch that they have. Hence:
+
+    - A scalar loss (a function's, Dice) is computed on each replica from the whole batch (`whole_batch`).
     - A sum is divided by this replica's share: `reduction="sum"`, a number declared by `total`, and a vector that a layer adds,
-      which Keras sums. A number that a layer adds is a mean.
-    - Where a mask or `reduction="mean_with_sample_weight"` makes a mean one over fewer numbers, it weighs by these.
-    - The logs `loss` and those of single outputs are means over examples. Keras weighs an output's loss by its batch only
-      where the size of the batch is known when the step is traced, which differs between the steps of one execution.
-    - A replica without examples adds nothing, also where its loss is NaN.
-    - A sum that `tf.nn.compute_average_loss` divides by the `global_batch_size` that it is given is a sum, too.
-    - A number that an own step adds to a `keras.metrics.Mean` counts by this replica's share.
-    - A metric that is no sum over examples is computed of the whole batch, too (`metrics`).
+      which Keras sums. A scalar that a layer adds is a mean.
+    - A mean over fewer values, due to a mask or `reduction="mean_with_sample_weight"`, is weighted by their number or weight.
+    - The logs `loss` and those of single outputs are means over examples. Keras weights an output's loss by the batch size only
+      if that is static when the step is traced, which differs between the steps of one execution.
+    - A replica without examples adds nothing, even if its loss is NaN.
+    - `tf.nn.compute_average_loss` returns a sum if it is given a `global_batch_size`; it is divided by the share, too.
+    - A scalar that a custom step adds to a `keras.metrics.Mean` is weighted by this replica's share.
+    - A metric that is not a sum over examples is computed from the whole batch, too (`metrics`).
 
     Within a step, raises ConfigError if XLA would have to compile a collective.
     """
@@ -77,20 +79,20 @@ def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[
 
 
 def _total_of_step(value: Structure) -> Structure:
-    """Returns a sum divided by the size of the whole batch as `total` does, but in a replica's step only."""
+    """Declares a sum over examples as `total` does, within a replica's step; returns it unchanged elsewhere."""
     return value if step_context.current() is None else total(value)
 
 
 def _replace_losses(compiled: keras.losses.Loss) -> None:
     keras_losses.keep_configuration_errors(compiled)
     losses = keras_losses.losses(compiled)
-    for number, each in enumerate(losses):
-        if not isinstance(each.loss, _CompiledLoss):
-            losses[number] = each._replace(loss=_CompiledLoss(each.loss))
+    for index, output_loss in enumerate(losses):
+        if not isinstance(output_loss.loss, _CompiledLoss):
+            losses[index] = output_loss._replace(loss=_CompiledLoss(output_loss.loss))
 
 
 class _CompiledLoss:
-    """A loss that a model is compiled with."""
+    """Replaces a loss of `model.compile`; its kind, found in the first step, says how to correct it for a replica."""
 
     def __init__(self, loss: keras.losses.Loss):
         self.loss = loss
@@ -119,31 +121,31 @@ class _CompiledLoss:
             return value
         if step.is_compiled:
             raise ConfigError(
-                f"jit_compile=True: the loss {self.loss.name} is a mean over the values that a mask or weights leave, which replicas must "
-                "count together, and XLA compiles no collectives; compile the model with jit_compile=False."
+                f"jit_compile=True: the loss {self.loss.name} is a mean over the values that a mask or weights select. The replicas must "
+                "count them together, and XLA compiles no collectives; compile the model with jit_compile=False."
             )
         if step.examples is not None:
             divisor = tf.where(step.examples > 0, divisor, 0)
         context = tf.distribute.get_replica_context()
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, divisor)
-        context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
+        context.strategy.decorrelate_random_numbers()  # other replicas were traced while this one waited
         return value * tf.cast(
             tf.math.divide_no_nan(divisor, total * gradient_lists.factor(part, total.dtype)), value.dtype
         )
 
     def _find_kind(self, y_true: Structure, y_pred: Structure) -> Literal["examples", "whole", "total"]:
-        """Returns whether the loss has a value for each example, must see the whole batch, or returns a number declared by `total`.
+        """Returns "examples" for one value per example, "total" for a number declared by `total`, "whole" if it needs the whole batch.
 
-        One that is not Keras' own is traced once more, apart from the step, for the rank of its result.
+        A custom loss is traced once more, apart from the step, because the rank of its result decides.
         """
         function = getattr(self.loss, "fn", None)
         if type(self.loss).__call__ is not keras.losses.Loss.__call__:
             return "whole"
-        makers = [type(self.loss).call, *([] if function is None else [function])]
-        if all((getattr(each, "__module__", None) or "").startswith("keras.") for each in makers):
-            of_batches = isinstance(self.loss, _OF_BATCHES) or function in _OF_BATCHES_BY_FUNCTION
-            return "whole" if of_batches else "examples"
-        if tf.executing_eagerly():  # where it may do what cannot be traced
+        implementations = [type(self.loss).call, *([] if function is None else [function])]
+        if all((getattr(each, "__module__", None) or "").startswith("keras.") for each in implementations):
+            is_batch_loss = isinstance(self.loss, _BATCH_LOSSES) or function in _BATCH_LOSS_FUNCTIONS
+            return "whole" if is_batch_loss else "examples"
+        if tf.executing_eagerly():  # an eager loss may contain Python code that cannot be traced
             return "examples" if self.loss.reduction in _NONE else "whole"
         rows = tf.nest.map_structure(tf.type_spec_from_value, (y_true, y_pred))
         value = trace_apart(self._values, rows)
@@ -156,9 +158,9 @@ class _CompiledLoss:
         return self.loss.call(*rows)
 
     def _of_whole_batch(self, step: StepContext, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-        if (why := whole_batch.obstacle(step, self.loss.dtype, (y_true, y_pred, sample_weight))) is not None:
+        if (reason := whole_batch.obstacle(step, self.loss.dtype, (y_true, y_pred, sample_weight))) is not None:
             if not self._warned:
-                warnings.warn(_MEAN_TRAINED.format(self.loss.name, why), stacklevel=2)
+                warnings.warn(_MEAN_TRAINED.format(self.loss.name, reason), stacklevel=2)
             self._warned = True
             return self.loss(y_true, y_pred, sample_weight)
         rows = whole_batch.gathered(step, self.loss, y_true, y_pred, sample_weight)
@@ -166,13 +168,13 @@ class _CompiledLoss:
             value = self.loss(*rows)
         if value.shape.rank:
             raise ConfigError(
-                f"The loss {self.loss.name} depends on all examples of a batch, and has a value for each (reduction="
-                f"{self.loss.reduction!r}), which replicas cannot divide among them; give it reduction='sum' or 'mean'."
+                f"The loss {self.loss.name} depends on all examples of a batch and returns a value for each (reduction="
+                f"{self.loss.reduction!r}); replicas cannot divide such values among them. Give it reduction='sum' or 'mean'."
             )
         return whole_batch.divide_gradient(value, step.part())
 
     def _divisor(self, mask: Structure, sample_weight: Structure, dtype: tf.DType | str) -> tf.Tensor | None:
-        """Returns Keras' divisor of this replica's sum, if it is not proportional to the examples."""
+        """Returns the divisor of Keras' mean on this replica, or None if it is proportional to the number of examples."""
         reduction = self.loss.reduction
         if mask is None and (sample_weight is None or reduction in _MEANS):
             return None
@@ -184,7 +186,7 @@ class _CompiledLoss:
 
 
 class _AddedLoss:
-    """`Model._aggregate_additional_loss`."""
+    """Replaces `Model._aggregate_additional_loss`: adds a loss of a layer, corrected for this replica."""
 
     def __init__(self, model: keras.Model):
         self._model = model
@@ -202,9 +204,9 @@ class _AddedLoss:
         return total
 
     def _warn(self, loss: keras.losses.Loss, step: StepContext) -> None:
-        """Says once of a layer that its number is taken for a mean, if it depends on the data."""
+        """Warns, once for each layer, that its scalar loss is treated as a mean, unless the loss is independent of the data."""
         for layer in keras_internals.layers(self._model):
-            # Keras divides what an activity regularizer returns by the number of examples.
+            # Keras divides an activity regularizer's loss by the number of examples: a mean, as assumed.
             if layer.activity_regularizer is not None or layer.name in self._warned:
                 continue
             if any(each is loss for each in keras_losses.added_losses(layer)) and depends_on(step.data, loss):
@@ -213,7 +215,7 @@ class _AddedLoss:
 
 
 class _WeightedLossTracker:
-    """`update_state` of the metric that keeps the mean of a loss; an own step may call it, too."""
+    """Replaces `update_state` of a metric that tracks the mean of a loss. Keras' step and custom steps call it."""
 
     def __init__(self, tracker: keras.metrics.Metric):
         self._update = tracker.update_state
@@ -229,7 +231,7 @@ class _WeightedLossTracker:
 
 
 def _update_mean(update: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
-    """`update_state` of a `keras.metrics.Mean`, whose own is `update`."""
+    """Calls `update`, the original `update_state` of a `keras.metrics.Mean`, and weights a scalar by this replica's share."""
     step = step_context.current()
     rank = values.shape.rank if tf.is_tensor(values) else np.ndim(values)
     if step is not None and sample_weight is None and rank == 0:

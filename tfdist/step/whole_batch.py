@@ -202,22 +202,29 @@ def gathered(
 
     They get the loss's type, as it would convert them itself; predictions keep Keras' masks.
     """
+    # Masks travel beside the predictions, as a mask is an attribute of a tensor, which no collective carries. One type for all of
+    # them, the loss's, makes it one collective.
     masks = [keras_losses.mask(each) for each in tf.nest.flatten(y_pred)]
-    own = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
-    own = tf.nest.map_structure(lambda v: None if v is None else keras.ops.convert_to_tensor(v, loss.dtype), own)
-    columns, before = _gather_columns(step, [each for each in tf.nest.flatten(own) if each is not None])
-    mine, whole = tf.cast(step.examples, tf.int32), iter(columns)
-    given, found_masks = tf.nest.map_structure(lambda each: None if each is None else next(whole), own)
+    local = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
+    local = tf.nest.map_structure(lambda v: None if v is None else keras.ops.convert_to_tensor(v, loss.dtype), local)
+    columns, before = _gather_columns(step, [each for each in tf.nest.flatten(local) if each is not None])
+    # 0 on a replica without examples, whose batch has one row that does not count.
+    local_count, gathered_columns = tf.cast(step.examples, tf.int32), iter(columns)
+    arguments, all_masks = tf.nest.map_structure(lambda v: None if v is None else next(gathered_columns), local)
 
-    def with_own(others: Structure, mine_alone: Structure, mask: Structure) -> Structure:
-        joined = tf.concat([others[:before], mine_alone[:mine], others[before + mine :]], 0)
+    def with_local_rows(all_rows: Structure, local_rows: Structure, mask: Structure) -> Structure:
+        # Gathered rows have no gradient. With its own predictions in their place, each replica gets the gradient of the whole
+        # batch's loss with respect to these alone, so that the sum over the replicas is the gradient of one process.
+        joined = tf.concat([all_rows[:before], local_rows[:local_count], all_rows[before + local_count :]], 0)
         if mask is not None:
             keras_losses.set_mask(joined, tf.cast(mask, tf.bool))
         return joined
 
-    own_pred = tf.nest.flatten(own[0][1])
-    joined = [with_own(*each) for each in zip(tf.nest.flatten(given[1]), own_pred, found_masks, strict=True)]
-    return [given[0], tf.nest.pack_sequence_as(given[1], joined), given[2]]
+    local_pred = tf.nest.flatten(local[0][1])
+    predictions = [
+        with_local_rows(*each) for each in zip(tf.nest.flatten(arguments[1]), local_pred, all_masks, strict=True)
+    ]
+    return [arguments[0], tf.nest.pack_sequence_as(arguments[1], predictions), arguments[2]]
 
 
 def gathered_values(step: StepContext, values: Structure) -> Structure:

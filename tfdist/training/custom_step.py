@@ -1,4 +1,4 @@
-"""A custom training step: the Trainer runs the loop's surroundings, and the user calls the step."""
+"""Custom training steps: the user's loop calls the step, and the Trainer provides data, callbacks and backups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdist.training.loop_context import LoopContext
 
 
 class StepModel(keras.Model):
-    """The Keras model that runs a function as its training step; `logs` are those of the last step."""
+    """A Keras model whose `train_step` is a function. `logs` holds the logs of the last step."""
 
     def __init__(self, function: Callable[[Structure], dict[str, Any]], uses: list[object]):
         super().__init__(name=getattr(function, "__name__", "step"))
@@ -41,25 +41,26 @@ class Step:
         for batch in step.loop(dataset, epochs=3):
             logs = step(batch)
 
-    A Keras model around it holds the objects that the step uses, so that gradients, compression, backups and callbacks work as
-    in `fit`.
+    A Keras model holds the function and the objects that it uses, so that gradients, compression, backups and callbacks work
+    as in `fit`.
 
     Args:
         context: The context of the trainer's loops.
-        function: The step.
-        uses: The objects that the step uses.
+        function: The step: takes a replica's batch and returns its logs, a dict of names to numbers.
+        uses: The models, optimizers and metrics that the step uses.
 
     Attributes:
-        model: The Keras model that holds it.
+        model: The Keras model that holds the function and `uses`.
 
     Raises:
-        ConfigError: The arguments are others, or there is no optimizer in `uses`.
+        ConfigError: `function` is not callable, or `uses` is not a list or has no optimizer.
     """
 
     def __init__(self, context: LoopContext, function: Callable[[Structure], dict[str, Any]], uses: Sequence[object]):
         if not callable(function) or not isinstance(uses, (list, tuple)):
             raise ConfigError(
-                "trainer.step takes a function and, as `uses`, a list of the objects that it uses: trainer.step(train, uses=[model, optimizer]). "
+                "trainer.step takes a function and, as `uses`, a list of the objects that the function uses: "
+                "trainer.step(train, uses=[model, optimizer]). "
                 f"Received: {format_value(function)}, {format_value(uses)}."
             )
         self._context = context
@@ -67,7 +68,7 @@ class Step:
         optimizers = optimizer_search.optimizers(self.model)
         if not optimizers:
             raise ConfigError(
-                "uses must hold each optimizer that the step applies, beside its models, made in trainer.scope(). "
+                "uses must hold each optimizer that the step applies, besides its models, all made in trainer.scope(). "
                 f"Received: {format_value(uses)}."
             )
         self.model.compile(optimizers[0], auto_scale_loss=False)
@@ -77,18 +78,18 @@ class Step:
         """Runs the step on every replica.
 
         Args:
-            batch: One of `loop`, of which each replica gets its part; or tensors or arrays, of which every replica of this
-                process gets all. Several workers may then each give their own, of the same size.
+            batch: A batch from `loop`: each replica receives its part. Or tensors or arrays: every replica of this process
+                receives all of them, and each worker may pass other ones of the same size.
 
         Returns:
-            The step's logs as numbers, the mean over the replicas, in which each counts as its examples do.
+            The step's logs as numbers: the mean over the replicas, weighted by their numbers of examples.
 
         Raises:
-            ConfigError: The step is not possible on a replica.
+            ConfigError: The strategy cannot run the step.
         """
         engine = self._context.engine
-        surrounding = contextlib.nullcontext() if self._context.is_at_work else self._context.stepping(self.model)
-        with surrounding:
+        inside_loop = self._context.is_at_work  # `loop` has made the preparations of `stepping` already
+        with contextlib.nullcontext() if inside_loop else self._context.stepping(self.model):
             logs = single_steps.run(engine, self.model, "train_step", batch, reset_metrics=False)
         self.model.logs = logs
         return logs
@@ -103,23 +104,23 @@ class Step:
         callbacks: Sequence[keras.callbacks.Callback] | None = None,
         **kwargs: Any,
     ) -> Iterator[Structure]:
-        """Yields the batches of a training. Call the step with each.
+        """Yields the batches of a training run. Call the step with each of them.
 
-        Backups are taken as in `fit`: a loop that was interrupted begins with the batch after the last backup, with all that
-        `uses` holds as it was. Callbacks are called as in `fit`, with the logs of the last call of the step; to end early, set
+        Backups are taken as in `fit`: an interrupted loop restores the state of `uses` and resumes with the batch after the last
+        backup. Callbacks are called as in `fit`, with the logs of the step's last call. To stop early, set
         `step.model.stop_training` on all ranks, or leave the loop.
 
         Args:
             x: As for `fit`: arrays, a dataset with batches of the global size, or a function `(tf.distribute.InputContext) ->
-                tf.data.Dataset`. The step gets the batch of a `train_step`: for arrays `x` or `(x, y)`.
-            y: The targets, of arrays.
-            epochs: The last epoch.
-            steps_per_epoch: Steps of an epoch, where the data do not end.
+                tf.data.Dataset`. The step receives the same batch as a `train_step`: of arrays `x` or `(x, y)`.
+            y: The targets, if `x` is arrays.
+            epochs: The number of epochs, `initial_epoch` included.
+            steps_per_epoch: Steps of an epoch; required if the data are endless.
             callbacks: Keras callbacks.
             **kwargs: `batch_size`, `sample_weight`, `shuffle`, `initial_epoch` and `verbose` (0), as for `fit`.
 
         Raises:
-            ClusterError: A task is lost that the others cannot do without.
+            ClusterError: A task is lost, and the others cannot continue without it.
             ConfigError: The strategy cannot train on the data.
         """
         arguments = {

@@ -1,4 +1,4 @@
-"""A cluster as a list of hosts. No TensorFlow here."""
+"""Makes a cluster from a list of hosts or a hostfile. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ def cluster(hosts: str = "", ps_hosts: str = "", hostfile: str = "", task: str =
     """Returns a cluster of hosts, and this process's task.
 
     Args:
-        hosts: The addresses of the training tasks, between commas; 2222 is the port of those without. Several tasks of one
-            host without ports get 2222, 2223, and so on.
-        ps_hosts: Those of the parameter servers; the first of `hosts` is then the chief.
-        hostfile: A file instead of both, as of mpirun: a line `host slots=2` for each host, `#` before comments.
-        task: This process's, as `worker:1`. Empty means the one whose host this is, if there is one.
-        ps: How many of the last ones are parameter servers, without `ps_hosts`.
+        hosts: The addresses of the training tasks, separated by commas. Addresses of a host without a port get 2222, 2223 and
+            so on.
+        ps_hosts: The addresses of the parameter servers; the first of `hosts` is then the chief.
+        hostfile: The path of a file instead of `hosts`, in mpirun's format: a line `host slots=2` for each host; `#` begins a
+            comment.
+        task: This process's task, such as `worker:1`. Empty means the task whose address is this host's.
+        ps: Without `ps_hosts`: how many of the last addresses are parameter servers.
 
     Raises:
-        ConfigError: With every fault of them, or more than one task, or none, could be this process.
+        ConfigError: An argument is invalid (all errors are listed), or `task` is empty and this host has no task or several.
     """
-    spec = _cluster(_given(hosts, hostfile), _split(ps_hosts), ps)
-    return ClusterTask(spec, _task(spec, task) if task else _own(spec))
+    spec = _cluster(_training_hosts(hosts, hostfile), _split(ps_hosts), ps)
+    return ClusterTask(spec, _parse_task(spec, task) if task else _task_of_this_host(spec))
 
 
 class LocalTasks(NamedTuple):
-    """A cluster of hosts, and the tasks of it that run on this one."""
+    """A cluster of hosts, and its tasks that run on this host."""
 
     cluster: ClusterSpec
     tasks: Sequence[TaskSpec]
@@ -43,85 +44,86 @@ class LocalTasks(NamedTuple):
 def local_tasks(
     hosts: str = "", ps_hosts: str = "", hostfile: str = "", task: str = "", workers_per_host: int | None = None
 ) -> LocalTasks:
-    """Returns a cluster of hosts, the same on all of them, and the tasks of this host.
+    """Returns a cluster of hosts, the same on every host, and the tasks of this host.
 
     Args:
-        hosts: The training hosts, each once, between commas. Tasks get the ports 2222, 2223, and so on, or those from the port
-            in `host1:3000` on.
+        hosts: The training hosts, each once, separated by commas. The tasks of a host get the ports 2222, 2223 and so on;
+            those of `host1:3000` get 3000, 3001 and so on.
         ps_hosts: As for `cluster`.
         hostfile: As for `cluster`.
-        task: The tasks of this host, as `worker:1` or `worker:2,worker:3`. Empty means those at its addresses.
-        workers_per_host: Training tasks of each host. None means 1, or the slots of `hostfile`.
+        task: The tasks of this host, such as `worker:1` or `worker:2,worker:3`. Empty means the tasks at this host's addresses.
+        workers_per_host: Training tasks on each host. None means 1, or the slots in `hostfile`.
 
     Raises:
-        ConfigError: With every fault of them; or this host is none of them, or more than one.
+        ConfigError: An argument is invalid (all errors are listed), or `task` is empty and no listed host, or several, are this
+            one.
     """
-    given, servers = _given(hosts, hostfile), _split(ps_hosts)
-    names = list(dict.fromkeys(host.lower() for host in given))
+    workers, servers = _training_hosts(hosts, hostfile), _split(ps_hosts)
+    names = list(dict.fromkeys(host.lower() for host in workers))
     faults = []
-    if repeated := _repeated([] if hostfile else given):
+    if repeated := _repeated([] if hostfile else workers):
         faults.append(
-            f"hosts has {repeated} more than once; write each host once, and workers_per_host=2 for two tasks."
+            f"hosts has {repeated} more than once; write each host once, and set workers_per_host=2 for two tasks per host."
         )
     if repeated := _repeated(servers):
         faults.append(
-            f"ps_hosts has {repeated} more than once; give each server of a host a port, as host3:2222,host3:2223."
+            f"ps_hosts has {repeated} more than once; give each server on a host its own port: host3:2222,host3:2223."
         )
-    if workers_per_host is not None and hostfile and len(names) < len(given):
+    if workers_per_host is not None and hostfile and len(names) < len(workers):
         faults.append(
-            f"hostfile {hostfile} says how many tasks each host gets; leave out its slots, or workers_per_host."
+            f"hostfile {hostfile} sets the number of tasks of each host; remove its slots, or leave out workers_per_host."
         )
     if (count := len(names) * (workers_per_host or 1)) > MOST_TASKS:
         faults.append(f"a cluster has at most {MOST_TASKS} tasks. Received: {count}.")
     if faults:
         raise ConfigError(faults)
     if workers_per_host is not None:
-        given = [each for host in given for each in _at_following_ports(host, workers_per_host)]
-    spec = _cluster(given, servers)
+        workers = [address for host in workers for address in _consecutive_ports(host, workers_per_host)]
+    spec = _cluster(workers, servers)
     if task:
-        return LocalTasks(spec, list(dict.fromkeys(_task(spec, each) for each in _split(task) or [task])))
-    by_host: dict[str, list[TaskSpec]] = {}
-    for each in spec.tasks():
-        by_host.setdefault(split_address(spec.address(each))[0].lower(), []).append(each)
-    here = [host for host, tasks in by_host.items() if _is_here(spec.address(tasks[0]))]
-    if len(here) == 1:
-        return LocalTasks(spec, by_host[here[0]])
-    of = list_first(here or list(by_host), 4)
+        return LocalTasks(spec, list(dict.fromkeys(_parse_task(spec, text) for text in _split(task) or [task])))
+    tasks_by_host: dict[str, list[TaskSpec]] = {}
+    for member in spec.tasks():
+        tasks_by_host.setdefault(split_address(spec.address(member))[0].lower(), []).append(member)
+    local = [host for host, tasks in tasks_by_host.items() if _is_local(spec.address(tasks[0]))]
+    if len(local) == 1:
+        return LocalTasks(spec, tasks_by_host[local[0]])
+    listed = list_first(local or list(tasks_by_host), 4)
     name = socket.gethostname()
     raise ConfigError(
-        f"{of} are all addresses of this host ({name}): name the tasks to start here, as --task={spec.tasks()[0]}."
-        if here
-        else f"this host ({name}) is none of {of}: write the names or addresses by which the hosts reach each other, or name the tasks "
-        f"to start here, as --task={spec.tasks()[0]}."
+        f"{listed} are all addresses of this host ({name}): name the tasks to start here, such as --task={spec.tasks()[0]}."
+        if local
+        else f"this host ({name}) is not one of {listed}: write the names or addresses by which the hosts reach each other, or name the "
+        f"tasks to start here, such as --task={spec.tasks()[0]}."
     )
 
 
-def _given(hosts: str, hostfile: str) -> list[str]:
-    """Returns the training tasks' hosts."""
+def _training_hosts(hosts: str, hostfile: str) -> list[str]:
+    """Returns the host, or address, of each training task."""
     if bool(hosts) == bool(hostfile):
         raise ConfigError(f"either hosts or hostfile must be given. Received: hosts={hosts!r}, hostfile={hostfile!r}.")
-    if not (found := _read(hostfile) if hostfile else _split(hosts)):
+    if not (workers := _read(hostfile) if hostfile else _split(hosts)):
         raise ConfigError(f"hosts has no host; write it as host1,host2. Received: {format_value(hosts)}.")
-    return found
+    return workers
 
 
-def _cluster(given: Sequence[str], servers: Sequence[str], ps: int = 0) -> ClusterSpec:
-    spec, _ = assign_roles(_add_default_ports([*given, *servers]), 0, len(servers) or ps)
+def _cluster(workers: Sequence[str], servers: Sequence[str], ps: int = 0) -> ClusterSpec:
+    spec, _ = assign_roles(_add_default_ports([*workers, *servers]), 0, len(servers) or ps)
     return spec
 
 
 def _repeated(hosts: Sequence[str]) -> str:
-    """Returns the first host that is there more than once, or an empty text."""
+    """Returns the first host that is listed more than once, or an empty string."""
     counts = collections.Counter(host.lower() for host in hosts)
     return next((format_value(host) for host in hosts if counts[host.lower()] > 1), "")
 
 
-def _at_following_ports(host: str, count: int) -> list[str]:
-    """Returns the addresses of some tasks of one host, from its port on, if it has one."""
+def _consecutive_ports(host: str, count: int) -> list[str]:
+    """Returns the addresses of `count` tasks on one host: consecutive ports from the host's, which may have none."""
     name, _, port = host.rpartition(":")
-    if not _has_port(host) or len(port) > 9:  # a fault, which the cluster names
+    if not _has_port(host) or len(port) > 9:  # `ClusterSpec` reports a port that is too large
         return [host] * count
-    return [f"{name}:{int(port) + number}" for number in range(count)]
+    return [f"{name}:{int(port) + offset}" for offset in range(count)]
 
 
 def _has_port(host: str) -> bool:
@@ -137,76 +139,76 @@ def _read(path: str) -> list[str]:
         lines = read_file(path).decode().splitlines()
     except (OSError, ValueError) as e:
         raise ConfigError(f"hostfile {path}: {getattr(e, 'strerror', None) or e}.") from None
-    found: list[str] = []
+    hosts: list[str] = []
     faults: list[str] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
-        # `max_slots`, of which mpirun knows too, is a limit of its own.
-        more = [word for word in words[1:] if not word.startswith(("max_slots=", "max-slots="))]
-        slots = re.fullmatch(r"slots=([0-9]{1,9})", more[0]) if len(more) == 1 else None
-        if more and not slots:
+        # mpirun's `max_slots` limits oversubscription: it does not change the number of tasks.
+        options = [word for word in words[1:] if not word.startswith(("max_slots=", "max-slots="))]
+        slots = re.fullmatch(r"slots=([0-9]{1,9})", options[0]) if len(options) == 1 else None
+        if options and not slots:
             faults.append(
                 f"hostfile {path}, line {number}: expected 'host' or 'host slots=2'. Received: {format_value(line)}."
             )
-        elif len(found) + (count := int(slots[1]) if slots else 1) > MOST_TASKS:
+        elif len(hosts) + (count := int(slots[1]) if slots else 1) > MOST_TASKS:
             faults.append(
                 f"hostfile {path}, line {number}: more than {MOST_TASKS} tasks. Received: {format_value(line)}."
             )
         elif words:
-            found += words[:1] * count
-    if faults or not found:
+            hosts += words[:1] * count
+    if faults or not hosts:
         raise ConfigError(faults or f"hostfile {path} has no host.")
-    return found
+    return hosts
 
 
 def _add_default_ports(hosts: Sequence[str]) -> list[str]:
-    """Returns the addresses, of which those without a port get the next one of their host."""
-    found: list[str] = []
+    """Returns an address for each host; hosts without a port get the next free port on that host, from 2222."""
+    addresses: list[str] = []
     taken: set[str] = set()
-    following: dict[str, int] = {}  # the next port of a host
+    next_port: dict[str, int] = {}  # by host
     for host in hosts:
         address = host
         if not _has_port(host):
             bare = f"[{host}]" if ":" in host and "[" not in host else host
-            port = following.get(bare, PORT)
+            port = next_port.get(bare, PORT)
             while (address := f"{bare}:{port}") in taken:
                 port += 1
-            following[bare] = port + 1
-        found.append(address)
+            next_port[bare] = port + 1
+        addresses.append(address)
         taken.add(address)
-    return found
+    return addresses
 
 
-def _task(spec: ClusterSpec, text: str) -> TaskSpec:
-    kind, colon, index = text.strip().partition(":")
-    task = TaskSpec(kind, int(index)) if colon and index.isascii() and index.isdigit() and len(index) < 10 else None
+def _parse_task(spec: ClusterSpec, text: str) -> TaskSpec:
+    job, colon, index = text.strip().partition(":")
+    task = TaskSpec(job, int(index)) if colon and index.isascii() and index.isdigit() and len(index) < 10 else None
     if task not in spec.tasks():
-        known = ", ".join(map(str, spec.tasks()))
-        raise ConfigError(f"task must be one of {known}. Received: {format_value(text)}.")
+        tasks = ", ".join(map(str, spec.tasks()))
+        raise ConfigError(f"task must be one of {tasks}. Received: {format_value(text)}.")
     return task
 
 
-def _own(spec: ClusterSpec) -> TaskSpec:
-    """Returns the task whose address is one of this host's."""
-    own = [task for task in spec.tasks() if _is_here(spec.address(task))]
-    if len(own) == 1:
-        return own[0]
-    found = f"these are on this host: {', '.join(map(str, own))}" if own else "none of them is on this host"
-    raise ConfigError(f"task must say which of {', '.join(map(str, spec.tasks()))} this process is, as {found}.")
+def _task_of_this_host(spec: ClusterSpec) -> TaskSpec:
+    """Returns the only task whose address is this host's; raises ConfigError if there is no such task, or several."""
+    local = [task for task in spec.tasks() if _is_local(spec.address(task))]
+    if len(local) == 1:
+        return local[0]
+    reason = f"{', '.join(map(str, local))} are all on this host" if local else "none of them is on this host"
+    raise ConfigError(f"task must name this process's task, one of {', '.join(map(str, spec.tasks()))}: {reason}.")
 
 
-def _is_here(address: str) -> bool:
-    """Returns whether an address's host is this one: only a host's own addresses can be bound."""
+def _is_local(address: str) -> bool:
+    """Returns whether an address is this host's: a socket can be bound to local addresses only."""
     host, _ = split_address(address)
     try:
-        known = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        candidates = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
-    for family, kind, protocol, _, place in known:
+    for family, kind, protocol, _, socket_address in candidates:
         try:
             with socket.socket(family, kind, protocol) as s:
-                s.bind(place)
-        except OSError:  # another host's, or no such addresses here
+                s.bind(socket_address)
+        except OSError:  # another host's address, or no IPv6 here
             continue
         return True
     return False
