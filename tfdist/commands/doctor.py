@@ -1,9 +1,9 @@
-"""Checks whether this machine and environment can train, with a remedy for each problem. No TensorFlow in this process.
+"""Checks whether this machine and environment can train, and prints a remedy for each problem. No TensorFlow in this process.
 
-    tfdist doctor [--json] [--[no]devices]   # the same: python -m tfdist.doctor; exit code 1 where something would stop a run
+    tfdist doctor [--json] [--[no]devices]   # or python -m tfdist.doctor; exits with 1 if a problem would stop a run
 
-`--no-devices` skips the devices, for which TensorFlow must be loaded, which takes some seconds. Run it where the training will
-run: `srun -n 4 tfdist doctor`.
+`--no-devices` skips the check of devices, which loads TensorFlow and takes some seconds. Run it on the machines that will train:
+`srun -n 4 tfdist doctor`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tfdist.runtime.log import print_always
 
 Check = Callable[[Mapping[str, str]], Iterable[Finding]]
 
-_LIMIT = 15.0  # seconds for each check; they run beside each other
+_LIMIT = 15.0  # seconds for each check; the checks run in parallel
 _STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
-# By subject, in the order of the table: the check, and the seconds that it may take.
+# For each subject, in the order of the table: the check and its limit in seconds.
 CHECKS: dict[str, tuple[Check, float]] = {
     "versions": (software.versions, _LIMIT),
     "processors and memory": (machine.resources, _LIMIT),
@@ -42,12 +42,12 @@ CHECKS: dict[str, tuple[Check, float]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code: 0, 1 where something would stop a run, 2 for a faulty command line."""
+    """Runs the command. Returns the exit code: 0 if a run can start, 1 if a problem would stop it, 2 for an invalid command line."""
     print_always()
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_bool("json", False, "Print JSON.", flag_values=values)
-    flags.DEFINE_bool("devices", True, "Check the devices, for which TensorFlow is loaded.", flag_values=values)
+    flags.DEFINE_bool("devices", True, "Check the devices; this loads TensorFlow.", flag_values=values)
     try:
         if command_line.read_flags(values, argv)[1:]:
             raise ConfigError(f"Usage: tfdist doctor [--json] [--[no]devices]. Received: {' '.join(argv[1:])}")
@@ -74,13 +74,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str]) -> list[Finding]:
-    """Returns the findings of all checks, in their order.
+    """Returns the findings of all checks, in the order of `checks`.
 
-    The checks run beside each other, each for a limited time: a file system or a name server that hangs holds up only its own
-    check.
+    The checks run in parallel, and each has a time limit: a file system or a name server that hangs delays only its own check.
 
     Args:
-        checks: By subject: the check, and the seconds that it may take.
+        checks: For each subject, the check and its limit in seconds.
         environ: The environment.
     """
     found: dict[str, list[Finding]] = {name: [] for name in checks}
@@ -89,8 +88,8 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
         try:
             for finding in check(environ):
                 found[name].append(finding)
-        except Exception as e:  # the others are worth more than this one
-            problem = f"cannot be looked at: {printable(describe_error(e))}"
+        except Exception as e:  # the other checks still help the user
+            problem = f"cannot be checked: {printable(describe_error(e))}"
             found[name].append(Finding(WARNING, name, problem, "see the other findings"))
 
     began = time.monotonic()
@@ -105,13 +104,13 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
         threads[name].join(max(0.0, began + limit - time.monotonic()))
         findings += list(found[name])
         if threads[name].is_alive():
-            remedy = "look whether a disk or name server hangs"
+            remedy = "check whether a disk or name server hangs"
             findings.append(Finding(WARNING, name, f"no answer within {limit:.0f} s", remedy))
     return findings
 
 
 def as_table(findings: Sequence[Finding]) -> str:
-    """Returns the findings as a table for the terminal at standard output."""
+    """Returns the findings as a table that fits the terminal of standard output."""
     from rich import console, table, text
 
     shown = table.Table("", "what", table.Column("found", overflow="fold"), table.Column("do", overflow="fold"))
@@ -124,14 +123,14 @@ def as_table(findings: Sequence[Finding]) -> str:
 
 
 def as_lines(findings: Sequence[Finding]) -> str:
-    """Returns a line for each finding: `level  what: value -> remedy`."""
+    """Returns one line per finding: `level  subject: value -> remedy`."""
     width = max(map(len, _STYLES))
     lines = [f"{level:{width}}  {what}: {value}" + f" -> {do}" * bool(do) for level, what, value, do in findings]
     return "\n".join([*lines, _verdict(findings)])
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Returns the findings as one JSON object: `ok`, which is false after an error, and `findings`."""
+    """Returns one JSON object: `ok`, false if any finding is an error, and the list `findings`."""
     return json.dumps({"ok": is_ok(findings), "findings": [each._asdict() for each in findings]}, indent=1)
 
 
@@ -142,7 +141,7 @@ def _verdict(findings: Sequence[Finding]) -> str:
 
 
 def is_ok(findings: Sequence[Finding]) -> bool:
-    """Returns whether nothing would stop a run."""
+    """Returns True if no finding is an error, so that a run can start."""
     return all(each.level != ERROR for each in findings)
 
 
