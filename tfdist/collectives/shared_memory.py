@@ -100,14 +100,14 @@ class SharedMemoryTransport(BufferTransport):
         for number, piece in enumerate(pieces):
             self._links.wait()
             parts = self._parts(piece)
-            mine = parts[self.rank]
-            total = slots[self.rank, mine]  # nobody needs what this rank would have written here
+            own_part = parts[self.rank]
+            total = slots[self.rank, own_part]  # nobody needs what this rank would have written here
             reduce_in_order(
-                [piece[mine] if r == self.rank else slots[r, mine] for r in range(self.size)], total, largest
+                [piece[own_part] if r == self.rank else slots[r, own_part] for r in range(self.size)], total, largest
             )
             self._links.post(signature)
             after = self._put(pieces[number + 1], signature) if number + 1 < len(pieces) else slots
-            results[number][mine] = total
+            results[number][own_part] = total
             self._links.wait()
             for other in self._others:
                 results[number][parts[other]] = slots[other, parts[other]]

@@ -66,23 +66,23 @@ def choose(
     bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, addresses, timeout_seconds)
     own = "nccl" if "GPU" in strategy.extended.worker_devices[0] else "grpc"
     if ranks.size == 1:
-        found = Choice(own, own, "there is one worker", CrossProcessCommunicator(strategy))
+        choice = Choice(own, own, "there is one worker", CrossProcessCommunicator(strategy))
     elif wanted == "auto":
-        found = _automatic(strategy, bootstrap, own)
+        choice = _automatic(strategy, bootstrap, own)
     elif wanted in TENSORFLOW_TRANSPORTS:
-        found = Choice(wanted, wanted, _NAMED, CrossProcessCommunicator(strategy))
+        choice = Choice(wanted, wanted, _NAMED, CrossProcessCommunicator(strategy))
     else:
         connected = transports.connect(wanted, bootstrap, _DEVICES if _unfit_devices(strategy) else "")
         if connected.transport is None:
             reason = connected.reason
             raise ConfigError(f"strategy.transport={wanted} is not possible: {reason}. Use strategy.transport=grpc.")
         communicator = BufferedCommunicator(strategy, connected.transport, timeout_seconds)
-        found = Choice(wanted, connected.way, _NAMED, communicator)
-    if isinstance(found.communicator, BufferedCommunicator):
-        atexit.register(_end, found.communicator)
+        choice = Choice(wanted, connected.way, _NAMED, communicator)
+    if isinstance(choice.communicator, BufferedCommunicator):
+        atexit.register(_end, choice.communicator)
     if ranks.is_chief and ranks.size > 1:
-        logger.info(f"gradients travel by {found.way}: {found.reason}.")
-    return found
+        logger.info(f"gradients travel by {choice.way}: {choice.reason}.")
+    return choice
 
 
 def _automatic(strategy: Strategy, bootstrap: Bootstrap, own: str) -> Choice:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if values.help:
         print(f"{__doc__}\n{command_line.help_text(values)}")
         return 0
-    checks = {name: each for name, each in CHECKS.items() if name != "devices" or values.devices}
+    checks = {name: check for name, check in CHECKS.items() if name != "devices" or values.devices}
     try:
         findings = examine(checks, dict(os.environ))
     except KeyboardInterrupt:
@@ -82,15 +82,15 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
         checks: For each subject, the check and its limit in seconds.
         environ: The environment.
     """
-    found: dict[str, list[Finding]] = {name: [] for name in checks}
+    by_check: dict[str, list[Finding]] = {name: [] for name in checks}
 
     def look(name: str, check: Check) -> None:
         try:
             for finding in check(environ):
-                found[name].append(finding)
+                by_check[name].append(finding)
         except Exception as e:  # the other checks still help the user
             problem = f"cannot be checked: {printable(describe_error(e))}"
-            found[name].append(Finding(WARNING, name, problem, "see the other findings"))
+            by_check[name].append(Finding(WARNING, name, problem, "see the other findings"))
 
     began = time.monotonic()
     threads = {
@@ -102,7 +102,7 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
     findings: list[Finding] = []
     for name, (_, limit) in checks.items():
         threads[name].join(max(0.0, began + limit - time.monotonic()))
-        findings += list(found[name])
+        findings += list(by_check[name])
         if threads[name].is_alive():
             remedy = "check whether a disk or name server hangs"
             findings.append(Finding(WARNING, name, f"no answer within {limit:.0f} s", remedy))
@@ -131,18 +131,18 @@ def as_lines(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding]) -> str:
     """Returns one JSON object: `ok`, false if any finding is an error, and the list `findings`."""
-    return json.dumps({"ok": is_ok(findings), "findings": [each._asdict() for each in findings]}, indent=1)
+    return json.dumps({"ok": is_ok(findings), "findings": [finding._asdict() for finding in findings]}, indent=1)
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
-    counts = {level: sum(each.level == level for each in findings) for level in (ERROR, WARNING, NOTE)}
+    counts = {level: sum(finding.level == level for finding in findings) for level in (ERROR, WARNING, NOTE)}
     counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
     return f"{'OK' if is_ok(findings) else 'NOT OK'}: {counted}"
 
 
 def is_ok(findings: Sequence[Finding]) -> bool:
     """Returns True if no finding is an error, so that a run can start."""
-    return all(each.level != ERROR for each in findings)
+    return all(finding.level != ERROR for finding in findings)
 
 
 if __name__ == "__main__":

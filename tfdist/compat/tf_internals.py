@@ -182,8 +182,8 @@ def graph_depth(graph: tf.Graph) -> int:
 
 def traced_functions(function: StepFunction) -> Sequence[Any]:
     """Returns the concrete functions of a `tf.function`; of any other object, none."""
-    found: Sequence[Any] = getattr(function, TF_TRACED)() if hasattr(function, TF_TRACED) else ()
-    return found
+    functions: Sequence[Any] = getattr(function, TF_TRACED)() if hasattr(function, TF_TRACED) else ()
+    return functions
 
 
 def operation_definition(kind: str) -> Any:
@@ -218,8 +218,8 @@ TF_NUMBER = "_{}"
 
 def inputs(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:
     """Returns the datasets from which a dataset is made."""
-    found: Sequence[tf.data.Dataset] = getattr(dataset, TF_INPUTS)()
-    return found
+    datasets: Sequence[tf.data.Dataset] = getattr(dataset, TF_INPUTS)()
+    return datasets
 
 
 def dataset_functions(dataset: tf.data.Dataset) -> Iterator[Any]:

@@ -67,7 +67,7 @@ def _documented_options(group: NamedOptions) -> Iterator[tuple[str, Any, str]]:
         of: dict[str, list[str]] = {}  # default to the names that have it
         for name, default in defaults.items():
             of.setdefault(str(default), []).append(name)
-        shown = "; ".join(", ".join(each) + f": {default}" * (len(of) > 1) for default, each in of.items())
+        shown = "; ".join(", ".join(options) + f": {default}" * (len(of) > 1) for default, options in of.items())
         every = len(of) == 1 and len(defaults) == len(names)
         yield option, value, f"{about.get(option, '')} {'' if every else f'Of {shown}.'}".strip()
 
@@ -75,14 +75,14 @@ def _documented_options(group: NamedOptions) -> Iterator[tuple[str, Any, str]]:
 def attribute_texts(kind: type) -> dict[str, str]:
     """Returns the texts in the section "Attributes:" of a class's docstring, by name."""
     _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
-    found: dict[str, str] = {}
+    documentation: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
         if begun := re.match(r" {4}(\w+): (.*)", line):
             name = begun[1]
-            found[name] = begun[2]
+            documentation[name] = begun[2]
         elif line.startswith(" " * 8) and name:
-            found[name] += f" {line.strip()}"
+            documentation[name] += f" {line.strip()}"
         elif line.strip():
             break
-    return found
+    return documentation

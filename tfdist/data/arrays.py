@@ -62,21 +62,21 @@ def epochs(
     replicas = context.num_replicas_in_sync
     batch_size = per_replica_batch_size(global_batch_size, replicas)
     pipelines = context.num_input_pipelines
-    tensors = [sent_arrays.cut(each) for each in tf.nest.flatten(arrays)]
+    tensors = [sent_arrays.cut(array) for array in tf.nest.flatten(arrays)]
 
     @tf.autograph.experimental.do_not_convert
     def order(epoch: tf.Tensor) -> tf.data.Dataset:
         indices = tf.range(size, dtype=tf.int64)
         if shuffle:
             indices = tf.random.experimental.stateless_shuffle(indices, seed=[seed, epoch])
-        dealt = tf.reshape(indices[: steps * global_batch_size], [-1, batch_size])
+        by_batch = tf.reshape(indices[: steps * global_batch_size], [-1, batch_size])
         # In turn to pipelines, as many in a row as one has replicas.
         turns = tf.range(steps * replicas, dtype=tf.int64) + epoch * steps * replicas
-        mine = turns // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
-        return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(dealt, mine))
+        is_local = turns // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
+        return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(by_batch, is_local))
 
     def batch(indices: tf.Tensor) -> Structure:
-        taken = tf.nest.pack_sequence_as(arrays, [sent_arrays.gather(each, indices) for each in tensors])
+        taken = tf.nest.pack_sequence_as(arrays, [sent_arrays.gather(array, indices) for array in tensors])
         return load(taken) if load else taken
 
     if not load:  # AutoGraph takes half a second when it is first used
@@ -100,5 +100,5 @@ def epochs(
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns how many examples are in a batch of a dataset, as its outermost `batch` says; None where it is not told."""
     sizes = map(tf_internals.own_batch_size, walk(dataset))
-    size = next((each for each in sizes if each is not None), None)
+    size = next((size_of_spec for size_of_spec in sizes if size_of_spec is not None), None)
     return None if size is None else int(size)

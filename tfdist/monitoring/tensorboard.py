@@ -197,7 +197,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     def _describe(self) -> None:
         """Writes the texts and charts beside the curves, once: a backup holds the files' sizes with them."""
-        compresses = any(get_compressor(each) for each in optimizer_search.optimizers(self.model))
+        compresses = any(get_compressor(optimizer) for optimizer in optimizer_search.optimizers(self.model))
         for summary in (
             side_summaries.environment_texts(self._strategy),
             side_summaries.charts_layout(by_step=self._every > 0, compresses=compresses),

@@ -55,12 +55,12 @@ def is_splittable(spec: Spec) -> bool:
     """Returns whether elements of a dataset are batches of rows that can be taken apart."""
     specs = tf.nest.flatten(spec)
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
-    return bool(specs) and all(isinstance(each, kinds) and each.shape.rank for each in specs)
+    return bool(specs) and all(isinstance(leaf, kinds) and leaf.shape.rank for leaf in specs)
 
 
 def static_batch_size(spec: Spec) -> int | None:
     """Returns the number of examples that every batch of a dataset has, None where that is not known."""
-    sizes = {each.shape[0] for each in tf.nest.flatten(spec)}
+    sizes = {leaf.shape[0] for leaf in tf.nest.flatten(spec)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -77,12 +77,14 @@ def split_batches(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int])
         return numbers.map(tf.autograph.experimental.do_not_convert(lambda part: take(part, *element)))
 
     if len(parts) == 1:
-        dealt = dataset.map(tf.autograph.experimental.do_not_convert(functools.partial(take, parts[0])))
+        split_batches = dataset.map(tf.autograph.experimental.do_not_convert(functools.partial(take, parts[0])))
     else:
-        dealt = dataset.flat_map(take_all)
+        split_batches = dataset.flat_map(take_all)
     if (batches := int(dataset.cardinality())) != tf.data.UNKNOWN_CARDINALITY:
-        dealt = dealt.apply(tf.data.experimental.assert_cardinality(batches if batches < 0 else batches * len(parts)))
-    return dealt.prefetch(len(parts))
+        split_batches = split_batches.apply(
+            tf.data.experimental.assert_cardinality(batches if batches < 0 else batches * len(parts))
+        )
+    return split_batches.prefetch(len(parts))
 
 
 def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -100,10 +102,10 @@ def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return SplitBatch(batch, tf.stack([[size, tf.cast(size > 0, tf.int64)]]))
 
     @tf.autograph.experimental.do_not_convert
-    def never_none(last: tf.Tensor, dealt: Structure) -> tuple[Structure, SplitBatch]:
-        batch, counts = dealt
-        found = tf.cond(counts[0, 0] > 0, lambda: (flat(rows_of(batch, 0, 1)), flat(batch)), lambda: (last, last))
-        return found[0], SplitBatch(tf.nest.pack_sequence_as(spec, found[1], expand_composites=True), counts)
+    def never_none(last: tf.Tensor, split: Structure) -> tuple[Structure, SplitBatch]:
+        batch, counts = split
+        parts = tf.cond(counts[0, 0] > 0, lambda: (flat(rows_of(batch, 0, 1)), flat(batch)), lambda: (last, last))
+        return parts[0], SplitBatch(tf.nest.pack_sequence_as(spec, parts[1], expand_composites=True), counts)
 
     def flat(batch: Structure) -> tuple[tf.Tensor, ...]:  # `scan` takes no sparse or ragged tensors
         return tuple(tf.nest.flatten(batch, expand_composites=True))
@@ -112,17 +114,17 @@ def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(counted).concatenate(end).scan(flat(nothing), never_none)
 
 
-def count_examples(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Tensor:
+def count_examples(split_batch: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Tensor:
     """Returns `[examples of all replicas, replicas that have some]`, int64, outside of replicas.
 
     A collective where no replica knows the others' (see `repeat_empty_batches`). Raises InvalidArgumentError, with `ENDED_EARLY`, where TensorFlow
     has nothing for this worker, and something for another one.
     """
-    mine = strategy.experimental_local_results(dealt.counts)[0]
-    if mine.shape[1] == 3:
-        with tf.control_dependencies([tf.debugging.Assert(tf.shape(mine)[0] > 0, [ENDED_EARLY])]):
-            return tf.identity(mine)[0, 1:]
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, dealt.counts, axis=None)[0]
+    local_counts = strategy.experimental_local_results(split_batch.counts)[0]
+    if local_counts.shape[1] == 3:
+        with tf.control_dependencies([tf.debugging.Assert(tf.shape(local_counts)[0] > 0, [ENDED_EARLY])]):
+            return tf.identity(local_counts)[0, 1:]
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, split_batch.counts, axis=None)[0]
 
 
 def is_over(batch: Structure, strategy: tf.distribute.Strategy) -> bool:
@@ -133,14 +135,14 @@ def is_over(batch: Structure, strategy: tf.distribute.Strategy) -> bool:
     return isinstance(batch, SplitBatch) and int(count_examples(batch, strategy)[0]) == 0
 
 
-def is_own(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> bool:
+def is_own(split_batch: SplitBatch, strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a batch was made of each worker's own data, so that none knows the others' rows."""
-    return bool(strategy.experimental_local_results(dealt.counts)[0].shape[1] == 2)
+    return bool(strategy.experimental_local_results(split_batch.counts)[0].shape[1] == 2)
 
 
-def local_rows(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> list[int]:
+def local_rows(split_batch: SplitBatch, strategy: tf.distribute.Strategy) -> list[int]:
     """Returns how many rows of a batch count, of each replica of this worker. Outside of replicas, eagerly."""
-    return [int(counts[0, 0]) for counts in strategy.experimental_local_results(dealt.counts)]
+    return [int(counts[0, 0]) for counts in strategy.experimental_local_results(split_batch.counts)]
 
 
 def part_of_batch(batch: Structure, strategy: tf.distribute.Strategy) -> SplitBatch:
@@ -148,9 +150,9 @@ def part_of_batch(batch: Structure, strategy: tf.distribute.Strategy) -> SplitBa
     return _part(batch, _part_number(strategy), num_replicas(strategy))
 
 
-def counted_rows(outputs: Structure, dealt: SplitBatch) -> Structure:
+def counted_rows(outputs: Structure, split_batch: SplitBatch) -> Structure:
     """Returns those of a replica's outputs that are of examples that count."""
-    return outputs if dealt.counts is None else rows_of(outputs, 0, dealt.counts[0, 0])
+    return outputs if split_batch.counts is None else rows_of(outputs, 0, split_batch.counts[0, 0])
 
 
 def place_in_batch(strategy: tf.distribute.Strategy, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -174,10 +176,10 @@ def relax_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """
 
     @tf.autograph.experimental.do_not_convert
-    def each(*element: Structure) -> Structure:
+    def with_static_shapes(*element: Structure) -> Structure:
         return relax_size(batch_of(dataset, element))
 
-    return dataset.map(each)
+    return dataset.map(with_static_shapes)
 
 
 def relax_size(batch: Structure) -> Structure:
@@ -209,10 +211,10 @@ def _part(batch: Structure, part: tf.Tensor, replicas: int) -> SplitBatch:
     """Returns the examples of one of `replicas` even parts, numbered in order; of an empty one the batch's first."""
     size = tf.cast(num_rows(batch), tf.int64)
     part, rows, longer = tf.cast(part, tf.int64), size // replicas, size % replicas
-    mine = rows + tf.cast(part < longer, tf.int64)
-    begin = tf.where(mine > 0, part * rows + tf.minimum(part, longer), 0)
-    taken = rows_of(batch, begin, begin + tf.maximum(mine, 1))
-    return SplitBatch(taken, tf.stack([[mine, size, tf.minimum(size, replicas)]]))
+    own_rows = rows + tf.cast(part < longer, tf.int64)
+    begin = tf.where(own_rows > 0, part * rows + tf.minimum(part, longer), 0)
+    taken = rows_of(batch, begin, begin + tf.maximum(own_rows, 1))
+    return SplitBatch(taken, tf.stack([[own_rows, size, tf.minimum(size, replicas)]]))
 
 
 def rows_of(batch: Structure, begin: tf.Tensor, end: tf.Tensor) -> Structure:

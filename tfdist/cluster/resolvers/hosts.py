@@ -56,10 +56,10 @@ def local_tasks(
     Raises:
         ConfigError: With every fault of them; or this host is none of them, or more than one.
     """
-    given, servers = _given(hosts, hostfile), _split(ps_hosts)
-    names = list(dict.fromkeys(host.lower() for host in given))
+    addresses, servers = _given(hosts, hostfile), _split(ps_hosts)
+    names = list(dict.fromkeys(host.lower() for host in addresses))
     faults = []
-    if repeated := _repeated([] if hostfile else given):
+    if repeated := _repeated([] if hostfile else addresses):
         faults.append(
             f"hosts has {repeated} more than once; write each host once, and workers_per_host=2 for two tasks."
         )
@@ -67,7 +67,7 @@ def local_tasks(
         faults.append(
             f"ps_hosts has {repeated} more than once; give each server of a host a port, as host3:2222,host3:2223."
         )
-    if workers_per_host is not None and hostfile and len(names) < len(given):
+    if workers_per_host is not None and hostfile and len(names) < len(addresses):
         faults.append(
             f"hostfile {hostfile} says how many tasks each host gets; leave out its slots, or workers_per_host."
         )
@@ -76,13 +76,13 @@ def local_tasks(
     if faults:
         raise ConfigError(faults)
     if workers_per_host is not None:
-        given = [each for host in given for each in _at_following_ports(host, workers_per_host)]
-    spec = _cluster(given, servers)
+        addresses = [host_task for host in addresses for host_task in _at_following_ports(host, workers_per_host)]
+    spec = _cluster(addresses, servers)
     if task:
-        return LocalTasks(spec, list(dict.fromkeys(_task(spec, each) for each in _split(task) or [task])))
+        return LocalTasks(spec, list(dict.fromkeys(_task(spec, host_task) for host_task in _split(task) or [task])))
     by_host: dict[str, list[TaskSpec]] = {}
-    for each in spec.tasks():
-        by_host.setdefault(split_address(spec.address(each))[0].lower(), []).append(each)
+    for host_task in spec.tasks():
+        by_host.setdefault(split_address(spec.address(host_task))[0].lower(), []).append(host_task)
     here = [host for host, tasks in by_host.items() if _is_here(spec.address(tasks[0]))]
     if len(here) == 1:
         return LocalTasks(spec, by_host[here[0]])
@@ -100,13 +100,13 @@ def _given(hosts: str, hostfile: str) -> list[str]:
     """Returns the training tasks' hosts."""
     if bool(hosts) == bool(hostfile):
         raise ConfigError(f"either hosts or hostfile must be given. Received: hosts={hosts!r}, hostfile={hostfile!r}.")
-    if not (found := _read(hostfile) if hostfile else _split(hosts)):
+    if not (names := _read(hostfile) if hostfile else _split(hosts)):
         raise ConfigError(f"hosts has no host; write it as host1,host2. Received: {format_value(hosts)}.")
-    return found
+    return names
 
 
-def _cluster(given: Sequence[str], servers: Sequence[str], ps: int = 0) -> ClusterSpec:
-    spec, _ = assign_roles(_add_default_ports([*given, *servers]), 0, len(servers) or ps)
+def _cluster(addresses: Sequence[str], servers: Sequence[str], ps: int = 0) -> ClusterSpec:
+    spec, _ = assign_roles(_add_default_ports([*addresses, *servers]), 0, len(servers) or ps)
     return spec
 
 
@@ -129,7 +129,7 @@ def _has_port(host: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _read(path: str) -> list[str]:
@@ -137,7 +137,7 @@ def _read(path: str) -> list[str]:
         lines = read_file(path).decode().splitlines()
     except (OSError, ValueError) as e:
         raise ConfigError(f"hostfile {path}: {getattr(e, 'strerror', None) or e}.") from None
-    found: list[str] = []
+    names: list[str] = []
     faults: list[str] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -148,20 +148,20 @@ def _read(path: str) -> list[str]:
             faults.append(
                 f"hostfile {path}, line {number}: expected 'host' or 'host slots=2'. Received: {format_value(line)}."
             )
-        elif len(found) + (count := int(slots[1]) if slots else 1) > MOST_TASKS:
+        elif len(names) + (count := int(slots[1]) if slots else 1) > MOST_TASKS:
             faults.append(
                 f"hostfile {path}, line {number}: more than {MOST_TASKS} tasks. Received: {format_value(line)}."
             )
         elif words:
-            found += words[:1] * count
-    if faults or not found:
+            names += words[:1] * count
+    if faults or not names:
         raise ConfigError(faults or f"hostfile {path} has no host.")
-    return found
+    return names
 
 
 def _add_default_ports(hosts: Sequence[str]) -> list[str]:
     """Returns the addresses, of which those without a port get the next one of their host."""
-    found: list[str] = []
+    addresses: list[str] = []
     taken: set[str] = set()
     following: dict[str, int] = {}  # the next port of a host
     for host in hosts:
@@ -172,9 +172,9 @@ def _add_default_ports(hosts: Sequence[str]) -> list[str]:
             while (address := f"{bare}:{port}") in taken:
                 port += 1
             following[bare] = port + 1
-        found.append(address)
+        addresses.append(address)
         taken.add(address)
-    return found
+    return addresses
 
 
 def _task(spec: ClusterSpec, text: str) -> TaskSpec:
@@ -191,8 +191,8 @@ def _own(spec: ClusterSpec) -> TaskSpec:
     own = [task for task in spec.tasks() if _is_here(spec.address(task))]
     if len(own) == 1:
         return own[0]
-    found = f"these are on this host: {', '.join(map(str, own))}" if own else "none of them is on this host"
-    raise ConfigError(f"task must say which of {', '.join(map(str, spec.tasks()))} this process is, as {found}.")
+    description = f"these are on this host: {', '.join(map(str, own))}" if own else "none of them is on this host"
+    raise ConfigError(f"task must say which of {', '.join(map(str, spec.tasks()))} this process is, as {description}.")
 
 
 def _is_here(address: str) -> bool:
