@@ -1,8 +1,8 @@
 """The protocol between compressors, which only compute, and communicators, which move bytes.
 
-An exchange is a generator. It yields a request, is sent the answer, and returns the sums over all ranks. Who carries it out is
-another's business (`collectives/communicator.py`): so one piece of code serves several processes, several devices of one process, a simulation
-in a test, and a count of the bytes that would be sent.
+An exchange is a generator. It yields requests, receives the answers by `send`, and returns a `ReduceResult`. A `Communicator`
+(`collectives/communicator.py`) executes the requests. So the same exchange runs in several processes, on several devices of one process,
+in a simulation in a test, and in a count of the bytes that would be sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """Asks for the sums (or maxima) over all ranks of some tensors, in as few messages as there are types of numbers."""
+    """Requests the sums (or maxima, if `largest`) of tensors over all ranks, in one message per dtype."""
 
     tensors: Sequence[tf.Tensor]
     largest: bool = False
@@ -24,21 +24,21 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """Asks for `[size, *shape]`, the tensors of all ranks, which have the same shape. int32 or float32."""
+    """Requests the tensors of all ranks, stacked to `[size, *shape]`. All ranks have the same shape. int32 or float32."""
 
     tensor: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """Gives row i of `[size, ...]` to rank i; asks for the rows of all ranks for this one. int32 or float32."""
+    """Sends row i of `[size, ...]` to rank i; requests the rows that all ranks send to this rank. int32 or float32."""
 
     tensor: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Cond:
-    """Asks for the result of one of two exchanges. All ranks have the same condition, a scalar bool."""
+    """Requests the result of one of two exchanges. `condition` is a scalar bool, the same on all ranks."""
 
     condition: tf.Tensor
     if_true: Callable[[], Exchange]
@@ -49,8 +49,8 @@ class ReduceResult(NamedTuple):
     """The result of an exchange.
 
     Attributes:
-        sums: The sum over all ranks as far as it came through, for each value; the same to the bit on all ranks.
-        contributions: This rank's contribution: over all ranks these add up to the sums.
+        sums: For each value, the sum over all ranks of what was transmitted; bitwise equal on all ranks.
+        contributions: For each value, this rank's part of the sum; the contributions of all ranks add up to `sums`.
         states: The new state of each value.
     """
 
@@ -67,9 +67,9 @@ class RankContext:
     """A rank's place in an exchange.
 
     Attributes:
-        rank: Its number.
+        rank: The rank.
         size: The number of ranks.
-        step: How many updates there have been, a scalar int64: the same on all ranks, so that it can seed random numbers.
+        step: The number of updates so far, a scalar int64. It is the same on all ranks, so that it can seed random numbers.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class RankContext:
 
 
 def fuse(exchanges: Sequence[Exchange]) -> Generator[Any, Any, list[ReduceResult]]:
-    """Fuses several exchanges into one: sums of the same round travel in one message."""
+    """Fuses several exchanges into one; the sums that they request in the same round become one request."""
     results: list[Any] = [None] * len(exchanges)
     asked: dict[int, Any] = {}
 
@@ -106,11 +106,11 @@ def fuse(exchanges: Sequence[Exchange]) -> Generator[Any, Any, list[ReduceResult
 
 
 def flatten(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns all values' numbers, one after another."""
+    """Returns one flat tensor with the elements of all `values`."""
     return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
 
 
 def unflatten(numbers: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns numbers in the shapes of values: the inverse of `flatten`."""
+    """Splits a flat tensor into tensors of the shapes of `values`: the inverse of `flatten`."""
     parts = tf.split(numbers, [value.shape.num_elements() for value in values])
     return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]

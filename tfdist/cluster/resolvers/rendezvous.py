@@ -66,8 +66,8 @@ class _Meeting:
     def __init__(self, place: pathlib.Path, rank: int, size: int, address: str):
         self._folder = SharedFolder(place)
         self._rank, self._size = rank, size
-        self._mine = {"address": address, "token": uuid.uuid4().hex}
-        self._entries: dict[int, dict[str, Any]] = {0: self._mine} if rank == 0 else {}
+        self._entry = {"address": address, "token": uuid.uuid4().hex}
+        self._entries: dict[int, dict[str, Any]] = {0: self._entry} if rank == 0 else {}
         self._missing = ""  # who is waited for
         self._fault = ""  # why the last file could not be read
         self._number = ""  # of the list that rank 0 has written
@@ -75,7 +75,7 @@ class _Meeting:
 
     def hold(self, timeout: float) -> list[str]:
         """Returns the addresses that all have agreed on."""
-        self._write(str(self._rank), self._mine)
+        self._write(str(self._rank), self._entry)
         look = self._collect if self._rank == 0 else self._confirm
         began = reported = time.monotonic()
         while (result := look()) is None:
@@ -144,14 +144,14 @@ class _Meeting:
         if _LIST not in names or not (address_list := self._read(_LIST, self._is_list, 0)):
             return None
         members = address_list["members"]
-        if members[self._rank] != [self._mine["address"], self._mine["token"]]:
+        if members[self._rank] != [self._entry["address"], self._entry["token"]]:
             return None  # an earlier start's, or one that still has an earlier file of this rank
         if address_list["agreed"]:
             return [address for address, _ in members]
         self._missing = "all ranks to confirm the addresses"
-        if self._mine.get("confirms") != address_list["number"]:
-            self._mine["confirms"] = address_list["number"]
-            self._write(str(self._rank), self._mine)
+        if self._entry.get("confirms") != address_list["number"]:
+            self._entry["confirms"] = address_list["number"]
+            self._write(str(self._rank), self._entry)
         return None
 
     def _is_list(self, content: Any) -> bool:
