@@ -270,7 +270,7 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
 def write_error(path: str, error: BaseException) -> WriteError:
     """Returns the error for a path that could not be saved to."""
     return WriteError(
-        f"cannot write {path}: {write_error_reason(error)}. What was there before is unchanged. Free the disk or choose another path, and save again."
+        f"cannot write {path}: {write_error_reason(error)}. The old file is unchanged. Free the disk or choose another path, and save again."
     )
 
 
