@@ -118,7 +118,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._executions = 0  # of this process, of this training
         self._is_listed = False  # in the tab "HParams"
         self._first_rate: Any = None  # of learning
-        self._local_run = ""  # of these runs, the one for what each task measures itself
+        self._local_run = ""  # the run with the measurements of this task
         self._is_chief = True
         self._goes_on = False  # the runs are this training's
         self._works = True
