@@ -65,13 +65,13 @@ class Engine(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def run(self, function: StepFunction, iterator: DataIterator, left: int | None) -> Logs:
+    def run(self, function: StepFunction, iterator: DataIterator, remaining_steps: int | None) -> Logs:
         """Runs an execution of up to `steps_per_execution` steps.
 
         Args:
             function: The model's `train_function` or `test_function`, which may be one of the user's own.
             iterator: A pass over the data.
-            left: The number of steps left to run, or None if unknown.
+            remaining_steps: The number of steps that the epoch or evaluation still has, or None if unknown.
 
         Returns:
             The logs of the last step, or None if the data have ended.

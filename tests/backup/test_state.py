@@ -141,7 +141,7 @@ def test_callbacks_get_back_what_they_remember(model):
 def test_what_cannot_be_stored_is_named(model, value, named):
     callback = Remembers()
     callback.state = value
-    with pytest.raises(ConfigError, match=r"What callbacks remember cannot be backed up: .*Remembers") as refused:
+    with pytest.raises(ConfigError, match=r"The state of callbacks cannot be backed up: .*Remembers") as refused:
         TrainingState(model, [callback]).capture()
     assert named in str(refused.value)
 

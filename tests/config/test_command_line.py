@@ -139,7 +139,7 @@ def test_help_names_every_command_and_each_names_both_ways_to_start_it(capsys):
     [
         (["cluster"], "--memory: For `emit`: Memory for each task, as `4G`."),
         (["cluster"], "--[no]connect: For `check`: try this task's port, and the names and"),
-        (["doctor"], "--[no]devices: Check the devices, for which TensorFlow is loaded."),
+        (["doctor"], "--[no]devices: Check the devices; this loads TensorFlow."),
         (["backup"], "--[no]json: Print JSON, for `show`."),
         (["launch"], "-n,--workers: Number of training tasks on this machine."),
         (["train"], "(--noconfig.FIELD is short for --config.FIELD=false)"),

@@ -127,7 +127,7 @@ def test_a_csv_log_is_cut_whole_or_not_at_all(trainer, tmp_path, capsys):
                 rows = path.read_text().splitlines()
                 fill(disk)
         assert len(rows) == 4 and path.read_text().splitlines()[:4] == rows
-    (line,) = [line for line in warnings(capsys, path) if "are there twice" in line]
+    (line,) = [line for line in warnings(capsys, path) if "two rows for each repeated epoch" in line]
     assert "No space left on device" in line
 
 

@@ -1,6 +1,6 @@
 """`BackupAndRestore`: an interrupted training run resumes as if it had not been interrupted.
 
-A backup is taken between two steps and written beside the next ones. A run that finds one builds the model as usual and then restores
+A backup is captured between two steps and written while the next steps run. A run that finds one builds the model as usual and then restores
 all state: variables, each replica's own values, the state of callbacks, the position in the data.
 """
 
@@ -29,31 +29,32 @@ from tfdist.runtime import late_removal, progress
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Backs a training up, and lets the next run of the same program continue from there, to the bit.
+    """Backs up a training run, so that the next run of the same program continues from there with bitwise equal results.
 
     Give the Trainer a `backup_dir`, or its `fit` this callback (on every rank). Unlike
-    `keras.callbacks.BackupAndRestore` it continues at the very step, saves the state of replicas and callbacks, and
-    is safe with several workers; the Keras names of its arguments mean the same. A callback of your own is backed up if it has
-    `state_dict()`, which returns plain values and arrays, and `load_state_dict(state)`. A run that has come to its end keeps its
-    last backup until `Trainer.save`, or the model's own `save` or `export`, has written the model.
+    `keras.callbacks.BackupAndRestore` it continues at the exact step, saves the state of replicas and callbacks, and
+    is safe with several workers; arguments that Keras has, too, mean the same. A custom callback is backed up if it has
+    `state_dict()`, which returns plain values and arrays, and `load_state_dict(state)`. After the end of `fit` the last backup
+    stays until `Trainer.save`, or the model's own `save` or `export`, has written the model.
 
     Args:
-        backup_dir: A folder that all tasks share, of this training alone; a path for `tf.io.gfile`.
-        save_freq: `"epoch"`, or a number of steps.
-        save_every_seconds: Save also when so much time has passed since the last backup. None means never.
-        keep: How many backups to keep: the older ones are for when the newest is damaged.
+        backup_dir: A folder that all tasks share and no other training uses; a path for `tf.io.gfile`.
+        save_freq: Steps between backups, or `"epoch"` for one after each epoch.
+        save_every_seconds: Also save when the last backup is older than this. None means no such limit.
+        keep: Number of backups to keep. If the newest is damaged, a run restores an older one.
         delete_checkpoint: Whether saving the model after `fit` removes the backups.
-        save_before_preemption: On SIGTERM to any task, save at the same step on all, and end with exit code 75. False
+        save_before_preemption: When any task gets SIGTERM, all tasks save at the same step and exit with code 75. False
             leaves SIGTERM alone.
-        grace_seconds: How long that may take; a process that has not ended by nine tenths of it does so then.
-        config: More plain values that must be the same in the run that goes on.
+        grace_seconds: Time from SIGTERM to the exit. A process that still saves after nine tenths of it exits then.
+        config: Further plain values that must be the same in the run that resumes.
 
     Raises:
         ConfigError: An argument is out of range, or `backup_dir` is a file.
 
     Attributes:
-        options: The arguments; each is an attribute of the callback, too, which can be read.
-        training_id: On the chief, the identifier of the last training run in its backups; empty before any.
+        options: The arguments. `backup_dir`, `save_freq`, `save_every_seconds`, `keep` and `delete_checkpoint` are also read-only
+            attributes of the callback.
+        training_id: On the chief, the identifier of the last `fit` in its backups; empty before the first `fit`.
 
     Examples:
         >>> import tempfile, tfdist
@@ -89,8 +90,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             grace_seconds=grace_seconds,
             config=dict(config or {}),
         )
-        self._fits = 0  # that have come to their end, their backups deleted or not: a run started again counts alike
-        # Of the fits that have come to their end, each with its model.
+        self._fits = 0  # finished ones, also those whose backups are deleted: a restarted run must count the same
+        # The storage and the model of each finished fit whose backups are not deleted.
         self._finished: list[tuple[Storage, weakref.ref[keras.Model]]] = []
         self._progress: progress.Progress | None = None
         self.training_id = ""
@@ -111,16 +112,16 @@ class BackupAndRestore(keras.callbacks.Callback):
         engine: Engine,
         task: str,
     ) -> Iterator[BackupSession]:
-        """Backs up the `fit` that is called inside, and resumes an interrupted one. For the Trainer, whose loop calls the value; a collective.
+        """Backs up the `fit` that is called inside, and resumes an interrupted one. For the Trainer, whose loop calls the yielded session. A collective.
 
-        `arguments` are those of `fit` that must be the same in the run that goes on. Raises ConfigError where the folder cannot be used or holds
-        backups of another training, and BackupError where none of them is whole, or one cannot be read.
+        `arguments` are the arguments of `fit` that must be the same in the run that resumes. Raises ConfigError if the folder cannot be used or
+        holds backups of another training, and BackupError if no backup is complete, or one cannot be read.
         """
         next_folder = os.path.join(self.backup_dir, f"fit-{self._fits + 2}")
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
         if ranks.is_chief:
-            self._remove_left(folder)  # of another training of these tasks, whose model is saved
+            self._remove_left(folder)  # backups of an earlier training of these tasks, whose model is saved
         storage = Storage(folder, ranks.rank, ranks.size)
         session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress, next_folder)
         try:
@@ -145,11 +146,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             session.release()
 
     def delete(self, at_once: bool = False) -> None:
-        """Removes the backups of trainings that have come to their end, unless `delete_checkpoint=False`.
+        """Removes the backups of finished trainings, unless `delete_checkpoint=False`.
 
         Args:
-            at_once: Whether to remove them now, so that tasks which a supervisor restarts train again. Otherwise a supervisor
-                removes them, once all tasks have ended well.
+            at_once: True removes them now; if a supervisor then restarts the tasks, they train again. False leaves them to a supervisor,
+                which removes them after all tasks have succeeded. Without a supervisor they are removed now in both cases.
         """
         if self.delete_checkpoint:
             self._remove([storage for storage, _ in self._finished], at_once)
@@ -158,19 +159,19 @@ class BackupAndRestore(keras.callbacks.Callback):
                 self._remove_left(self.backup_dir)
 
     def delete_of(self, model: keras.Model) -> None:
-        """Removes the backups of trainings of one model that have come to their end, unless `delete_checkpoint=False`.
+        """Removes the backups of finished trainings of one model, unless `delete_checkpoint=False`.
 
-        No collective: the chief removes the files of all ranks, and the other ranks none. So a rank that saves alone neither waits
-        nor damages a backup.
+        Not a collective: the chief removes the files of all ranks, and other ranks remove no files. So a rank that saves alone
+        does not wait for the others and does not damage a backup.
         """
         if not self.delete_checkpoint:
             return
         saved = [storage for storage, trained in self._finished if trained() is model]
-        self._finished = [each for each in self._finished if each[1]() is not model]
+        self._finished = [(storage, trained) for storage, trained in self._finished if trained() is not model]
         self._remove(saved, of_all=True)
 
     def _remove(self, storages: Sequence[Storage], at_once: bool = False, of_all: bool = False) -> None:
-        """Removes this rank's files, or has the chief remove those of all; leaves them to a supervisor, if there is one."""
+        """Removes this rank's files (`of_all`: the chief removes all ranks' files), or leaves them to a supervisor if there is one."""
         for storage in reversed(storages):
             if not at_once and late_removal.put_off(storage.folder, storage.rank):
                 continue
@@ -187,9 +188,9 @@ class BackupAndRestore(keras.callbacks.Callback):
             Storage(path, 0, 1).remove_all(every_rank=True)
 
     def restore_seed(self) -> None:
-        """Sets TensorFlow's random seed to that of the training that will go on, or to some seed if there is none.
+        """Sets TensorFlow's random seed to that of the backup that `fit` will resume. Without a backup, sets a random one if none is set.
 
-        Call it before datasets are made: a dataset that shuffles takes its seed from there. A seed that is set later holds.
+        Call it before you create datasets: a dataset that shuffles reads the seed then. A seed that you set later replaces it.
         """
         seed = self._saved_seed()
         if seed is None and tf_internals.global_seed() is None:
@@ -198,21 +199,21 @@ class BackupAndRestore(keras.callbacks.Callback):
             tf.random.set_seed(seed)
 
     def goes_on(self) -> bool:
-        """Returns whether there is a backup, which the next `fit` of this program's first continues from."""
+        """Returns whether there is a backup from which the first `fit` of this program will resume."""
         return self._saved_seed() is not None
 
     def _saved_seed(self) -> int | None:
         return None if late_removal.is_put_off(self.backup_dir) else read_seed(self.backup_dir)
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Raises ConfigError: the loop of a Trainer takes the callback out of those that it calls."""
+        """Raises ConfigError: only Keras' own loop calls this; a Trainer removes the callback from the list that its loop calls."""
         raise ConfigError(
             "tfdist.BackupAndRestore needs the Trainer: call tfdist.Trainer(...).fit instead of model.fit."
         )
 
 
 def _type_faults(backup_dir: Any, seconds: Mapping[str, Any], switches: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the errors in the types of arguments and in the folder's name."""
+    """Yields the errors in the types of the arguments and in the name of the folder."""
     if not isinstance(backup_dir, (str, os.PathLike)) or not isinstance(os.fspath(backup_dir), str):
         yield f"backup_dir must be a text or a path. Received: {format_value(backup_dir)}."
     elif "://" not in os.fspath(backup_dir):

@@ -20,9 +20,9 @@ _NAMED = 5  # differences that a message names
 
 def describe_model(model: keras.Model) -> dict[str, Any]:
     """Returns the description of a model and its optimizers."""
-    optimizers = [getattr(each, "inner_optimizer", each) for each in optimizer_search.optimizers(model)]
+    optimizers = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizer_search.optimizers(model)]
     return {
-        "optimizer": {str(number): _config(each) for number, each in enumerate(optimizers)},
+        "optimizer": {str(number): _config(optimizer) for number, optimizer in enumerate(optimizers)},
         "steps_per_execution": model.steps_per_execution,
         "model": _config(model),
     }
@@ -40,9 +40,9 @@ def describe_data(x: Data, y: Data) -> dict[str, Any]:
 def to_jsonable(value: Any) -> Json:
     """Returns a value as JSON can hold it; the same in each run of a program."""
     if isinstance(value, Mapping):
-        return {str(key): to_jsonable(each) for key, each in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_jsonable(each) for each in value]
+        return [to_jsonable(item) for item in value]
     if isinstance(value, (np.generic, np.ndarray)):
         return to_jsonable(value.tolist())
     if value is None or isinstance(value, (bool, int, float, str)):

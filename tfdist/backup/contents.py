@@ -70,8 +70,8 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
     if not is_intact:
         raise CorruptBackupError(f"{path} differs from the data written")
     _check_fields(body, {"files": dict}, path)
-    for name, each in body["files"].items():
-        if not isinstance(each, dict) or os.path.basename(name) != name:
+    for name, entry in body["files"].items():
+        if not isinstance(entry, dict) or os.path.basename(name) != name:
             raise CorruptBackupError(f"{path} names {name!r}, which is no file of a backup")
     return body
 

@@ -79,14 +79,14 @@ def size(path: str) -> int | None:
     try:
         if not is_local(path):
             return int(tf.io.gfile.stat(path).length)
-        found = os.lstat(path)
+        status = os.lstat(path)
     except _ABSENT:
         return None
     except ERRORS as e:
         raise unreadable(path, e) from e
-    if not stat.S_ISREG(found.st_mode):
-        raise CorruptBackupError(f"{path} is {kind_of(found.st_mode, path)}, and should be a file")
-    return found.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptBackupError(f"{path} is {kind_of(status.st_mode, path)}, and should be a file")
+    return status.st_size
 
 
 def is_folder(path: str) -> bool:

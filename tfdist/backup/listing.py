@@ -60,9 +60,9 @@ def read(folder: str) -> list[Listed]:
         points = storage.points()
     except ReadError as e:
         raise BackupError(f"{e}") from e
-    found = [_read(storage, point) for point in points]
+    backups = [_read(storage, point) for point in points]
     # Asked after the files were read, which may have gone meanwhile.
-    return [each for each in found if each.state == "whole" or not storage.is_removed(each.point)]
+    return [backup for backup in backups if backup.state == "whole" or not storage.is_removed(backup.point)]
 
 
 def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:
@@ -78,14 +78,14 @@ def table(backups: Sequence[Listed]) -> str:
     """Returns backups as a table, with a line for each that is not whole."""
     heads = ("backup", "step", "epoch", "written", "tasks", "replicas", "size", "task", "strategy", "state")
     rows: list[tuple[str, ...]] = [heads]
-    for each in backups:
-        cells = each.described()
-        written = each.written and f"{datetime.datetime.fromtimestamp(each.written):%Y-%m-%d %H:%M:%S}"
-        cells |= {"written": written, "size": f"{each.bytes / 1e6:.1f} MB"}
+    for backup in backups:
+        cells = backup.described()
+        written = backup.written and f"{datetime.datetime.fromtimestamp(backup.written):%Y-%m-%d %H:%M:%S}"
+        cells |= {"written": written, "size": f"{backup.bytes / 1e6:.1f} MB"}
         rows.append(tuple("-" if cells[head] is None else str(cells[head]) for head in heads))
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *(f"{each.point.folder}: {each.why}" for each in backups if each.why)])
+    return "\n".join([*lines, *(f"{backup.point.folder}: {backup.why}" for backup in backups if backup.why)])
 
 
 def _read(storage: Storage, point: SavePoint) -> Listed:

@@ -48,26 +48,26 @@ def find_backup(storage: Storage, ranks: Ranks, replicas: int, had_backup: bool 
     owners = _check_folder(storage, ranks)
     listed = _agreed(ranks, storage.folder, _attempt(lambda: _list_backups(storage, owners)))
     points, completed = listed or ([], set())
-    found: Snapshot | None = None
+    snapshot: Snapshot | None = None
     torn: list[str] = []
-    while found is None and (point := _of_chief(ranks, points.pop(0) if points else BEFORE_ALL)) != BEFORE_ALL:
+    while snapshot is None and (point := _of_chief(ranks, points.pop(0) if points else BEFORE_ALL)) != BEFORE_ALL:
         outcome = _attempt(functools.partial(_read, storage, point, ranks, replicas, owners, point in completed))
-        found = _agreed(ranks, storage.path(point), outcome)
+        snapshot = _agreed(ranks, storage.path(point), outcome)
         if outcome.code == _TORN:
             torn.append(outcome.why)
             if ranks.is_chief or point in completed:
                 logger.warning(f"{outcome.why}; trying the backup before it")
-    if found is None and ranks.any(bool(completed)):
+    if snapshot is None and ranks.any(bool(completed)):
         raise BackupError(
             f"{storage.folder!r} holds backups, but none is whole: {'; '.join(torn) or 'another task says why'}. "
             "To train from the beginning, remove that folder."
         )
-    if found is None and ranks.any(had_backup):
+    if snapshot is None and ranks.any(had_backup):
         raise BackupError(
             f"{storage.folder!r} holds no backup, though this run saved one there before it was restarted. Is its storage mounted? "
             "To train from the beginning, start the run anew."
         )
-    return found
+    return snapshot
 
 
 def read_seed(folder: str) -> int | None:
@@ -112,16 +112,16 @@ def _attempt(read: Callable[[], Any]) -> _Outcome:
             time.sleep(min(_RETRY_EVERY, _PATIENCE))
 
 
-def _agreed(ranks: Ranks, path: str, mine: _Outcome) -> Any:
+def _agreed(ranks: Ranks, path: str, outcome: _Outcome) -> Any:
     """Returns the backup that this rank has read if all ranks have, and None if it is torn for any of them. A collective.
 
     Raises, on all ranks, ConfigError where any rank refuses it, and BackupError where any cannot read it.
     """
-    codes = ranks.gather(float(mine.code))[:, 0]
+    codes = ranks.gather(float(outcome.code))[:, 0]
     worst = int(codes.max())
     if worst < _UNREADABLE:
-        return mine.value if worst == _READ else None
-    fault = ranks.agree(mine.why if mine.code == worst else "")
+        return outcome.value if worst == _READ else None
+    fault = ranks.agree(outcome.why if outcome.code == worst else "")
     if worst == _REFUSED:
         raise ConfigError(fault)
     raise BackupError(
@@ -152,8 +152,8 @@ def _read(
     return Snapshot(point, manifest, shared, own)
 
 
-def _of_chief(ranks: Ranks, mine: SavePoint) -> SavePoint:
-    step, epoch_ended = ranks.gather(*mine)[0]
+def _of_chief(ranks: Ranks, point: SavePoint) -> SavePoint:
+    step, epoch_ended = ranks.gather(*point)[0]
     return SavePoint(int(step), bool(epoch_ended))
 
 
@@ -163,14 +163,14 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
     These are root, and those as whom the tasks' own files show: on storage of a network that may be another user than the process's.
     """
     folder = storage.folder
-    chiefs, mine = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
+    chiefs, own_probe = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
     why, owner = "", 0
     try:
         tf.io.gfile.makedirs(folder)
-        files.discard_irregular(mine)
-        with tf.io.gfile.GFile(mine, "w") as file:
+        files.discard_irregular(own_probe)
+        with tf.io.gfile.GFile(own_probe, "w") as file:
             file.write("x")
-        owner = os.lstat(mine).st_uid if files.is_local(mine) else 0
+        owner = os.lstat(own_probe).st_uid if files.is_local(own_probe) else 0
     except (tf.errors.OpError, OSError) as e:
         why = files.first_line(e)
     owners, failed = ranks.gather(float(owner), float(bool(why))).T
@@ -178,8 +178,8 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
     while not failed.any() and not (sees := tf.io.gfile.exists(chiefs)) and time.monotonic() < deadline:
         time.sleep(0.1)
     blind = ranks.gather(float(not failed.any() and not sees))[:, 0]
-    if tf.io.gfile.exists(mine):
-        tf.io.gfile.remove(mine)
+    if tf.io.gfile.exists(own_probe):
+        tf.io.gfile.remove(own_probe)
     if failed.any():
         raise ConfigError(
             f"backup_dir {folder!r} cannot be written to: {ranks.agree(why)}. Is there space, and permission to write? {_NO_SHARED}"

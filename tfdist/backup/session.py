@@ -127,9 +127,7 @@ class BackupSession:
         # In this order: a difference in the arguments or the model causes the differences of the variables.
         self._about |= {**compatibility.describe_model(self._model), "variables": self._state.signature()}
         self._about = compatibility.to_jsonable(self._about)
-        self._trained = any(
-            keras.ops.convert_to_numpy(each.iterations) for each in optimizer_search.optimizers(self._model)
-        )
+        self._trained = any(keras.ops.convert_to_numpy(o.iterations) for o in optimizer_search.optimizers(self._model))
         self._warnings.on_train_begin(self.passes, users_callbacks(self._callbacks))
         snapshot = self._resume_from
         if snapshot is None:

@@ -20,13 +20,13 @@ from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.log import logger
 
-REST = "rest"  # what is no tensor, as JSON
+REST = "rest"  # state that is not a tensor, as JSON
 _GLOBAL_SEED = "global seed/"  # of this thread's `keras.random`
 _ARRAY, _PAIRS = "array:", "pairs:"
 
 
 class TrainingState:
-    """The state of a built and compiled model in training, and of its callbacks on this rank, which can be taken and put back."""
+    """Captures and restores the state of a built and compiled model and of its callbacks on this rank."""
 
     def __init__(self, model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]):
         self._strategy = model.distribute_strategy
@@ -47,9 +47,10 @@ class TrainingState:
         return {name: f"{v.dtype.name}{list(v.shape)}" for name, v in self._variables.items()}
 
     def capture(self, logs: Logs = None, to_host: bool = True) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Returns the shared state, the last step's logs included, and this rank's own; `to_host` copies it from other devices.
+        """Returns the state that all ranks share and this rank's own state, which includes the last step's `logs`.
 
-        Nothing is copied within a device: TensorFlow copies a variable whose value is held when it next changes it.
+        `to_host` copies the values of other devices to the host. Values are not copied within a device: TensorFlow copies a variable
+        at its next change if the old value is still in use.
         """
         shared: dict[str, tf.Tensor] = {}
         own: dict[str, tf.Tensor] = {}
@@ -81,7 +82,7 @@ class TrainingState:
             _to_json(_get_state(callback), name, {})
 
     def restore(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Logs:
-        """Restores the state from `capture`, read from a backup of training of the same form; returns the logs."""
+        """Restores a state that `capture` has returned; the variables must have the same names and shapes. Returns the logs."""
         for name, variable in self._variables.items():
             for number, component in enumerate(self._components(variable)):
                 component.assign(own[f"{name}/{number}"] if name in self._own else shared[name])
@@ -98,17 +99,17 @@ class TrainingState:
         return _from_json(rest["logs"], arrays)
 
     def local_variables(self) -> list[tf.Variable]:
-        """Returns this process's components of all variables that are taken."""
+        """Returns this process's components of all variables that `capture` reads."""
         seed = random_seeds.global_seed(self._strategy)
         every = [*self._variables.values(), *([] if seed is None else [seed])]
         return [component for variable in every for component in self._components(variable)]
 
     def ignored_attributes(self) -> list[str]:
-        """Returns the attributes of callbacks that a backup named, and `restore` has not set."""
+        """Returns the attributes of callbacks that a backup contains and that `restore` has not set."""
         return sorted(self._ignored)
 
     def unsaved_callbacks(self) -> list[str]:
-        """Returns the classes of the user's callbacks that may remember something, which is not backed up."""
+        """Returns the classes of the user's callbacks that may have state, which is not backed up."""
         return sorted(
             {
                 type(callback).__qualname__
@@ -123,24 +124,24 @@ class TrainingState:
 
 def users_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
     """Returns the callbacks whose class is neither Keras' nor tfdist's."""
-    return [each for each in callbacks if not type(each).__module__.startswith(("keras.", "tfdist."))]
+    return [c for c in callbacks if not type(c).__module__.startswith(("keras.", "tfdist."))]
 
 
 def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
-    """Yields every variable once, by a name that is the same in the next run of the same program."""
+    """Yields (name, variable) once for every variable; the next run of the same program yields the same names."""
     optimizers = optimizer_search.optimizers(model)
     known = [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]
     named = [(variable.path, variable.value) for variable in known]
-    for root in (model, *optimizers):  # those that the user, or a compressor, made without Keras
+    for root in (model, *optimizers):  # variables that the user or a compressor created without Keras
         tracked = tf.train.TrackableView(root).descendants()
-        named += [(each.name, each) for each in tracked if isinstance(each, tf.Variable)]
+        named += [(variable.name, variable) for variable in tracked if isinstance(variable, tf.Variable)]
     unique = {id(variable): (name, variable) for name, variable in reversed(named)}
     for number, (name, variable) in enumerate(reversed(unique.values())):
         yield f"{number}/{name}", variable
 
 
 def _is_per_replica(variable: tf.Variable, is_slot: bool) -> bool:
-    """Returns whether each replica has a value of its own: statistics, metrics, seeds, and counters of a step."""
+    """Returns whether each replica has a separate value: statistics, metrics, seeds, and counters of a step."""
     if getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ:
         return True
     return not is_slot and not variable.trainable and variable.aggregation == tf.VariableAggregation.NONE
@@ -149,7 +150,7 @@ def _is_per_replica(variable: tf.Variable, is_slot: bool) -> bool:
 def _stateful_callbacks(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> Iterator[tuple[str, keras.callbacks.Callback]]:
-    """Yields the callbacks that remember anything, by their class and their number within it."""
+    """Yields (name, callback) for the callbacks whose state is saved; the name is the class and a number, from 1."""
     counts: dict[str, int] = {}
     for callback in callbacks:
         if hasattr(callback, "state_dict") or isinstance(callback, tuple(CALLBACK_STATE)):
@@ -170,7 +171,7 @@ def _get_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
 
 
 def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> set[str]:
-    """Restores the attributes that `_get_state` saves; returns other names, as a file must not decide which attributes are set."""
+    """Restores the attributes that `_get_state` saves; returns the other names: a file must not decide which attributes are set."""
     kinds = (names for kind, names in CALLBACK_STATE.items() if isinstance(callback, kind))
     known = {name for names in kinds for name in names}
     if "state_dict" in state and hasattr(callback, "state_dict"):
@@ -181,13 +182,13 @@ def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> set
 
 
 def _to_json(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Json:
-    """Returns a value as JSON has it, its arrays by name, which are put into `arrays`."""
+    """Returns a value as plain JSON. Arrays are added to `arrays`, and the JSON has their names."""
     if isinstance(value, Mapping):
         if any(not isinstance(key, str) for key in value) or _ARRAY in value or _PAIRS in value:
             return {_PAIRS: _to_json(list(value.items()), name, arrays)}
-        return {key: _to_json(each, f"{name}/{key}", arrays) for key, each in value.items()}
+        return {key: _to_json(item, f"{name}/{key}", arrays) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_json(each, f"{name}/{number}", arrays) for number, each in enumerate(value)]
+        return [_to_json(item, f"{name}/{number}", arrays) for number, item in enumerate(value)]
     if isinstance(value, np.generic) and not isinstance(value, np.str_):
         return value.item() if isinstance(value, (np.floating, np.integer, np.bool_)) else str(value)
     if isinstance(value, (np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
@@ -204,7 +205,7 @@ def _to_json(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Json:
 
 def _unstorable(name: str, value: Any) -> ConfigError:
     return ConfigError(
-        f"What callbacks remember cannot be backed up: {name} is a {type(value).__name__}. Let state_dict() return numbers, texts, "
+        f"The state of callbacks cannot be backed up: {name} is a {type(value).__name__}. Let state_dict() return numbers, texts, "
         f"None, arrays of numbers or texts, and lists and dicts of them. Received: {format_value(value)}."
     )
 
@@ -214,9 +215,9 @@ def _from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Json:
         if set(value) == {_ARRAY}:
             return arrays[value[_ARRAY]]
         if set(value) == {_PAIRS}:
-            return {key: each for key, each in _from_json(value[_PAIRS], arrays)}
-        return {key: _from_json(each, arrays) for key, each in value.items()}
-    return [_from_json(each, arrays) for each in value] if isinstance(value, list) else value
+            return dict(_from_json(value[_PAIRS], arrays))
+        return {key: _from_json(item, arrays) for key, item in value.items()}
+    return [_from_json(item, arrays) for item in value] if isinstance(value, list) else value
 
 
 def csv_loggers(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.CSVLogger]:
@@ -225,9 +226,9 @@ def csv_loggers(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.cal
 
 
 def cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Removes the rows from `epoch` on, which is trained again, from a log that is open, so that it continues where the backup was.
+    """Removes the rows of `epoch` and later, which will be trained again, from an open log.
 
-    Where that fails, the log stays whole.
+    If that fails, a warning is logged and the log keeps all rows.
     """
 
     def is_before(line: str) -> bool:
@@ -247,7 +248,7 @@ def cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:
         tf.io.gfile.rename(partial, callback.filename, overwrite=True)
     except (OSError, tf.errors.OpError) as e:
         logger.warning(
-            f"cannot write {callback.filename}: {write_error_reason(e)}; the training goes on, but rows of epochs that it repeats are there twice. "
+            f"cannot write {callback.filename}: {write_error_reason(e)}; the training continues, but the log has two rows for each repeated epoch. "
             "Free the disk."
         )
         with contextlib.suppress(OSError, tf.errors.OpError):

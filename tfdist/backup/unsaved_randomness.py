@@ -35,16 +35,19 @@ def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
     """Yields the reasons why the order or the random numbers of datasets differ from run to run, and the remedies."""
     if tf_internals.is_op_determinism_enabled():
         return
-    every = [each for dataset in datasets for each in walk(dataset)]
-    parallel = [each for each in every if tf_internals.is_parallel(each)]
+    every = [dataset_node for dataset in datasets for dataset_node in walk(dataset)]
+    parallel = [dataset_node for dataset_node in every if tf_internals.is_parallel(dataset_node)]
     if any(
-        next(random_states(each), None) is not None
-        or any(map(_random_nodes, functions(each)))
-        or find_generators(*python_functions(each))
-        for each in parallel
+        next(random_states(dataset_node), None) is not None
+        or any(map(_random_nodes, functions(dataset_node)))
+        or find_generators(*python_functions(dataset_node))
+        for dataset_node in parallel
     ):
         yield f"a dataset's map or interleave draws random numbers in several threads; {_THREADS}"
-    if any(tf_internals.is_unordered(each) or each.options().deterministic is False for each in every):
+    if any(
+        tf_internals.is_unordered(dataset_node) or dataset_node.options().deterministic is False
+        for dataset_node in every
+    ):
         yield "a dataset's elements come in any order, which deterministic=False allows; leave it out"
 
 
@@ -72,16 +75,16 @@ class StepWatch:
 
 def step_doubts(function: StepFunction) -> Iterator[str]:
     """Yields draws of steps from counters that TensorFlow keeps for itself, and the remedy, once `function` has run."""
-    found = dict.fromkeys(place for traced in graphs(function) for place in _user_lines(traced))
-    if found:
-        yield f"the step draws with {list_first(list(found), _NAMED)}, whose state TensorFlow keeps to itself; draw with keras.random instead"
+    lines = dict.fromkeys(place for traced in graphs(function) for place in _user_lines(traced))
+    if lines:
+        yield f"the step draws with {list_first(list(lines), _NAMED)}, whose state TensorFlow keeps to itself; draw with keras.random instead"
 
 
 def graphs(function: StepFunction) -> Iterator[tf.Graph]:
     """Yields the graphs that have been traced for an execution of steps."""
     held = [function, *(vars(function).values() if hasattr(function, "__dict__") else ())]
-    for each in held:
-        for traced in tf_internals.traced_functions(each):
+    for function_held in held:
+        for traced in tf_internals.traced_functions(function_held):
             yield traced.graph
 
 

@@ -45,7 +45,7 @@ def on_free_ports(cluster: ClusterSpec) -> ClusterSpec:
     """Returns a cluster of the same tasks on other ports, which are free on this machine."""
     ports = iter(free_ports(len(cluster.tasks())))
     hosts = {job: [address.rpartition(":")[0] for address in addresses] for job, addresses in cluster.jobs.items()}
-    return ClusterSpec({job: [f"{host}:{next(ports)}" for host in each] for job, each in hosts.items()})
+    return ClusterSpec({job: [f"{host}:{next(ports)}" for host in hosts_of_job] for job, hosts_of_job in hosts.items()})
 
 
 def free_ports(count: int) -> list[int]:

@@ -124,16 +124,16 @@ def _unexpected_peer(
     if _SETTINGS.match(received):  # TensorFlow's server speaks first, too
         return ""
     first, _, second = received.partition(b"\n")
-    found = first.decode(errors="replace").strip()
-    if not _GREETING.fullmatch(found):
+    answer = first.decode(errors="replace").strip()
+    if not _GREETING.fullmatch(answer):
         return "another program answers there"
-    if found == expected:
+    if answer == expected:
         on_versions(second)
         return WAITS_FOR_OTHERS if serving else ""
-    (_, mine, name), (_, other, task) = expected.split(" "), found.split(" ")
+    (_, own_cluster, name), (_, other, task) = expected.split(" "), answer.split(" ")
     return (
         f"{task} answers there, not {name}"
-        if mine == other
+        if own_cluster == other
         else f"{task} of a cluster with other addresses answers there"
     )
 

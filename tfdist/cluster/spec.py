@@ -177,7 +177,7 @@ def check_member(cluster: Any) -> ClusterTask:
     Raises:
         ConfigError: It is another object, or the cluster has no such task.
     """
-    kinds = [type(each) for each in cluster] if isinstance(cluster, (tuple, list)) else []
+    kinds = [type(member) for member in cluster] if isinstance(cluster, (tuple, list)) else []
     if kinds != [ClusterSpec, TaskSpec]:
         raise ConfigError(
             "cluster must be a pair (ClusterSpec, TaskSpec), False for no cluster, or None for that of the environment. "

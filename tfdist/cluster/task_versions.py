@@ -32,20 +32,24 @@ script = ""  # its path, where it is not the main module's
 def distribution(package: str) -> importlib.metadata.Distribution | None:
     """Returns the distribution of a package, such as `keras` or `keras-nightly`; None if unknown."""
     names = _DISTRIBUTIONS.get(package, (package,))
-    return next((found for name in names for found in importlib.metadata.Distribution.discover(name=name)), None)
+    return next(
+        (candidate for name in names for candidate in importlib.metadata.Distribution.discover(name=name)), None
+    )
 
 
 @functools.cache
 def _packages() -> dict[str, str]:
-    found = {name: distribution(name) for name in _PACKAGES}
-    return {"python": platform.python_version()} | {name: each.version if each else "" for name, each in found.items()}
+    packages = {name: distribution(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {
+        name: package.version if package else "" for name, package in packages.items()
+    }
 
 
 def own() -> dict[str, str]:
     """Returns the versions of this task, and checksums of its script and its configuration."""
     path = pathlib.Path(script or getattr(sys.modules.get("__main__"), "__file__", None) or "")
-    found = {**_packages(), "script": checksum(path.read_bytes()) if path.is_file() else ""}
-    return {**found, "configuration": configuration}
+    versions = {**_packages(), "script": checksum(path.read_bytes()) if path.is_file() else ""}
+    return {**versions, "configuration": configuration}
 
 
 def checksum(content: bytes) -> str:
@@ -61,10 +65,10 @@ def encode() -> bytes:
 def decode(line: bytes) -> dict[str, str]:
     """Returns the versions and checksums of another task; empty if it sends none that can be read."""
     try:
-        found = json.loads(line[:_MOST])
+        versions = json.loads(line[:_MOST])
     except (ValueError, RecursionError):
         return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    return {str(name): str(value) for name, value in versions.items()} if isinstance(versions, dict) else {}
 
 
 def differences(others: Mapping[str, Mapping[str, str]], chief: str = "") -> Iterator[tuple[bool, str]]:

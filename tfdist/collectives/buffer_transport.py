@@ -111,23 +111,23 @@ class ExchangedTransport(BufferTransport):
             reduce_in_order(self.all_gather(flat), total, largest)
             return total.reshape(array.shape)
         parts = [slice(r * flat.size // self.size, (r + 1) * flat.size // self.size) for r in range(self.size)]
-        mine = flat[parts[self.rank]]
-        rows = [mine if r == self.rank else np.empty_like(mine) for r in range(self.size)]
+        own_part = flat[parts[self.rank]]
+        rows = [own_part if r == self.rank else np.empty_like(own_part) for r in range(self.size)]
         self._move([flat[part] for part in parts], rows)
         reduce_in_order(rows, total[parts[self.rank]], largest)
         self._move([total[parts[self.rank]]] * self.size, [total[part] for part in parts])
         return total.reshape(array.shape)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
-        mine, every = np.ascontiguousarray(array), np.empty((self.size, *array.shape), array.dtype)
+        local, every = np.ascontiguousarray(array), np.empty((self.size, *array.shape), array.dtype)
         every[self.rank] = array
-        self._move([mine] * self.size, [every[r, ...] for r in range(self.size)])
+        self._move([local] * self.size, [every[r, ...] for r in range(self.size)])
         return every
 
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
-        mine, rows = np.ascontiguousarray(array), np.empty(array.shape, array.dtype)
+        local, rows = np.ascontiguousarray(array), np.empty(array.shape, array.dtype)
         rows[self.rank] = array[self.rank]
-        self._move([mine[r, ...] for r in range(self.size)], [rows[r, ...] for r in range(self.size)])
+        self._move([local[r, ...] for r in range(self.size)], [rows[r, ...] for r in range(self.size)])
         return rows
 
     def _move(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:

@@ -71,13 +71,13 @@ class BufferedCommunicator(CrossProcessCommunicator):
         return np.concatenate(self.transport.all_gather(rows))
 
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
-        (mine,) = slices
+        (local,) = slices
         values, indices = self._call(
-            "rows", self._gather_rows, [mine.values, mine.indices], [mine.values.dtype, mine.indices.dtype]
+            "rows", self._gather_rows, [local.values, local.indices], [local.values.dtype, local.indices.dtype]
         )
-        values.set_shape([None, mine.values.shape[1]])
+        values.set_shape([None, local.values.shape[1]])
         indices.set_shape([None])
-        return [tf.IndexedSlices(values, indices, mine.dense_shape)]
+        return [tf.IndexedSlices(values, indices, local.dense_shape)]
 
     def _gather_rows(self, values: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         counts = self.transport.all_gather(np.array(len(indices), np.int64))
@@ -127,17 +127,17 @@ class BufferedCommunicator(CrossProcessCommunicator):
         """
         return self._launch(tf_cluster.all_reduce, self._launchers[0], tf.zeros(_GATE), merge_op="Add")
 
-    def _call(self, kind: str, function: Function, given: Any, types: list[tf.DType]) -> list[tf.Tensor]:
+    def _call(self, kind: str, function: Function, arguments: Any, types: list[tf.DType]) -> list[tf.Tensor]:
         """Returns the result of a function of arrays, which runs in its turn."""
-        inputs = given if isinstance(given, list) else [given]
+        inputs = arguments if isinstance(arguments, list) else [arguments]
 
         def checked(*arrays: np.ndarray) -> Any:
             return self.calls(lambda: self._checked(kind, function, arrays))
 
         def call() -> list[tf.Tensor]:
             with tf.device("CPU:0"):
-                found = tf.numpy_function(checked, inputs, types)
-            return list(found) if isinstance(found, (list, tuple)) else [found]
+                results = tf.numpy_function(checked, inputs, types)
+            return list(results) if isinstance(results, (list, tuple)) else [results]
 
         return _in_turn(call)
 
@@ -182,4 +182,4 @@ def _in_turn(make: Callable[[], Any]) -> Any:
 
 def _before() -> list[tf.Tensor]:
     graph = tf.compat.v1.get_default_graph()  # which begins with its outer graph's collections
-    return [] if tf.executing_eagerly() else [each for each in graph.get_collection(_LAST) if each.graph is graph]
+    return [] if tf.executing_eagerly() else [op for op in graph.get_collection(_LAST) if op.graph is graph]

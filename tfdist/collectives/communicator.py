@@ -16,17 +16,17 @@ from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 
 Result = TypeVar("Result")
-_PIECES = 8  # at most, of 4 MB or less, in which a rank's part of a sum travels: one is added while the next one comes
-_LANES = 16  # at most; a collective keeps a thread for as long as it takes
+_PIECES = 8  # maximum per rank's part of a sum, 4 MB or less each: one piece is added while the next one is received
+_LANES = 16  # maximum; a running collective occupies a thread
 _KEYS, _RESERVED_KEYS = 2**20, 1000  # more keys than a step has collectives; more steps than an execution has
 
 
 class Communicator(abc.ABC):
-    """A group of ranks, some of them in this process, whose exchanges it runs.
+    """Runs the exchanges of this process's ranks, with all ranks of the group.
 
     Args:
-        ranks: The numbers of this process's ranks.
-        size: The number of all ranks.
+        ranks: The ranks in this process.
+        size: The number of ranks in all processes.
     """
 
     def __init__(self, ranks: Sequence[int], size: int):
@@ -35,11 +35,11 @@ class Communicator(abc.ABC):
         self._lane = 0
 
     def contexts(self, step: tf.Tensor) -> list[RankContext]:
-        """Returns the members that are this process's."""
+        """Returns the context of each rank in this process."""
         return [RankContext(rank, self.size, step) for rank in self.ranks]
 
     def run(self, exchanges: Sequence[Generator[Any, Any, Result]], lane: int = 0) -> list[Result]:
-        """Runs the exchanges of this process's ranks to their ends, and returns their results.
+        """Runs the exchanges of this process's ranks to their end; returns their results.
 
         Args:
             exchanges: One for each rank.
@@ -73,26 +73,26 @@ class Communicator(abc.ABC):
         return move([request.tensor for request in asked])
 
     def cond(self, condition: tf.Tensor, if_true: Callable[[], None], if_false: Callable[[], None]) -> None:
-        """Calls one of two functions, which may exchange. In the graph of a step.
+        """Calls one of two functions, which may run collectives. In the graph of a step.
 
         Args:
             condition: A scalar, the same on all ranks.
-            if_true: The function to call if it is true.
-            if_false: The other one.
+            if_true: The function to call if `condition` is true.
+            if_false: The function to call otherwise.
         """
         tf.cond(condition, if_true, if_false)
 
     @abc.abstractmethod
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the rows of all ranks, for each of this process's; each has as many, but perhaps others from step to step."""
+        """Returns, for each rank in this process, the concatenated rows of all ranks. All ranks have equally many; the number may change between steps."""
 
     @abc.abstractmethod
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
-        """Returns the rows of all ranks, for each of this process's; how many each has may differ, and from step to step."""
+        """Returns, for each rank in this process, the concatenated rows of all ranks. Their number may differ between ranks and between steps."""
 
     @abc.abstractmethod
     def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the sum over all ranks, for each of this process's; all have one shape, but perhaps another from step to step."""
+        """Returns, for each rank in this process, the sum over all ranks. All ranks have the same shape, which may change between steps."""
 
     @abc.abstractmethod
     def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]: ...
@@ -105,13 +105,13 @@ class Communicator(abc.ABC):
 
 
 def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
-    """Returns the communicator of a strategy's replicas, always the same one.
+    """Returns the communicator of a strategy's replicas; creates it at the first call.
 
     Raises:
         ConfigError: As `check_compresses`.
     """
     check_compresses(strategy)
-    if getattr(strategy, "communicator", None) is None:  # TensorFlow's own have no such attribute
+    if getattr(strategy, "communicator", None) is None:  # strategies of TensorFlow have no such attribute
         with tf.init_scope():
             strategy.communicator = (
                 CrossProcessCommunicator(strategy)
@@ -122,10 +122,10 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
 
 
 def check_compresses(strategy: tf.distribute.Strategy) -> None:
-    """Checks that a communicator, and so a compressor, can sum a strategy's gradients.
+    """Checks that a strategy's gradients can be compressed, which needs a communicator.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: They cannot.
     """
     if not traits_of(strategy).compresses:
         raise ConfigError(
@@ -141,7 +141,7 @@ class InProcessCommunicator(Communicator):
 
     def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
         add = functools.partial(functools.reduce, tf.maximum) if largest else tf.add_n
-        totals = [add(list(each)) for each in zip(*tensors, strict=True)]
+        totals = [add(list(values)) for values in zip(*tensors, strict=True)]
         return [list(totals) for _ in self.ranks]
 
     def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -154,9 +154,9 @@ class InProcessCommunicator(Communicator):
         return [tf.concat(tensors, 0)] * self.size
 
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
-        rows = tf.concat([each.values for each in slices], 0)
-        places = tf.concat([each.indices for each in slices], 0)
-        return [tf.IndexedSlices(rows, places, slices[0].dense_shape)] * self.size
+        values = tf.concat([s.values for s in slices], 0)
+        indices = tf.concat([s.indices for s in slices], 0)
+        return [tf.IndexedSlices(values, indices, slices[0].dense_shape)] * self.size
 
     def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         return [tf.add_n(tensors)] * self.size
@@ -181,13 +181,13 @@ class CrossProcessCommunicator(Communicator):
         for values, launcher in zip(tensors, self._launchers, strict=True):
             totals = list(values)
             for dtype in dict.fromkeys(value.dtype for value in values):
-                # TensorFlow refuses to cut nothing into pieces.
-                places = [
-                    p for p, value in enumerate(values) if value.dtype == dtype and value.shape.num_elements() != 0
+                # TensorFlow cannot split a tensor without elements into pieces.
+                indices = [
+                    i for i, value in enumerate(values) if value.dtype == dtype and value.shape.num_elements() != 0
                 ]
-                if not places:
+                if not indices:
                     continue
-                same = [values[place] for place in places]
+                same = [values[index] for index in indices]
                 total = self._launch(
                     tf_cluster.all_reduce,
                     launcher,
@@ -195,8 +195,8 @@ class CrossProcessCommunicator(Communicator):
                     merge_op="Max" if largest else "Add",
                     max_subdivs_per_device=_PIECES,
                 )
-                for place, value in zip(places, unflatten(total, same) if len(same) > 1 else [total], strict=True):
-                    totals[place] = value
+                for index, value in zip(indices, unflatten(total, same) if len(same) > 1 else [total], strict=True):
+                    totals[index] = value
             results.append(totals)
         return results
 
@@ -215,31 +215,31 @@ class CrossProcessCommunicator(Communicator):
         ]
 
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        return [self._gather(launcher, each, step) for launcher, each in zip(self._launchers, tensors, strict=True)]
+        return [self._gather(launcher, tensor, step) for launcher, tensor in zip(self._launchers, tensors, strict=True)]
 
     def _gather(self, launcher: Launcher, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return self._launch(tf_cluster.all_gather, launcher, tensor, _key_of(step))
 
     def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         return [
-            self._launch(tf_cluster.all_reduce, launcher, each, _key_of(step), merge_op="Add")
-            for each, launcher in zip(tensors, self._launchers, strict=True)
+            self._launch(tf_cluster.all_reduce, launcher, tensor, _key_of(step), merge_op="Add")
+            for tensor, launcher in zip(tensors, self._launchers, strict=True)
         ]
 
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         results = []
-        for each, launcher in zip(slices, self._launchers, strict=True):
-            counts = self._gather(launcher, tf.shape(each.indices), step)
+        for local, launcher in zip(slices, self._launchers, strict=True):
+            counts = self._gather(launcher, tf.shape(local.indices), step)
             most = tf.reduce_max(counts)
-            rest = most - tf.shape(each.indices)[0]
-            rows = self._gather(launcher, tf.pad(each.values, [[0, rest], [0, 0]]), step)
-            places = self._gather(launcher, tf.pad(each.indices, [[0, rest]]), step)
+            padding = most - tf.shape(local.indices)[0]
+            values = self._gather(launcher, tf.pad(local.values, [[0, padding], [0, 0]]), step)
+            indices = self._gather(launcher, tf.pad(local.indices, [[0, padding]]), step)
             present = tf.reshape(tf.sequence_mask(counts, most), [-1])
-            rows = tf.ensure_shape(rows, [None, each.values.shape[1]])
-            places = tf.ensure_shape(places, [None])
+            values = tf.ensure_shape(values, [None, local.values.shape[1]])
+            indices = tf.ensure_shape(indices, [None])
             present = tf.ensure_shape(present, [None])
             results.append(
-                tf.IndexedSlices(tf.boolean_mask(rows, present), tf.boolean_mask(places, present), each.dense_shape)
+                tf.IndexedSlices(tf.boolean_mask(values, present), tf.boolean_mask(indices, present), local.dense_shape)
             )
         return results
 
@@ -257,7 +257,7 @@ class CrossProcessCommunicator(Communicator):
             )
 
     def _token(self, launcher: Launcher) -> tf.Tensor:
-        """Returns that on which a lane's collectives wait for each other: TensorFlow lets all wait for all."""
+        """Returns the ordering token of the current lane. With TensorFlow's own token every collective would wait for every other one."""
         device = tf_cluster.device(launcher)
         if "GPU" in device:  # NCCL wants the same order on all ranks
             return tf_cluster.ordering_token(launcher)
@@ -269,14 +269,14 @@ class CrossProcessCommunicator(Communicator):
 
 
 class ByteCounter(InProcessCommunicator):
-    """One rank that stands for a group of any size, and counts the bytes that it would send.
+    """Simulates one rank of a group of any size, and counts the bytes that it would send.
 
     Args:
         size: The number of ranks.
 
     Attributes:
-        sent: Bytes sent by a rank: all-reduce 2 (N-1)/N of its tensors' bytes (a ring), all-gather N-1 times them, all-to-all
-            (N-1)/N of them.
+        sent: Bytes sent by one rank. For a tensor of B bytes and N ranks, an all-reduce (a ring) sends 2 (N-1)/N B, an all-gather
+            (N-1) B, and an all-to-all (N-1)/N B.
     """
 
     def __init__(self, size: int):
@@ -285,7 +285,7 @@ class ByteCounter(InProcessCommunicator):
         self.sent = 0.0
 
     def _answer(self, asked: list[Any]) -> list[Any]:
-        if isinstance(asked[0], Cond):  # what lasts
+        if isinstance(asked[0], Cond):  # the branch of most steps: the other one is a warm-up
             return self.run([asked[0].if_false()], self._lane)
         return super()._answer(asked)
 
@@ -305,8 +305,8 @@ class ByteCounter(InProcessCommunicator):
 def _key_of(step: tf.Tensor) -> tf.Tensor:
     """Returns the suffix of the key of a collective whose shape may differ between the steps of an execution.
 
-    Of one execution TensorFlow takes collectives with equal keys for the same one, with the same shape. Its own gathering of rows fails
-    where two steps of an execution have different numbers of them.
+    Within one execution TensorFlow treats collectives with equal keys as the same collective and expects the same shape. So its own gather
+    of rows fails if two steps of an execution have different numbers of rows.
     """
     return (tf.cast(step % _RESERVED_KEYS, tf.int32) + 1) * _KEYS
 

@@ -56,7 +56,7 @@ def connect(store: Store, addresses: Sequence[str], members: Sequence[int]) -> G
     """
     if store.rank not in members:
         return None
-    rank, addresses = members.index(store.rank), [addresses[each] for each in members]
+    rank, addresses = members.index(store.rank), [addresses[member] for member in members]
     library = importlib.import_module("torch.distributed")
     torch_store = _torch_store(library, store)
     try:
@@ -80,9 +80,9 @@ def _own_address(rank: int, addresses: Sequence[str]) -> str:
     """Returns this host's address on the network where it reaches the other ranks."""
     host, port = addresses[0 if rank else -1].rsplit(":", 1)
     family, kind, _, _, there = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as each:
-        each.connect(there)  # sends nothing
-        return str(each.getsockname()[0])
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _torch_store(library: Any, store: Store) -> Any:

@@ -48,17 +48,17 @@ def unlike_processors(strategy: tf.distribute.MultiWorkerMirroredStrategy, worke
         strategy: The strategy.
         workers: Their number.
     """
-    mine = processor_name(strategy.extended.worker_devices)
+    processor = processor_name(strategy.extended.worker_devices)
     replicas = strategy.num_replicas_in_sync // workers
 
-    def found(context: tf.distribute.ValueContext) -> tf.Tensor:
+    def own_row(context: tf.distribute.ValueContext) -> tf.Tensor:
         worker, replica = divmod(context.replica_id_in_sync_group, replicas)
         row = np.zeros((workers, 2))
         if replica == 0:
-            row[worker] = zlib.crc32(mine.encode()), intra_op_threads()
+            row[worker] = zlib.crc32(processor.encode()), intra_op_threads()
         return tf.constant(row)
 
-    kinds = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(found), axis=None).numpy()
+    kinds = strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(own_row), axis=None).numpy()
     differ = len({number for number, _ in kinds}) > 1
     return tuple(int(count) for _, count in kinds) if differ else ()
 

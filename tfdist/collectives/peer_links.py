@@ -40,7 +40,7 @@ class PeerLinks:
         self._posted = 0
         self._closed_peers: set[int] = set()
         self._error = ""  # why there can be no further call
-        self._peers = {each.fileno(): peer for peer, each in sockets.items()}
+        self._peers = {connection.fileno(): peer for peer, connection in sockets.items()}
         self._poll = select.poll()
         for number in self._peers:
             self._poll.register(number, select.POLLIN)
@@ -57,8 +57,8 @@ class PeerLinks:
         message = _MESSAGE.pack(self._posted % _POINTS, signature)
         self._posted += 1
         self._expected.append(message)
-        for each in self._sockets.values():
-            _send(each, message)
+        for connection in self._sockets.values():
+            _send(connection, message)
 
     def wait(self) -> None:
         """Waits until all ranks have reached the first of the posted points that was not waited for.
@@ -73,9 +73,9 @@ class PeerLinks:
             self.check()
             if gone := self._closed_peers.intersection(missing):
                 raise self._give_up(min(gone), f"rank {min(gone)} has ended")
-            left = None if limit is None else max(0, limit - time.monotonic())
-            ready = self._poll.poll(left if left is None else left * 1000)
-            if not ready and left == 0:
+            seconds_left = None if limit is None else max(0, limit - time.monotonic())
+            ready = self._poll.poll(seconds_left if seconds_left is None else seconds_left * 1000)
+            if not ready and seconds_left == 0:
                 names = ", ".join(map(str, missing))
                 error = f"rank {names} did not take part within {self._timeout_seconds:g} seconds"
                 self._give_up(missing[0], error)
@@ -144,21 +144,21 @@ class PeerLinks:
     def release(self) -> None:
         """Closes the sockets. No thread may be waiting."""
         self._finalizer.detach()
-        for each in self._sockets.values():
-            each.close()
+        for connection in self._sockets.values():
+            connection.close()
 
     def _end(self, kind: int, value: int) -> None:
         _say(list(self._sockets.values()), kind, value)
-        for each in self._sockets.values():
+        for connection in self._sockets.values():
             try:
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
             except OSError:  # the peer has gone
                 pass
 
 
 def _say(sockets: list[socket.socket], kind: int, value: int) -> None:
-    for each in sockets:
-        _send(each, _MESSAGE.pack(kind, value))
+    for connection in sockets:
+        _send(connection, _MESSAGE.pack(kind, value))
 
 
 def _send(to: socket.socket, message: bytes) -> None:

@@ -40,21 +40,21 @@ class Ranks:
         """Returns every rank's numbers, `[size, len(numbers)]` float64."""
         if self.size == 1:
             return np.array([numbers], np.float64)
-        mine = np.zeros((self.size, len(numbers)), np.float64)
-        mine[self.rank] = numbers
-        return self._reduce(mine).numpy()
+        row = np.zeros((self.size, len(numbers)), np.float64)
+        row[self.rank] = numbers
+        return self._reduce(row).numpy()
 
-    def broadcast_scalar(self, mine: float) -> float:
+    def broadcast_scalar(self, value: float) -> float:
         """Returns the chief's number."""
-        return float(self.gather(float(mine))[0, 0])
+        return float(self.gather(float(value))[0, 0])
 
-    def any(self, mine: bool) -> bool:
+    def any(self, value: bool) -> bool:
         """Returns whether it is so on any rank."""
-        return bool(self.gather(float(mine)).any())
+        return bool(self.gather(float(value)).any())
 
-    def gather_texts(self, mine: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         """Returns every rank's text, by rank."""
-        encoded = mine.encode(errors="replace")
+        encoded = text.encode(errors="replace")
         lengths = self.gather(len(encoded)).astype(int)[:, 0]
         if not lengths.any():
             return [""] * self.size

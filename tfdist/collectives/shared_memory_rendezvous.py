@@ -58,23 +58,23 @@ def meet(store: Store, memory_bytes: int) -> tuple[mmap.mmap, dict[int, socket.s
 
 def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) -> mmap.mmap:
     rank, size, seconds = store.rank, store.size, store.seconds
-    mine: dict[str, Any] = {"size": size, "host": host_key(), "user": os.geteuid(), "token": secrets.token_hex(16)}
+    own_entry: dict[str, Any] = {"size": size, "host": host_key(), "user": os.geteuid(), "token": secrets.token_hex(16)}
     descriptor, listener = -1, None
     with contextlib.ExitStack() as stack:
         try:
             if sys.platform != "linux":
                 raise NoTransportError(f"shared memory needs Linux; this is {sys.platform}")
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            mine["folder"] = stack.enter_context(temporary.temporary_folder())
-            with _short(mine["folder"]) as path:
+            own_entry["folder"] = stack.enter_context(temporary.temporary_folder())
+            with _short(own_entry["folder"]) as path:
                 listener.bind(path)
             listener.listen(size)
             if rank == 0:
                 descriptor = _reserve(memory_bytes)
                 stack.callback(os.close, descriptor)
         except (NoTransportError, OSError, WriteError) as e:
-            mine["reason"] = f"rank {rank}: {e}"
-        store.put(f"address/{rank}", json.dumps(mine))
+            own_entry["reason"] = f"rank {rank}: {e}"
+        store.put(f"address/{rank}", json.dumps(own_entry))
         limit = time.monotonic() + seconds
         addresses = []
         for other in range(size):
@@ -82,28 +82,28 @@ def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) ->
             addresses.append(json.loads(text))
         _compare(addresses)
         if listener is None:
-            raise NoTransportError(mine["reason"])
+            raise NoTransportError(own_entry["reason"])
         limit = time.monotonic() + seconds
         for other in range(rank):
-            sockets[other] = each = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            each.settimeout(seconds)
+            sockets[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(seconds)
             try:
                 with _short(addresses[other]["folder"]) as path:
-                    each.connect(path)
+                    connection.connect(path)
             except OSError as e:
                 raise NoTransportError(f"rank {rank} cannot reach rank {other} by a socket of its host: {e}") from e
-            if _user(each) != os.geteuid():
+            if _user(connection) != os.geteuid():
                 raise NoTransportError(f"rank {rank} found a process of another user in the place of rank {other}")
-            each.send(_HELLO.pack(addresses[other]["token"].encode(), rank), socket.MSG_NOSIGNAL)
+            connection.send(_HELLO.pack(addresses[other]["token"].encode(), rank), socket.MSG_NOSIGNAL)
         while len(sockets) < size - 1:
-            _accept(listener, mine["token"], store, limit, descriptor, sockets)
+            _accept(listener, own_entry["token"], store, limit, descriptor, sockets)
         for other in range(rank):
             sockets[other].settimeout(_left(limit))
             received = _receive_reply(sockets[other], stack)
             if other == 0:
                 descriptor = received
-        for each in sockets.values():
-            each.settimeout(None)
+        for connection in sockets.values():
+            connection.settimeout(None)
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags)
 
@@ -161,27 +161,27 @@ def _accept(
     missing = ", ".join(str(other) for other in range(rank + 1, size) if other not in sockets)
     if not _readable(listener, limit):
         raise NoTransportError(f"rank {missing} has not connected with rank {rank} in time")
-    each = listener.accept()[0]
+    connection = listener.accept()[0]
     try:
-        known = _user(each) == os.geteuid() and _readable(each, limit)
-        hello = each.recv(_HELLO.size, socket.MSG_DONTWAIT) if known else b""
+        known = _user(connection) == os.geteuid() and _readable(connection, limit)
+        hello = connection.recv(_HELLO.size, socket.MSG_DONTWAIT) if known else b""
         sender, other = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
         if sender == token.encode() and rank < other < size and other not in sockets:
-            socket.send_fds(each, [b"welcome"], [descriptor] if rank == 0 else [], socket.MSG_NOSIGNAL)
-            sockets[other] = each
+            socket.send_fds(connection, [b"welcome"], [descriptor] if rank == 0 else [], socket.MSG_NOSIGNAL)
+            sockets[other] = connection
     finally:
-        if each not in sockets.values():
-            each.close()
+        if connection not in sockets.values():
+            connection.close()
 
 
-def _readable(each: socket.socket, limit: float) -> bool:
+def _readable(connection: socket.socket, limit: float) -> bool:
     poll = select.poll()
-    poll.register(each, select.POLLIN)
+    poll.register(connection, select.POLLIN)
     return bool(poll.poll(_left(limit) * 1000))
 
 
-def _receive_reply(each: socket.socket, stack: contextlib.ExitStack) -> int:
-    text, descriptors, _, _ = socket.recv_fds(each, 16, 1, socket.MSG_CMSG_CLOEXEC)
+def _receive_reply(connection: socket.socket, stack: contextlib.ExitStack) -> int:
+    text, descriptors, _, _ = socket.recv_fds(connection, 16, 1, socket.MSG_CMSG_CLOEXEC)
     for number in descriptors:
         stack.callback(os.close, number)
     if text != b"welcome":
@@ -189,9 +189,9 @@ def _receive_reply(each: socket.socket, stack: contextlib.ExitStack) -> int:
     return descriptors[0] if descriptors else -1
 
 
-def _user(each: socket.socket) -> int:
+def _user(connection: socket.socket) -> int:
     """Returns the user of the process at the other end, which the kernel knows."""
-    packed = each.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(packed)[1])
 
 
@@ -228,5 +228,5 @@ def _left(limit: float) -> float:
 
 
 def _close(sockets: dict[int, socket.socket]) -> None:
-    for each in sockets.values():
-        each.close()
+    for connection in sockets.values():
+        connection.close()

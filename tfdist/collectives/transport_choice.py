@@ -1,4 +1,4 @@
-"""Chooses the transport of gradients between workers: TensorFlow's collectives, or one of `transports.py`."""
+"""Chooses the transport of gradients between workers: TensorFlow's collectives, or a transport of `transports.py`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _DEVICES = "it moves arrays of one CPU, and each worker must have one replica, o
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The transport of gradients.
+    """The chosen transport of gradients.
 
     Attributes:
-        name: Its name.
-        way: Its name, with the levels that it has.
+        name: Its name, as in `strategy.transport`.
+        way: Its name with its levels, such as "gloo between 2 hosts, and by shared memory within".
         reason: Why it was chosen.
         communicator: The communicator that uses it.
     """
@@ -43,15 +43,15 @@ class Choice:
 def choose(
     strategy: Strategy, workers: Sequence[str], addresses: Sequence[str], rank: int, wanted: str, timeout_seconds: float
 ) -> Choice:
-    """Returns the transport of the gradients of a strategy's workers, the same on all of them. A collective.
+    """Returns the transport of gradients, the same on all workers of a strategy. A collective.
 
     Args:
         strategy: The strategy, with several processes.
         workers: The names of the workers.
         addresses: `host:port` of each worker.
-        rank: This worker's number.
+        rank: This worker's rank.
         wanted: `strategy.transport`.
-        timeout_seconds: Limit of one exchange; 0 means no limit.
+        timeout_seconds: Limit of one collective; 0 means no limit.
 
     Raises:
         ConfigError: A worker cannot use the wanted transport, or the workers want different ones. All workers raise it.
@@ -66,27 +66,27 @@ def choose(
     bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, addresses, timeout_seconds)
     own = "nccl" if "GPU" in strategy.extended.worker_devices[0] else "grpc"
     if ranks.size == 1:
-        found = Choice(own, own, "there is one worker", CrossProcessCommunicator(strategy))
+        choice = Choice(own, own, "there is one worker", CrossProcessCommunicator(strategy))
     elif wanted == "auto":
-        found = _automatic(strategy, bootstrap, own)
+        choice = _automatic(strategy, bootstrap, own)
     elif wanted in TENSORFLOW_TRANSPORTS:
-        found = Choice(wanted, wanted, _NAMED, CrossProcessCommunicator(strategy))
+        choice = Choice(wanted, wanted, _NAMED, CrossProcessCommunicator(strategy))
     else:
         connected = transports.connect(wanted, bootstrap, _DEVICES if _unfit_devices(strategy) else "")
         if connected.transport is None:
             reason = connected.reason
             raise ConfigError(f"strategy.transport={wanted} is not possible: {reason}. Use strategy.transport=grpc.")
         communicator = BufferedCommunicator(strategy, connected.transport, timeout_seconds)
-        found = Choice(wanted, connected.way, _NAMED, communicator)
-    if isinstance(found.communicator, BufferedCommunicator):
-        atexit.register(_end, found.communicator)
+        choice = Choice(wanted, connected.way, _NAMED, communicator)
+    if isinstance(choice.communicator, BufferedCommunicator):
+        atexit.register(_end, choice.communicator)
     if ranks.is_chief and ranks.size > 1:
-        logger.info(f"gradients travel by {found.way}: {found.reason}.")
-    return found
+        logger.info(f"gradients travel by {choice.way}: {choice.reason}.")
+    return choice
 
 
 def _automatic(strategy: Strategy, bootstrap: Bootstrap, own: str) -> Choice:
-    """Chooses by the workers' devices and hosts alone: measured speeds could change the bits of a training that is started again."""
+    """Chooses by the workers' devices and hosts only: a choice by measured speed could differ after a restart and change the results."""
     tensorflow = CrossProcessCommunicator(strategy)
     if unfit := bootstrap.ranks.agree(_unfit_devices(strategy)):
         return Choice(own, own, unfit, tensorflow)
@@ -96,8 +96,8 @@ def _automatic(strategy: Strategy, bootstrap: Bootstrap, own: str) -> Choice:
     )
     connected = transports.connect(name, bootstrap, "")
     if connected.transport is None:
-        known = f", and {name} is not possible: {connected.reason}"  # without mpirun nobody expects MPI
-        return Choice(own, own, where + (known if hosts == 1 or mpi.is_started_by_mpi() else ""), tensorflow)
+        impossible = f", and {name} is not possible: {connected.reason}"  # without mpirun nobody expects MPI
+        return Choice(own, own, where + (impossible if hosts == 1 or mpi.is_started_by_mpi() else ""), tensorflow)
     communicator = BufferedCommunicator(strategy, connected.transport, bootstrap.timeout_seconds)
     return Choice(name, connected.way, where + (", and MPI has started them" if name == "mpi" else ""), communicator)
 
@@ -110,15 +110,15 @@ def _unfit_devices(strategy: Strategy) -> str:
 
 
 def _end(communicator: BufferedCommunicator) -> None:
-    """Ends a transport, unless the others may not do so, too: then this process ends as it is."""
+    """Closes a transport, which all workers must do together; if the others may not do so, leaves it to the end of the process."""
     code = process_end.expected_exit_code()
     alone = code == 0 and process_end.amid_training
     if communicator.calls.ended or alone or code not in (0, process_end.PREEMPTED):
         return
     try:
         communicator.calls(communicator.transport.close, _END_SECONDS)
-    except ClusterError:  # another one does not come: a library might wait for it even as the process ends
+    except ClusterError:  # another worker does not close: a library might wait for it even while this process exits
         process_end.end(code)
-    except Exception as e:  # when all is done
-        logger.warning(f"the exchange of gradients did not end in order: {describe_error(e)}")
+    except Exception as e:  # the training is done already
+        logger.warning(f"the transport of gradients could not be closed: {describe_error(e)}")
     communicator.calls.abort("the exchange of gradients has ended.")

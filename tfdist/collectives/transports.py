@@ -72,12 +72,12 @@ def connect(name: str, bootstrap: Bootstrap, unfit: str) -> Connected:
     transport, way = None, name
     reason = bootstrap.ranks.agree(unfit or CANDIDATES[name].why_not(bootstrap))
     if not reason:
-        mine = ""
+        local_reason = ""
         try:
             transport, way = _connect(name, bootstrap)
         except NoTransportError as e:
-            mine = str(e)
-        reason = bootstrap.ranks.agree(mine)
+            local_reason = str(e)
+        reason = bootstrap.ranks.agree(local_reason)
     return Connected(None if reason else transport, way, reason)
 
 

@@ -65,7 +65,7 @@ def connect(
         local.close()
         return None, reason
     try:
-        across = connect_leaders([each[0] for each in hosts])
+        across = connect_leaders([ranks_of_host[0] for ranks_of_host in hosts])
     except NoTransportError:
         local.close()
         raise
@@ -101,31 +101,31 @@ class TwoLevelTransport(BufferTransport):
         self.rank, self.size = rank, sum(map(len, hosts))
         self._hosts, self._local, self._across = hosts, local, across
         self._most = max(map(len, hosts))
-        self._host_of_rank = np.array([_host_of(each, hosts) for each in range(self.size)])
-        self._place_of_rank = np.array([hosts[self._host_of_rank[each]].index(each) for each in range(self.size)])
+        self._host_of_rank = np.array([_host_of(r, hosts) for r in range(self.size)])
+        self._place_of_rank = np.array([hosts[self._host_of_rank[r]].index(r) for r in range(self.size)])
 
     def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
         total = self._local.all_reduce(array, largest)
         return self._lead(total.shape, total.dtype, lambda across: across.all_reduce(total, largest))
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
-        mine = self._local.all_gather(array)
+        host_rows = self._local.all_gather(array)
 
         def gather(across: BufferTransport) -> np.ndarray:
             padded = np.zeros((self._most, *array.shape), array.dtype)  # all hosts send the same shape
-            padded[: len(mine)] = mine
+            padded[: len(host_rows)] = host_rows
             return across.all_gather(padded)[self._host_of_rank, self._place_of_rank]
 
         return self._lead((self.size, *array.shape), array.dtype, gather)
 
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
         check_rows(array, self.size)
-        mine = self._local.all_gather(array)  # [from, to, ...]
+        host_rows = self._local.all_gather(array)  # [from, to, ...]
 
         def exchange(across: BufferTransport) -> np.ndarray:
             padded = np.zeros((len(self._hosts), self._most, self._most, *array.shape[1:]), array.dtype)
             for number, ranks in enumerate(self._hosts):
-                padded[number, : len(mine), : len(ranks)] = mine[:, ranks]
+                padded[number, : len(host_rows), : len(ranks)] = host_rows[:, ranks]
             return across.all_to_all(padded)[self._host_of_rank, self._place_of_rank]
 
         # All that is for this host, [from, to, ...]: the memory takes it sooner than the network took it.

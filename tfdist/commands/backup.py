@@ -78,21 +78,21 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def find_backups(given: str) -> tuple[str, pathlib.Path | None]:
+def find_backups(path: str) -> tuple[str, pathlib.Path | None]:
     """Returns the folder of a run's backups, and its `config.json` where it has one.
 
     Args:
-        given: The run's work directory, or the folder itself.
+        path: The run's work directory, or the folder itself.
 
     Raises:
         ConfigError: There is no such folder, or its `config.json` cannot be read.
     """
-    if "://" in given:
-        return given, None
-    folder = pathlib.Path(given)
-    if not given or not folder.is_dir():
+    if "://" in path:
+        return path, None
+    folder = pathlib.Path(path)
+    if not path or not folder.is_dir():
         raise ConfigError(
-            f"{format_value(given)} is no folder; give a run's work directory, or the folder of its backups."
+            f"{format_value(path)} is no folder; give a run's work directory, or the folder of its backups."
         )
     for workdir in (folder, folder.absolute().parent):
         config = workdir / "config.json"
@@ -113,18 +113,18 @@ def _backup_dir(config: pathlib.Path) -> str:
 
 
 def _show(folder: str, as_json: bool) -> int:
-    found: list[listing.Listed] = []
+    backups: list[listing.Listed] = []
     if "://" in folder or any(pathlib.Path(folder).glob("step-*")):  # or TensorFlow need not be loaded
         from tfdist.backup import listing
 
-        found = listing.read(folder)
+        backups = listing.read(folder)
     if as_json:
-        print(json.dumps({"folder": folder, "backups": [each.described() for each in found]}))
-    elif not found:
+        print(json.dumps({"folder": folder, "backups": [backup.described() for backup in backups]}))
+    elif not backups:
         raise BackupError(f"{folder!r} holds no backup: none was made yet, or the run has ended and removed them.")
     else:
-        print(f"{folder}\n{listing.table(found)}")
-    return 0 if any(each.state == "whole" for each in found) else 1
+        print(f"{folder}\n{listing.table(backups)}")
+    return 0 if any(backup.state == "whole" for backup in backups) else 1
 
 
 def _export(folder: str, config: pathlib.Path | None, path: str, step: int | None) -> int:

@@ -67,13 +67,13 @@ def main(argv: Sequence[str]) -> int:
                 f"Usage: tfdist cluster show|check|emit, with the flags that --help lists. "
                 f"Received: {' '.join(argv[1:]) or 'nothing'}"
             )
-        found = discovery.resolve(
+        resolved = discovery.resolve(
             source=values.source,
             ps=values.ps,
             timeout=values.timeout,
             **{name: values[name].value for name in cluster_lib.FLAGS},
         )
-        if values.strategy and (faults := list(parameter_server_faults(found.cluster.jobs if found else {}))):
+        if values.strategy and (faults := list(parameter_server_faults(resolved.cluster.jobs if resolved else {}))):
             raise ConfigError(faults)
     except (ConfigError, flags.Error) as e:
         print(printable_lines(e), file=sys.stderr)
@@ -81,15 +81,17 @@ def main(argv: Sequence[str]) -> int:
     except ClusterError as e:
         print(printable_lines(e), file=sys.stderr)
         return 1
-    if found is None and (hint := discovery.misconfiguration_hint()):
+    if resolved is None and (hint := discovery.misconfiguration_hint()):
         logger.warning(hint, extra=TO_STDERR)
     if command == "show":
-        print(show(found, values.format))
+        print(show(resolved, values.format))
         return 0
-    described = f"{found.task} of {len(found.cluster.tasks())} tasks" if found else "no cluster in the environment"
-    if found and values.connect:
+    described = (
+        f"{resolved.task} of {len(resolved.cluster.tasks())} tasks" if resolved else "no cluster in the environment"
+    )
+    if resolved and values.connect:
         print(described, flush=True)
-        return _connect(found.cluster, found.task, values.timeout)
+        return _connect(resolved.cluster, resolved.task, values.timeout)
     print(f"OK: {described}")
     return 0
 
@@ -122,27 +124,27 @@ def _flags() -> flags.FlagValues:
     return values
 
 
-def show(found: ResolvedCluster | None, style: str) -> str:
+def show(resolved: ResolvedCluster | None, style: str) -> str:
     """Returns a cluster as text, in one of `FORMATS`."""
-    if found is None:
+    if resolved is None:
         return {
             "json": json.dumps({"source": None, "cluster": None, "task": None}),
             "table": "No cluster in the environment: one process on this machine. "
             f"(Not set: {', '.join(discovery.signals())}.)",
         }.get(style, "")
-    cluster, task = found.cluster, found.task
-    environ = {"TF_CONFIG": cluster.to_tf_config(task), **found.environ}
+    cluster, task = resolved.cluster, resolved.task
+    environ = {"TF_CONFIG": cluster.to_tf_config(task), **resolved.environ}
     if style in ("env", "shell"):
         export = "export " if style == "shell" else ""
         return "\n".join(f"{export}{name}={shlex.quote(value)}" for name, value in environ.items())
     if style == "json":
         described = {
-            "source": found.source,
-            "variables": found.variables,
+            "source": resolved.source,
+            "variables": resolved.variables,
             "cluster": cluster.jobs,
             "task": dataclasses.asdict(task),
             "chief": str(cluster.chief),
-            "environ": found.environ,
+            "environ": resolved.environ,
         }
         return json.dumps(described)
     rows = [("task", "address", "")]
@@ -153,9 +155,9 @@ def show(found: ResolvedCluster | None, style: str) -> str:
         rows.append((str(task), "outside of the cluster", "this process"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    read = [f"  {name}={truncate(value)}" for name, value in found.variables.items()]
-    sets = [f"and sets {name}={truncate(value)}" for name, value in found.environ.items()]
-    return "\n".join([f"from {found.source}", *read, *table, *sets])
+    read = [f"  {name}={truncate(value)}" for name, value in resolved.variables.items()]
+    sets = [f"and sets {name}={truncate(value)}" for name, value in resolved.environ.items()]
+    return "\n".join([f"from {resolved.source}", *read, *table, *sets])
 
 
 def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:

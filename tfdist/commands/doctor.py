@@ -1,9 +1,9 @@
-"""Checks whether this machine and environment can train, with a remedy for each problem. No TensorFlow in this process.
+"""Checks whether this machine and environment can train, and prints a remedy for each problem. No TensorFlow in this process.
 
-    tfdist doctor [--json] [--[no]devices]   # the same: python -m tfdist.doctor; exit code 1 where something would stop a run
+    tfdist doctor [--json] [--[no]devices]   # or python -m tfdist.doctor; exits with 1 if a problem would stop a run
 
-`--no-devices` skips the devices, for which TensorFlow must be loaded, which takes some seconds. Run it where the training will
-run: `srun -n 4 tfdist doctor`.
+`--no-devices` skips the check of devices, which loads TensorFlow and takes some seconds. Run it on the machines that will train:
+`srun -n 4 tfdist doctor`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tfdist.runtime.log import print_always
 
 Check = Callable[[Mapping[str, str]], Iterable[Finding]]
 
-_LIMIT = 15.0  # seconds for each check; they run beside each other
+_LIMIT = 15.0  # seconds for each check; the checks run in parallel
 _STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
-# By subject, in the order of the table: the check, and the seconds that it may take.
+# For each subject, in the order of the table: the check and its limit in seconds.
 CHECKS: dict[str, tuple[Check, float]] = {
     "versions": (software.versions, _LIMIT),
     "processors and memory": (machine.resources, _LIMIT),
@@ -42,12 +42,12 @@ CHECKS: dict[str, tuple[Check, float]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code: 0, 1 where something would stop a run, 2 for a faulty command line."""
+    """Runs the command. Returns the exit code: 0 if a run can start, 1 if a problem would stop it, 2 for an invalid command line."""
     print_always()
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_bool("json", False, "Print JSON.", flag_values=values)
-    flags.DEFINE_bool("devices", True, "Check the devices, for which TensorFlow is loaded.", flag_values=values)
+    flags.DEFINE_bool("devices", True, "Check the devices; this loads TensorFlow.", flag_values=values)
     try:
         if command_line.read_flags(values, argv)[1:]:
             raise ConfigError(f"Usage: tfdist doctor [--json] [--[no]devices]. Received: {' '.join(argv[1:])}")
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if values.help:
         print(f"{__doc__}\n{command_line.help_text(values)}")
         return 0
-    checks = {name: each for name, each in CHECKS.items() if name != "devices" or values.devices}
+    checks = {name: check for name, check in CHECKS.items() if name != "devices" or values.devices}
     try:
         findings = examine(checks, dict(os.environ))
     except KeyboardInterrupt:
@@ -74,24 +74,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str]) -> list[Finding]:
-    """Returns the findings of all checks, in their order.
+    """Returns the findings of all checks, in the order of `checks`.
 
-    The checks run beside each other, each for a limited time: a file system or a name server that hangs holds up only its own
-    check.
+    The checks run in parallel, and each has a time limit: a file system or a name server that hangs delays only its own check.
 
     Args:
-        checks: By subject: the check, and the seconds that it may take.
+        checks: For each subject, the check and its limit in seconds.
         environ: The environment.
     """
-    found: dict[str, list[Finding]] = {name: [] for name in checks}
+    by_check: dict[str, list[Finding]] = {name: [] for name in checks}
 
     def look(name: str, check: Check) -> None:
         try:
             for finding in check(environ):
-                found[name].append(finding)
-        except Exception as e:  # the others are worth more than this one
-            problem = f"cannot be looked at: {printable(describe_error(e))}"
-            found[name].append(Finding(WARNING, name, problem, "see the other findings"))
+                by_check[name].append(finding)
+        except Exception as e:  # the other checks still help the user
+            problem = f"cannot be checked: {printable(describe_error(e))}"
+            by_check[name].append(Finding(WARNING, name, problem, "see the other findings"))
 
     began = time.monotonic()
     threads = {
@@ -103,15 +102,15 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
     findings: list[Finding] = []
     for name, (_, limit) in checks.items():
         threads[name].join(max(0.0, began + limit - time.monotonic()))
-        findings += list(found[name])
+        findings += list(by_check[name])
         if threads[name].is_alive():
-            remedy = "look whether a disk or name server hangs"
+            remedy = "check whether a disk or name server hangs"
             findings.append(Finding(WARNING, name, f"no answer within {limit:.0f} s", remedy))
     return findings
 
 
 def as_table(findings: Sequence[Finding]) -> str:
-    """Returns the findings as a table for the terminal at standard output."""
+    """Returns the findings as a table that fits the terminal of standard output."""
     from rich import console, table, text
 
     shown = table.Table("", "what", table.Column("found", overflow="fold"), table.Column("do", overflow="fold"))
@@ -124,26 +123,26 @@ def as_table(findings: Sequence[Finding]) -> str:
 
 
 def as_lines(findings: Sequence[Finding]) -> str:
-    """Returns a line for each finding: `level  what: value -> remedy`."""
+    """Returns one line per finding: `level  subject: value -> remedy`."""
     width = max(map(len, _STYLES))
     lines = [f"{level:{width}}  {what}: {value}" + f" -> {do}" * bool(do) for level, what, value, do in findings]
     return "\n".join([*lines, _verdict(findings)])
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Returns the findings as one JSON object: `ok`, which is false after an error, and `findings`."""
-    return json.dumps({"ok": is_ok(findings), "findings": [each._asdict() for each in findings]}, indent=1)
+    """Returns one JSON object: `ok`, false if any finding is an error, and the list `findings`."""
+    return json.dumps({"ok": is_ok(findings), "findings": [finding._asdict() for finding in findings]}, indent=1)
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
-    counts = {level: sum(each.level == level for each in findings) for level in (ERROR, WARNING, NOTE)}
+    counts = {level: sum(finding.level == level for finding in findings) for level in (ERROR, WARNING, NOTE)}
     counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
     return f"{'OK' if is_ok(findings) else 'NOT OK'}: {counted}"
 
 
 def is_ok(findings: Sequence[Finding]) -> bool:
-    """Returns whether nothing would stop a run."""
-    return all(each.level != ERROR for each in findings)
+    """Returns True if no finding is an error, so that a run can start."""
+    return all(finding.level != ERROR for finding in findings)
 
 
 if __name__ == "__main__":

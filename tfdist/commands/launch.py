@@ -107,11 +107,11 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
     limits = {"grace_seconds": values.grace_seconds, "max_restarts": values.max_restarts}
     if values["hosts"].present or values["hostfile"].present:
         with collect_errors(faults):
-            given = {name: values[name].value for name in _OF_HOSTS}
-            found = hosts.local_tasks(**given)
+            arguments = {name: values[name].value for name in _OF_HOSTS}
+            local_tasks = hosts.local_tasks(**arguments)
             if not faults:
                 _make_log_dir(values.log_dir)
-                return Launcher(command, found.cluster, values.log_dir, here=found.tasks, **limits)
+                return Launcher(command, local_tasks.cluster, values.log_dir, here=local_tasks.tasks, **limits)
     elif not faults:
         cluster = local_cluster(values.workers, values.ps)
         _make_log_dir(values.log_dir)

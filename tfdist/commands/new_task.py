@@ -59,7 +59,7 @@ def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
         OSError: The files cannot be written.
     """
     class_name = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    if not all(each.isidentifier() and not keyword.iskeyword(each) for each in (name, class_name)):
+    if not all(identifier.isidentifier() and not keyword.iskeyword(identifier) for identifier in (name, class_name)):
         raise ConfigError(
             f"The name of a task must be a Python identifier, such as my_task. Received: {format_value(name)}."
         )
@@ -77,7 +77,7 @@ def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
     package.mkdir(parents=True)
     names = {"my_task": name, "MyTask": class_name}
     for template in (importlib.resources.files("tfdist.tasks") / "starter").iterdir():
-        text = re.sub("|".join(names), lambda found: names[found[0]], template.read_text(encoding="utf-8"))
+        text = re.sub("|".join(names), lambda match: names[match[0]], template.read_text(encoding="utf-8"))
         (package / template.name.removesuffix(".txt")).write_text(text, encoding="utf-8")
     return package
 

@@ -30,7 +30,7 @@ def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, s
     """
     asynchronous = "retried_steps" in summary  # of parameter servers: a step is one worker's
     compression, sent = summary["compression"]["name"], summary["wire_bytes_per_step"]
-    found = [
+    values = [
         ("task", summary["task"]),
         ("strategy", summary["strategy"]),
         ("workers" if asynchronous else "replicas", summary["num_replicas"]),
@@ -49,7 +49,7 @@ def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, s
         ("wall time", _wall_time(summary["goodput"])),
         ("workdir", workdir),
     ]
-    return [(name, str(value)) for name, value in found if value is not None]
+    return [(name, str(value)) for name, value in values if value is not None]
 
 
 def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
@@ -114,4 +114,4 @@ def _shell_word(text: str) -> str:
     if not _CONTROL.search(text):
         return shlex.quote(text)
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"$'{_CONTROL.sub(lambda found: repr(found[0])[1:-1], escaped)}'"
+    return f"$'{_CONTROL.sub(lambda match: repr(match[0])[1:-1], escaped)}'"

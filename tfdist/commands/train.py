@@ -73,19 +73,19 @@ def _main(argv: Sequence[str]) -> int:
                 return 0
             if validation.has_wrong_types(command.config, "cluster", "backup", "start_timeout", "epochs"):
                 validation.check(command.config, 0, command.faults)  # without the cluster, which these fields find
-            found: ResolvedCluster | None = None
+            resolved: ResolvedCluster | None = None
             workers: int | None = 0  # unless the cluster is sound
             with collect_errors(faults):
-                found = _find_cluster(command.config)
-                workers = len(found.cluster.training_tasks()) if found else None
-                _check_evaluator(command.config, found)
+                resolved = _find_cluster(command.config)
+                workers = len(resolved.cluster.training_tasks()) if resolved else None
+                _check_evaluator(command.config, resolved)
             before = FinishedRun(command.config, command.workdir, command.overwrite)
             with collect_errors(faults):
-                if not (found and found.task.type == "evaluator"):  # which evaluates what a finished run has left
+                if not (resolved and resolved.task.type == "evaluator"):  # which evaluates what a finished run has left
                     before.check()
             validation.check(command.config, workers, command.faults)
             if not faults:
-                return _run(command.config, command.workdir, found, argv, before)
+                return _run(command.config, command.workdir, resolved, argv, before)
     except (ClusterError, BackupError, WriteError, FloatingPointError) as e:
         logger.error(e)
         return 1
@@ -100,34 +100,40 @@ def _find_cluster(config: TrainConfig) -> ResolvedCluster | None:
     return discovery.resolve(timeout=config.start_timeout, **arguments)
 
 
-def _check_evaluator(config: TrainConfig, found: ResolvedCluster | None) -> None:
-    if found and found.task.type == "evaluator":
+def _check_evaluator(config: TrainConfig, resolved: ResolvedCluster | None) -> None:
+    if resolved and resolved.task.type == "evaluator":
         config.cluster.evaluator = 1  # whose needs are checked, whatever the command line says
-    elif found and found.source != "tf_config" and config.cluster.evaluator:
+    elif resolved and resolved.source != "tf_config" and config.cluster.evaluator:
         raise ConfigError(
-            f"cluster.evaluator starts a process where this command starts the others, but here {found.source} does; leave it at 0 "
+            f"cluster.evaluator starts a process where this command starts the others, but here {resolved.source} does; leave it at 0 "
             'and start one process more, with TF_CONFIG whose task is {"type": "evaluator", "index": 0}.'
         )
 
 
 def _run(
-    config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | None, argv: Sequence[str], before: FinishedRun
+    config: TrainConfig,
+    workdir: pathlib.Path,
+    resolved: ResolvedCluster | None,
+    argv: Sequence[str],
+    before: FinishedRun,
 ) -> int:
     """Trains as a task of the cluster that was found, or alone, or starts the tasks that train; returns the exit code."""
-    if found is None and (hint := discovery.misconfiguration_hint()):
+    if resolved is None and (hint := discovery.misconfiguration_hint()):
         logger.warning(f"training on this host alone, though {hint}.")
-    evaluates = found is not None and found.task.type == "evaluator"
+    evaluates = resolved is not None and resolved.task.type == "evaluator"
     with contextlib.ExitStack() as owned:
-        if found is None or evaluates or found.task == found.cluster.chief:
-            owned.enter_context(own_workdir(workdir, found.task.name if found and evaluates else ""))
+        if resolved is None or evaluates or resolved.task == resolved.cluster.chief:
+            owned.enter_context(own_workdir(workdir, resolved.task.name if resolved and evaluates else ""))
             if not evaluates:
                 before.replace()
-        return _run_owned(config, workdir, found, argv)
+        return _run_owned(config, workdir, resolved, argv)
 
 
-def _run_owned(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluster | None, argv: Sequence[str]) -> int:
-    evaluates = found is not None and found.task.type == "evaluator"
-    if found is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
+def _run_owned(
+    config: TrainConfig, workdir: pathlib.Path, resolved: ResolvedCluster | None, argv: Sequence[str]
+) -> int:
+    evaluates = resolved is not None and resolved.task.type == "evaluator"
+    if resolved is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
         return launch(config, argv, workdir)
     process_end.limit_interrupts()
     fields = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
@@ -136,13 +142,13 @@ def _run_owned(config: TrainConfig, workdir: pathlib.Path, found: ResolvedCluste
     if config.backup.save_freq != "never" and threading.current_thread() is threading.main_thread():
         # The Trainer takes over some seconds later, once TensorFlow is loaded.
         signal.signal(signal.SIGTERM, process_end.end_at_once)
-    if found and evaluates:
+    if resolved and evaluates:
         _import_frameworks()
-        importlib.import_module("tfdist.training.evaluator").evaluate_backups(config, workdir, found.task.name)
+        importlib.import_module("tfdist.training.evaluator").evaluate_backups(config, workdir, resolved.task.name)
         return 0
-    code = process_end.run_to_the_end(lambda: train(config, workdir, cluster=found.apply() if found else False))
-    if not code and found:
-        progress.mark_finished(found.task.name)
+    code = process_end.run_to_the_end(lambda: train(config, workdir, cluster=resolved.apply() if resolved else False))
+    if not code and resolved:
+        progress.mark_finished(resolved.task.name)
     return code
 
 
@@ -166,8 +172,8 @@ class FinishedRun:
         self._kept: list[dict[str, Any]] = []
         if self._summary is not None and config.backup.save_freq != "never":
             with contextlib.suppress(OSError, ValueError):  # there is no such folder
-                found = map(_read_json, self._backups.glob("step-*/manifest.json"))
-                self._kept = [body for body in found if body is not None]
+                manifests = map(_read_json, self._backups.glob("step-*/manifest.json"))
+                self._kept = [body for body in manifests if body is not None]
 
     def check(self) -> None:
         """Raises a ConfigError if a finished run would be replaced, and may not be."""

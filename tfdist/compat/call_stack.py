@@ -17,7 +17,7 @@ KERAS_CREATE = (keras.Variable._initialize.__module__, "_initialize")
 # The modules of variables, and the packages of optimizers and of Keras' own steps and compiled losses.
 _VARIABLES = (KERAS_CREATE[0], keras.Variable.assign.__module__)
 _OPTIMIZERS = keras.optimizers.SGD.__module__.rpartition(".")[0]
-_STEPS = tuple(each.__module__.rpartition(".")[0] for each in (keras.Model.train_step, keras.Model.compute_loss))
+_STEPS = tuple(method.__module__.rpartition(".")[0] for method in (keras.Model.train_step, keras.Model.compute_loss))
 
 
 def called_from_keras_step() -> bool:

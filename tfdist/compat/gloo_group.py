@@ -18,8 +18,8 @@ def create_device(library: types.ModuleType, address: str, interface: str) -> An
     Raises:
         RuntimeError: There is no such network on this host.
     """
-    given = {"interface": interface} if interface else {"hostname": address}
-    return library.ProcessGroupGloo.create_device(**given)
+    options = {"interface": interface} if interface else {"hostname": address}
+    return library.ProcessGroupGloo.create_device(**options)
 
 
 def create_group(library: types.ModuleType, store: Any, rank: int, size: int, device: Any, seconds: float) -> Any:

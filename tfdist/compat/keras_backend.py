@@ -34,7 +34,7 @@ def check() -> None:
 
 def _of_file(path: pathlib.Path) -> str:
     try:
-        found = json.loads(read_file(path))
+        content = json.loads(read_file(path))
     except (OSError, ValueError):
         return ""
-    return str(found.get("backend", "")) if isinstance(found, dict) else ""
+    return str(content.get("backend", "")) if isinstance(content, dict) else ""

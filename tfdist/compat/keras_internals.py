@@ -33,8 +33,8 @@ KERAS_MOMENTS = "_moments"
 
 def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
     """Yields a model and its layers, the nested ones included."""
-    found: Iterator[keras.layers.Layer] = model._flatten_layers()
-    return found
+    layers_of_model: Iterator[keras.layers.Layer] = model._flatten_layers()
+    return layers_of_model
 
 
 def has_replaced_make_function(model: keras.Model) -> bool:
@@ -107,21 +107,21 @@ def is_created_in_scope(optimizer: keras.optimizers.Optimizer, strategy: tf.dist
 
 def trainable_variables(optimizer: keras.optimizers.Optimizer) -> Variables:
     """Returns the variables that an optimizer was built with."""
-    found: Sequence[Any] = getattr(optimizer, KERAS_TRAINABLE)
-    return found
+    variables: Sequence[Any] = getattr(optimizer, KERAS_TRAINABLE)
+    return variables
 
 
 def variable_index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
     """Returns the index of a variable in `trainable_variables`. Raises KeyError if the optimizer was built without it."""
-    for index, each in enumerate(trainable_variables(optimizer)):
-        if each is variable:
+    for index, candidate in enumerate(trainable_variables(optimizer)):
+        if candidate is variable:
             return index
     raise KeyError(variable)
 
 
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Returns the variable that counts an optimizer's steps; its property `iterations` counts updates."""
-    return next(each for each in optimizer.variables if each.name == OPTIMIZER_SCALARS[0])
+    return next(v for v in optimizer.variables if v.name == OPTIMIZER_SCALARS[0])
 
 
 def learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
@@ -131,7 +131,7 @@ def learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
 
 def accumulators(optimizer: keras.optimizers.Optimizer) -> Variables:
     """Returns the variables in which an optimizer adds up gradients, one for each of `trainable_variables`."""
-    return [each for each in optimizer.variables if each.name.endswith(GRADIENT_ACCUMULATOR)]
+    return [v for v in optimizer.variables if v.name.endswith(GRADIENT_ACCUMULATOR)]
 
 
 def clip_method(optimizer: keras.optimizers.Optimizer) -> Method:

@@ -143,7 +143,7 @@ def check_compiled(model: keras.Model) -> None:
 def flat_logs(model: keras.Model, logs: dict[str, Any]) -> Logs:
     """Returns logs as `evaluate` does without `return_dict`: a number, or a list, in the order of the model's metrics."""
     compiled = keras_metrics.compiled_metrics(model)
-    names = [each.name for metric in model.metrics for each in (metric.metrics if metric is compiled else [metric])]
+    names = [m.name for metric in model.metrics for m in (metric.metrics if metric is compiled else [metric])]
     values = [logs[name] for name in names if name in logs]
     values += [logs[name] for name in sorted(logs) if name not in names]
     return values[0] if len(values) == 1 else values
@@ -160,7 +160,7 @@ def concatenate(*parts: Structure) -> Structure:
 def joined_outputs(parts: Sequence[Structure]) -> Structure:
     """Returns the outputs of a prediction's executions as of one, as NumPy arrays where they are not ragged."""
     tree = keras.tree
-    lists = tree.map_structure_up_to(parts[0], lambda *each: list(each), *parts)
+    lists = tree.map_structure_up_to(parts[0], lambda *outputs: list(outputs), *parts)
     return as_arrays(tree.map_structure_up_to(parts[0], potentially_ragged_concat, lists))
 
 

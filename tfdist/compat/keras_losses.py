@@ -49,8 +49,8 @@ def compiled_loss(model: keras.Model) -> keras.losses.Loss:
 
 def losses(compiled: keras.losses.Loss) -> list[Structure]:
     """Returns the list in which a built container keeps its losses: named tuples with a field `loss`."""
-    found: list[Any] = getattr(compiled, KERAS_LOSSES)
-    return found
+    loss_objects: list[Any] = getattr(compiled, KERAS_LOSSES)
+    return loss_objects
 
 
 def keep_configuration_errors(compiled: keras.losses.Loss) -> None:
@@ -89,10 +89,10 @@ def loss_and_mask(
     loss: keras.losses.Loss, y_true: Structure, y_pred: Structure, sample_weight: Structure
 ) -> tuple[Structure, Structure]:
     """Returns the result of `Loss.__call__` and the mask of the values that count, on predictions or values, or None."""
-    rows = tf.nest.map_structure(lambda each: keras.ops.convert_to_tensor(each, loss.dtype), (y_true, y_pred))
+    rows = tf.nest.map_structure(lambda y: keras.ops.convert_to_tensor(y, loss.dtype), (y_true, y_pred))
     values = loss.call(*rows)
-    found = mask(y_pred), mask(values)
-    counted = found[0] & found[1] if None not in found else found[0] if found[1] is None else found[1]
+    masks = mask(y_pred), mask(values)
+    counted = masks[0] & masks[1] if None not in masks else masks[0] if masks[1] is None else masks[1]
     value = reduce_weighted_values(values, sample_weight, counted, loss.reduction, loss.dtype)
     return value, counted
 

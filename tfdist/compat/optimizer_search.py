@@ -22,7 +22,11 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """
     own = optimizers_in_attributes(model)
     strategy = model.distribute_strategy
-    deeper = [each for each in _optimizers_in_parts(model) if is_created_in_scope(_wrapped_optimizer(each), strategy)]
+    deeper = [
+        optimizer
+        for optimizer in _optimizers_in_parts(model)
+        if is_created_in_scope(_wrapped_optimizer(optimizer), strategy)
+    ]
     return _without_wrapped([*own, *deeper])
 
 
@@ -51,8 +55,8 @@ def _flatten(value: Any, seen: set[int]) -> Iterator[Any]:
         yield value
     elif id(value) not in seen:
         seen.add(id(value))
-        for each in list(value.values() if isinstance(value, dict) else value):
-            yield from _flatten(each, seen)
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from _flatten(item, seen)
 
 
 def _is_open(value: Any) -> bool:
@@ -69,5 +73,5 @@ def _wrapped_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizer
 
 def _without_wrapped(found: list[keras.optimizers.Optimizer]) -> list[keras.optimizers.Optimizer]:
     """Returns each optimizer once, without those that another one of the list wraps."""
-    wrapped = {id(_wrapped_optimizer(each)) for each in found if _wrapped_optimizer(each) is not each}
-    return list({id(each): each for each in found if id(each) not in wrapped}.values())
+    wrapped = {id(_wrapped_optimizer(o)) for o in found if _wrapped_optimizer(o) is not o}
+    return list({id(o): o for o in found if id(o) not in wrapped}.values())

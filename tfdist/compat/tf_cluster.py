@@ -32,8 +32,8 @@ TF_LAUNCHERS = "_launchers"
 
 def launchers(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Sequence[Launcher]:
     """Returns the objects with which a strategy launches collectives, one for each device of this process."""
-    found: Sequence[Any] = getattr(getattr(strategy.extended, TF_CROSS_DEVICE_OPS), TF_LAUNCHERS)
-    return found
+    values: Sequence[Any] = getattr(getattr(strategy.extended, TF_CROSS_DEVICE_OPS), TF_LAUNCHERS)
+    return values
 
 
 def device(launcher: Launcher) -> str:

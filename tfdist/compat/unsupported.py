@@ -135,10 +135,10 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             "more after them: compile the model with jit_compile=False."
         )
     if model.jit_compile and (
-        found := [x.name for x in keras_internals.layers(model) if getattr(x, "synchronized", False)]
+        synchronized := [x.name for x in keras_internals.layers(model) if getattr(x, "synchronized", False)]
     ):
         yield (
-            f"jit_compile=True: the layer {found[0]} is synchronized=True and sums over the replicas during the step, which XLA "
+            f"jit_compile=True: the layer {synchronized[0]} is synchronized=True and sums over the replicas during the step, which XLA "
             "cannot compile: compile the model with jit_compile=False, or make the layer without synchronized."
         )
     if isinstance(type(model).train_step, tf.types.experimental.PolymorphicFunction):

@@ -187,8 +187,8 @@ def _checked(
             f"{where}return a ReduceResult(sums, contributions, states). Received: {type(result).__name__}."
         )
     expected = [value.shape for value in values]
-    for what, given in (("sums", result.sums), ("contributions", result.contributions)):
-        shapes = [tf.TensorShape(getattr(each, "shape", None)) for each in given]
+    for what, tensors in (("sums", result.sums), ("contributions", result.contributions)):
+        shapes = [tf.TensorShape(getattr(tensor, "shape", None)) for tensor in tensors]
         if len(shapes) != len(expected) or not all(map(tf.TensorShape.is_compatible_with, shapes, expected)):
             raise ConfigError(
                 f"{where}return {what} of its values' shapes, {list(map(tuple, expected))}. Received: "
@@ -238,7 +238,10 @@ class BucketedReduction:
         for place, number in enumerate(numbers):
             places.setdefault(self.compressors[number], []).append(place)
         results = yield from fuse(
-            [_checked(c, [values[p] for p in mine], [states[p] for p in mine], member) for c, mine in places.items()]
+            [
+                _checked(c, [values[i] for i in indices], [states[i] for i in indices], member)
+                for c, indices in places.items()
+            ]
         )
         return merge_results(zip(places.values(), results, strict=True), len(values))
 
@@ -268,16 +271,16 @@ class BucketedReduction:
         parts = [[part for pair in zip(v, cuts, strict=True) for part in split(*pair)] for v in values]
         kept = [[part for pair in zip(s, cuts, strict=True) for part in split_state(*pair)] for s in states]
         sizes = [self._size(number, part) if bucket_bytes else 0 for number, part in zip(owners, parts[0], strict=True)]
-        found: list[list[tuple[list[int], ReduceResult]]] = [[] for _ in members]
+        results_by_rank: list[list[tuple[list[int], ReduceResult]]] = [[] for _ in members]
         for lane, bucket in enumerate(assign_buckets(sizes, bucket_bytes)):
             exchanges = [
                 self.exchange([v[p] for p in bucket], [s[p] for p in bucket], member, [owners[p] for p in bucket])
                 for v, s, member in zip(parts, kept, members, strict=True)
             ]
-            for mine, reduced in zip(found, group.run(exchanges, lane), strict=True):
-                mine.append((bucket, reduced))
+            for results, reduced in zip(results_by_rank, group.run(exchanges, lane), strict=True):
+                results.append((bucket, reduced))
         shapes = [self.shapes[number] for number in numbers]
-        return [join_results(merge_results(mine, len(sizes)), cuts, shapes) for mine in found]
+        return [join_results(merge_results(results, len(sizes)), cuts, shapes) for results in results_by_rank]
 
     def _size(self, number: int, part: tf.Tensor) -> int:
         """Returns the bytes for which a variable's gradient, or a part of it, counts in a bucket."""

@@ -39,5 +39,5 @@ class ErrorFeedback(Wrapper):
     ) -> Exchange:
         whole = [value + residual for value, (residual, *_) in zip(values, states, strict=True)]
         reduced = yield from self.compressor.exchange(whole, [state[1:] for state in states], member)
-        left = [value - sent for value, sent in zip(whole, reduced.contributions, strict=True)]
-        return reduced._replace(states=[(rest, *state) for rest, state in zip(left, reduced.states, strict=True)])
+        residuals = [value - sent for value, sent in zip(whole, reduced.contributions, strict=True)]
+        return reduced._replace(states=[(rest, *state) for rest, state in zip(residuals, reduced.states, strict=True)])

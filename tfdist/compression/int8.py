@@ -89,7 +89,7 @@ class Int8(Int8Options, Compressor):
         # A compiled function of its own, as graphs leave it out where nobody asks what was sent.
         sent = _contribution(rows, _error(received, rounded), tf.one_hot(member.rank, member.size))
         totals = _unpack(total)
-        return tuple(tf.split(tf.reshape(each, [-1, self.block]), [*counts, rest])[:-1] for each in (totals, sent))
+        return tuple(tf.split(tf.reshape(tensor, [-1, self.block]), [*counts, rest])[:-1] for tensor in (totals, sent))
 
     def _sum(self, values: Sequence[tf.Tensor], member: RankContext) -> _Blocks:
         # Each lane holds the sum of all ranks' levels, 0 to 254, so that none carries into the next.
@@ -99,13 +99,13 @@ class Int8(Int8Options, Compressor):
                 f"Int8(transport='sum') is for {_LEVELS} ranks at most. Received: {member.size}; use 'two_shot'."
             )
         largest = yield AllReduce([tf.reduce_max(tf.abs(blocks), -1, keepdims=True) for blocks in values], largest=True)
-        scales = [each / levels for each in largest]
+        scales = [x / levels for x in largest]
         rounded = [tf.round(blocks * _inverse(scale)) for blocks, scale in zip(values, scales, strict=True)]
-        lanes = yield AllReduce([_lanes(tf.cast(each + levels, tf.uint8)) for each in rounded])
-        totals = [tf.reshape(tf.bitcast(each, tf.uint8), [-1, self.block]) for each in lanes]
+        lanes = yield AllReduce([_lanes(tf.cast(x + levels, tf.uint8)) for x in rounded])
+        totals = [tf.reshape(tf.bitcast(x, tf.uint8), [-1, self.block]) for x in lanes]
         return (
             [(tf.cast(t, tf.float32) - levels * member.size) * s for t, s in zip(totals, scales, strict=True)],
-            [each * scale for each, scale in zip(rounded, scales, strict=True)],
+            [x * scale for x, scale in zip(rounded, scales, strict=True)],
         )
 
 

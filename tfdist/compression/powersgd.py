@@ -88,15 +88,15 @@ class PowerSGD(PowerSGDOptions, Compressor):
         results = list(matrices)
         for shape in dict.fromkeys(tuple(matrix.shape) for matrix in matrices):
             places = [place for place, matrix in enumerate(matrices) if tuple(matrix.shape) == shape]
-            given = tf.stack([matrices[place] for place in places])
-            given = tf.math.divide_no_nan(given, tf.reduce_max(tf.abs(given), [1, 2], keepdims=True))
-            done = given[:, :, :0]
+            stacked = tf.stack([matrices[place] for place in places])
+            stacked = tf.math.divide_no_nan(stacked, tf.reduce_max(tf.abs(stacked), [1, 2], keepdims=True))
+            done = stacked[:, :, :0]
             for number in range(shape[1]):
-                whole = column = given[:, :, number : number + 1]
+                whole = column = stacked[:, :, number : number + 1]
                 for _ in range(2 if number else 0):
                     parts = tf.reduce_sum(done * column, 1, keepdims=True)
                     column -= tf.reduce_sum(done * parts, 2, keepdims=True)
-                length, before = (tf.norm(each, axis=1, keepdims=True) for each in (column, whole))
+                length, before = (tf.norm(vectors, axis=1, keepdims=True) for vectors in (column, whole))
                 column = tf.where(length <= _NOTHING * before, 0.0, column / (length + self.orthogonalization_epsilon))
                 done = tf.concat([done, column], 2)
             for place, result in zip(places, tf.unstack(done), strict=True):

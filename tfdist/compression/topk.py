@@ -41,14 +41,14 @@ class TopK(TopKOptions, Compressor):
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         numbers = [tf.reshape(value, [-1]) for value in values]
-        indices, num_selected = zip(*(self._choose(each, member.step) for each in numbers), strict=True)
+        indices, num_selected = zip(*(self._choose(v, member.step) for v in numbers), strict=True)
         selected = [
             tf.where(tf.range(p.shape[0]) < f, tf.gather(n, p), 0)
             for n, p, f in zip(numbers, indices, num_selected, strict=True)
         ]
         message = tf.stack([tf.concat(indices, 0), tf.bitcast(tf.concat(selected, 0), tf.int32)])
         gathered = yield AllGather(message)
-        sizes = [each.shape[0] for each in indices]
+        sizes = [v.shape[0] for v in indices]
         all_indices = tf.split(gathered[:, 0], sizes, 1)
         all_values = tf.split(tf.bitcast(gathered[:, 1], tf.float32), sizes, 1)
         return ReduceResult(
@@ -87,9 +87,9 @@ def _at_least(numbers: tf.Tensor, threshold: tf.Tensor) -> tf.Tensor:
     if count < compiled.LEAST:
         return tf.where(tf.abs(numbers) >= threshold)[:, 0]
     runs = tf.where(_any_at_least(numbers, threshold))[:, 0]
-    found = tf.where(tf.abs(tf.gather(tf.reshape(numbers[:in_runs], [-1, _RUN]), runs)) >= threshold)
+    hits = tf.where(tf.abs(tf.gather(tf.reshape(numbers[:in_runs], [-1, _RUN]), runs)) >= threshold)
     tail = tf.where(tf.abs(numbers[in_runs:]) >= threshold)[:, 0]
-    return tf.concat([tf.gather(runs, found[:, 0]) * _RUN + found[:, 1], tail + in_runs], 0)
+    return tf.concat([tf.gather(runs, hits[:, 0]) * _RUN + hits[:, 1], tail + in_runs], 0)
 
 
 @compiled.compiled

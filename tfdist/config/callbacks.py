@@ -85,13 +85,13 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
         ConfigError: It is not of the form above, or a name or argument of Keras' is unknown.
     """
     faults: list[str] = []
-    found = []
+    parsed = []
     for part in filter(None, map(str.strip, text.split(";"))):
         with collect_errors(faults):
-            found.append(_parse_one(part))
+            parsed.append(_parse_one(part))
     if faults:
         raise ConfigError(faults)
-    return found
+    return parsed
 
 
 def faults(text: str) -> Iterator[str]:
@@ -109,8 +109,8 @@ def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(f"f({rest}" if bracket else "f()", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError
-        given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
-        if "None" in given or len(given) < len(call.keywords):  # **, or a name twice
+        arguments = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+        if "None" in arguments or len(arguments) < len(call.keywords):  # **, or a name twice
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ConfigError(
@@ -119,18 +119,18 @@ def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
         ) from None
     if ":" in name:
         registry.check_findable("callback", name)
-        return name, given
+        return name, arguments
     if name not in CALLBACKS:
         raise ConfigError(unknown_name_message("callback", name, [*CALLBACKS, "package.module:function"]))
-    if faults := list(_argument_faults(name, given)):
+    if faults := list(_argument_faults(name, arguments)):
         raise ConfigError(faults)
-    return name, given
+    return name, arguments
 
 
-def _argument_faults(name: str, given: dict[str, Any]) -> Iterator[str]:
+def _argument_faults(name: str, arguments: dict[str, Any]) -> Iterator[str]:
     """Yields the errors in the arguments of a Keras callback."""
     wrong = False
-    for argument, value in given.items():
+    for argument, value in arguments.items():
         if argument not in CALLBACKS[name]:
             yield unknown_name_message(f"argument of callback {name}", argument, CALLBACKS[name])
         elif not CALLBACKS[name][argument][1](value):
@@ -139,20 +139,20 @@ def _argument_faults(name: str, given: dict[str, Any]) -> Iterator[str]:
     path = _REQUIRED.get(name)
     if wrong or not path:
         return
-    if path not in given:
+    if path not in arguments:
         yield f"callbacks: {name} needs {path}, such as {name}({path}={('log.csv' if path == 'filename' else 'best.keras')!r})."
     elif name == "ModelCheckpoint":
-        yield from _checkpoint_faults(given)
-    elif why := why_no_file(given[path]):
-        yield f"callbacks: {path} of {name} must be a file that can be written. Received: {format_value(given[path])} ({why})."
+        yield from _checkpoint_faults(arguments)
+    elif why := why_no_file(arguments[path]):
+        yield f"callbacks: {path} of {name} must be a file that can be written. Received: {format_value(arguments[path])} ({why})."
 
 
-def _checkpoint_faults(given: dict[str, Any]) -> Iterator[str]:
-    path, weights = given["filepath"], given.get("save_weights_only", False)
+def _checkpoint_faults(arguments: dict[str, Any]) -> Iterator[str]:
+    path, weights = arguments["filepath"], arguments.get("save_weights_only", False)
     ends = (".weights.h5",) if weights else (".keras", ".h5")
     received = f"Received: {format_value(path)}"
     if not path.endswith(ends):
-        of = f" with save_weights_only={weights}" if "save_weights_only" in given else ""
+        of = f" with save_weights_only={weights}" if "save_weights_only" in arguments else ""
         yield f"callbacks: filepath of ModelCheckpoint must end in {' or '.join(ends)}{of}. {received}."
         return
     try:
@@ -165,7 +165,7 @@ def _checkpoint_faults(given: dict[str, Any]) -> Iterator[str]:
             f"filled in. {received} ({describe_error(e)})."
         )
         return
-    freq = given.get("save_freq", "epoch")
+    freq = arguments.get("save_freq", "epoch")
     lacking = [name for name in names if (name == "batch" if freq == "epoch" else name.startswith("val_"))]
     if lacking:
         when = "after an epoch" if freq == "epoch" else "after a batch"
@@ -198,12 +198,16 @@ def monitored(text: str) -> Iterator[tuple[str, str]]:
     Args:
         text: The field.
     """
-    for name, given in parse(text):
-        follows = name != "ModelCheckpoint" or given.get("save_best_only") or "monitor" in given
+    for name, arguments in parse(text):
+        follows = name != "ModelCheckpoint" or arguments.get("save_best_only") or "monitor" in arguments
         if "monitor" in CALLBACKS.get(name, ()) and follows:
-            yield name, given.get("monitor", "val_loss")
+            yield name, arguments.get("monitor", "val_loss")
         if name == "ModelCheckpoint":
-            yield from ((name, each) for each in placeholders(given["filepath"]) if each not in ("epoch", "batch"))
+            yield from (
+                (name, placeholder)
+                for placeholder in placeholders(arguments["filepath"])
+                if placeholder not in ("epoch", "batch")
+            )
 
 
 def _value(node: ast.expr) -> Any:
@@ -216,4 +220,4 @@ def resolve(name: str) -> Any:
     Raises:
         ConfigError: There is none of your own of this name.
     """
-    return registry.resolve("callback", name, {each: f"keras.callbacks:{each}" for each in CALLBACKS})
+    return registry.resolve("callback", name, {callback: f"keras.callbacks:{callback}" for callback in CALLBACKS})

@@ -36,8 +36,8 @@ class ClusterConfig:
 
     def resolver_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `discovery.resolve`."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in given.items() if name not in ("workers", "evaluator")}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if name not in ("workers", "evaluator")}
 
 
 FLAGS = {

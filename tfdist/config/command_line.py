@@ -38,7 +38,7 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool =
         Error: Of absl: a value is none that the flag can have.
     """
     try:
-        left: list[str] = values([argv[0], *expand(values, argv[1:])], known_only=known_only)
+        remaining: list[str] = values([argv[0], *expand(values, argv[1:])], known_only=known_only)
     except flags.UnrecognizedFlagError as e:
         raise unknown_flag(f"--{e.flagname}", values) from e
     except flags.IllegalFlagValueError as e:
@@ -46,7 +46,7 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool =
         raise ConfigError(sentence) from e
     except ValueError as e:  # --nojson=3
         raise ConfigError(f"{e}.") from e
-    return left
+    return remaining
 
 
 def _in_other_words(text: str) -> str:
@@ -94,7 +94,7 @@ def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str
         else:
             yield known + equals + value
             if not equals and flag in values and not values[flag].boolean:
-                yield from (each for each in [next(following, None)] if each is not None)
+                yield from (word for word in [next(following, None)] if word is not None)
 
 
 def _flags_in(path: str, within: tuple[str, ...]) -> list[str]:

@@ -142,10 +142,12 @@ class CompressionConfig(NamedOptions):
         Raises:
             ConfigError: There is no such class, or it is no compressor.
         """
-        found = registry.resolve("compression", self.name, {name: path for name, (path, _) in COMPRESSORS.items()})
-        if not (isinstance(found, type) and dataclasses.is_dataclass(found) and hasattr(found, "exchange")):
+        compressor = registry.resolve("compression", self.name, {name: path for name, (path, _) in COMPRESSORS.items()})
+        if not (
+            isinstance(compressor, type) and dataclasses.is_dataclass(compressor) and hasattr(compressor, "exchange")
+        ):
             raise ConfigError(f"compression {self.name!r} is no subclass of tfdist.compression.Compressor.")
-        return found
+        return compressor
 
     def option_fields(self) -> dict[str, dataclasses.Field[Any]]:
         """Returns the fields of its options, by name; imports the user's own compressor.
@@ -162,8 +164,8 @@ class CompressionConfig(NamedOptions):
         try:
             faults = list(self.option_faults())
             if self.name not in COMPRESSORS and not faults:
-                made, given = self.compressor_class(), self.all_options()
-                made(**{field.name: given[field.name] for field in dataclasses.fields(made) if field.name in given})
+                made, options = self.compressor_class(), self.all_options()
+                made(**{field.name: options[field.name] for field in dataclasses.fields(made) if field.name in options})
         except ConfigError as e:
             faults = list(e.faults)
         except Exception as e:  # of the user's own compressor

@@ -129,12 +129,12 @@ def _config_path(arguments: Sequence[str]) -> str | None:
 
 def _last_value(arguments: Sequence[str], flag: str) -> str | None:
     """Returns the value of the last `--flag=value` or `--flag value`."""
-    found = None
+    last = None
     for position, argument in enumerate(arguments):
         name, value = _split_flag(argument)
         if name == flag:
-            found = _take_value(list(arguments[position + 1 :])) if value is None else value
-    return found
+            last = _take_value(list(arguments[position + 1 :])) if value is None else value
+    return last
 
 
 def _take_value(following: list[str]) -> str | None:
@@ -157,7 +157,7 @@ def _set_names(config: TrainConfig, arguments: Sequence[str]) -> None:
 def _set_all(config: TrainConfig, arguments: Sequence[str], faults: list[str], others: Sequence[str]) -> dict[str, Any]:
     """Sets the fields that flags name; returns the values of the flags that are no fields, and adds a fault for each that is wrong."""
     following = list(arguments)
-    found: dict[str, Any] = {}
+    assigned: dict[str, Any] = {}
     while following:
         flag, value = _split_flag(argument := following.pop(0))
         written = f"--{truncate(flag)}"
@@ -192,8 +192,8 @@ def _set_all(config: TrainConfig, arguments: Sequence[str], faults: list[str], o
         elif is_field:
             setattr(holder, name.rpartition(".")[2], parsed)
         else:
-            found[name] = parsed
-    return found
+            assigned[name] = parsed
+    return assigned
 
 
 def _unknown_flag(config: TrainConfig, flag: str, written: str, others: Sequence[str]) -> str:

@@ -59,8 +59,8 @@ def step_range(name: str, text: str) -> tuple[int, int] | None:
     """
     if text == "":
         return None
-    found = re.fullmatch(f"({_NUMBER})(?::({_NUMBER}))?", str(text))
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    match = re.fullmatch(f"({_NUMBER})(?::({_NUMBER}))?", str(text))
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if first > last:
         raise ConfigError(
             f"{name} must be the first and the last step, such as '20:25', or one step from 1. Received: {format_value(text)}."

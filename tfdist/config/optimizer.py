@@ -153,10 +153,10 @@ class OptimizerConfig(NamedOptions):
 
     def arguments(self) -> dict[str, Any]:
         """Returns the optimizer's arguments: those that are set, except values of 0 that turn an option off."""
-        found = self.options()
-        found.pop(_EXCLUDE, None)
+        arguments = self.options()
+        arguments.pop(_EXCLUDE, None)
         off = _OFF_AT_ZERO if self.takes_any or self.decays else (*_OFF_AT_ZERO, "weight_decay")
-        return {name: value for name, value in found.items() if name not in off or value != 0}
+        return {name: value for name, value in arguments.items() if name not in off or value != 0}
 
     @property
     def decays(self) -> bool:
@@ -195,12 +195,12 @@ def _fields(optimizer: str) -> Mapping[str, dataclasses.Field[Any]]:
     """Returns a field for each argument of an optimizer; of your own, an empty text, the types of arguments that Keras' have, too."""
     own = {name: default for takes in OPTIMIZERS.values() for name, default in takes.items()}
     defaults = {**OPTIMIZERS.get(optimizer, own), **EVERY_OPTIMIZER, **OPTIMIZERS.get(optimizer, {}), _EXCLUDE: ""}
-    found = {}
+    fields = {}
     for name, default in defaults.items():
         known = optimizer or name in EVERY_OPTIMIZER or name == _EXCLUDE
         field = option(default, *_expected(optimizer, name)) if known else dataclasses.field()
-        found[name] = (name, _kind(default), field)
-    made = dataclasses.make_dataclass("Options", found.values(), kw_only=True)
+        fields[name] = (name, _kind(default), field)
+    made = dataclasses.make_dataclass("Options", fields.values(), kw_only=True)
     return {field.name: field for field in dataclasses.fields(made)}
 
 
@@ -218,7 +218,7 @@ def _expected(optimizer: str, argument: str) -> tuple[Any, ...]:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
 
 
 def range_of(optimizer: str, argument: str) -> Range | None:

@@ -152,7 +152,7 @@ class NamedOptions:
     def unknown_option(self, name: str) -> str:
         """Returns the error for an option that the named object does not accept."""
         fields = self.option_fields()
-        others = [each for each in self.BUILT_IN if name in type(self)(each).option_fields()]
+        others = [built_in for built_in in self.BUILT_IN if name in type(self)(built_in).option_fields()]
         hint = f", which is an option of {', '.join(others)}." if others else did_you_mean(name, fields)
         takes = f"It takes: {', '.join(fields)}." if fields else "It takes no arguments."
         return f"{self.WHAT} {self.name!r} takes no {format_value(name)}{hint} {takes}"

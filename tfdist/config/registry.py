@@ -93,10 +93,10 @@ def check_findable(what: str, name: str) -> None:
         raise ConfigError(f"{what} must be your own as 'package.module:Name'. Received: {format_value(name)}.")
     package = name.partition(":")[0].partition(".")[0]
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # a module without a specification, such as __main__
         return
-    if found is None:
+    if spec is None:
         raise ConfigError(
             f"The module of {what} {name!r} cannot be found: No module named {package!r}. Is its folder the current one, or on PYTHONPATH?"
         )
@@ -109,17 +109,17 @@ def find_plugins(what: str, built_in: Collection[str]) -> dict[str, Plugin]:
         what: A key of `PLUGIN_GROUPS`; there are no plug-ins of anything else.
         built_in: Names that plug-ins cannot have: those that have one are left out.
     """
-    found: dict[str, Plugin] = {}
+    plugins: dict[str, Plugin] = {}
     for entry in _entry_points(PLUGIN_GROUPS[what]) if what in PLUGIN_GROUPS else ():
         name, _, variable = entry.name.partition(".") if what == "cluster source" else (entry.name, "", "")
         distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
         plugin = Plugin(entry.value, (distribution,), variable)
-        other = found.get(name, plugin)
+        other = plugins.get(name, plugin)
         if (other.target, other.variable) != (plugin.target, plugin.variable):
             plugin = other._replace(distributions=(*other.distributions, distribution))
         if name not in built_in:
-            found[name] = plugin
-    return dict(sorted(found.items()))
+            plugins[name] = plugin
+    return dict(sorted(plugins.items()))
 
 
 class Plugin(NamedTuple):
@@ -140,13 +140,13 @@ def _entry_points(group: str) -> Iterable[EntryPoint]:
     try:
         return importlib.metadata.entry_points(group=group)
     except Exception:  # at one damaged file, whatever group it is of, Python reads none
-        found: list[EntryPoint] = []
+        entry_points: list[EntryPoint] = []
         for distribution in importlib.metadata.distributions():
             try:
-                found += distribution.entry_points.select(group=group)
+                entry_points += distribution.entry_points.select(group=group)
             except Exception as e:
                 _warn_once(f"{distribution.name} {distribution.version}", describe_error(e))
-        return found
+        return entry_points
 
 
 @functools.cache

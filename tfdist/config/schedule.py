@@ -73,24 +73,28 @@ class ScheduleConfig:
             if field.name not in known and getattr(self, field.name) != field.default:
                 yield f"schedule {self.name!r} takes no {field.name!r}. It takes: {', '.join(known[1:])}."
         try:
-            found, factors = self.numbers("boundaries"), self.factors()
+            boundaries, factors = self.numbers("boundaries"), self.factors()
         except ConfigError as e:
             yield from e.faults
             return
-        shares = [boundary < 1 for boundary in found]
-        if found != sorted(set(found)) or not all(each > 0 for each in found) or (any(shares) and not all(shares)):
+        shares = [boundary < 1 for boundary in boundaries]
+        if (
+            boundaries != sorted(set(boundaries))
+            or not all(boundary > 0 for boundary in boundaries)
+            or (any(shares) and not all(shares))
+        ):
             yield (
                 "schedule.boundaries must be numbers above 0 that rise, either all numbers of updates or all shares of the run. "
                 f"Received: {format_value(self.boundaries)}."
             )
-        elif any(boundary >= 1 and boundary % 1 for boundary in found):
+        elif any(boundary >= 1 and boundary % 1 for boundary in boundaries):
             yield f"schedule.boundaries must be whole numbers, or shares below 1. Received: {format_value(self.boundaries)}."
-        elif found and found[-1] > MOST_STEPS:
+        elif boundaries and boundaries[-1] > MOST_STEPS:
             yield f"schedule.boundaries must be at most {MOST_STEPS}. Received: {format_value(self.boundaries)}."
-        if len(factors) != len(found) or not all(factor in _FACTOR for factor in factors):
+        if len(factors) != len(boundaries) or not all(factor in _FACTOR for factor in factors):
             yield (
                 f"schedule.factor must be one number of {_FACTOR}, or one for each of schedule.boundaries "
-                f"({len(found)}). Received: {format_value(self.factor)}."
+                f"({len(boundaries)}). Received: {format_value(self.factor)}."
             )
 
     def numbers(self, field: str) -> list[float]:
@@ -112,5 +116,5 @@ class ScheduleConfig:
 
     def factors(self) -> list[float]:
         """Returns the factor of each boundary."""
-        found = self.numbers("factor")
-        return found * len(self.numbers("boundaries")) if len(found) == 1 else found
+        numbers = self.numbers("factor")
+        return numbers * len(self.numbers("boundaries")) if len(numbers) == 1 else numbers

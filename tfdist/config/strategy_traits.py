@@ -122,7 +122,7 @@ def find_traits(name: str) -> StrategyTraits:
 
 def traits_of(strategy: object) -> StrategyTraits:
     """Returns the traits of a strategy object, which may be TensorFlow's own, or its default one."""
-    if (found := getattr(strategy, "traits", None)) is not None:
-        return found
+    if (own_traits := getattr(strategy, "traits", None)) is not None:
+        return own_traits
     names = {cls.__name__ for cls in type(strategy).__mro__}
     return next((traits for traits in STRATEGIES.values() if traits.tensorflow in names), StrategyTraits())

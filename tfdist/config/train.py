@@ -160,7 +160,7 @@ def _check_groups(config: Any, path: str, outer: tuple[Any, ...]) -> None:
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             continue
         where = f"{path}.{field.name}"
-        if any(value is each for each in (*outer, config)):
+        if any(value is group for group in (*outer, config)):
             raise ConfigError(
                 f"{where} must not hold itself. Received: a {type(value).__name__} that holds this field."
             )

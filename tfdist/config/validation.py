@@ -149,8 +149,8 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     ):
         yield f"initial_weights must be a file .weights.h5 or .keras. Received: {format_value(config.initial_weights)}."
     if typed("callbacks"):
-        yield from (found := list(callbacks.faults(config.callbacks)))
-        if not found and typed("task", "epochs", "validation_freq", "optimizer"):
+        yield from (callback_faults := list(callbacks.faults(config.callbacks)))
+        if not callback_faults and typed("task", "epochs", "validation_freq", "optimizer"):
             yield from _callback_faults(config)
     if typed("nan_policy", "strategy"):
         yield from nan_policy_faults(config.nan_policy, config.strategy.name, traits)

@@ -34,8 +34,8 @@ _METHODS = {
 def walk(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Yields a dataset and the datasets it is made from, except those that its functions make."""
     yield dataset
-    for each in tf_internals.inputs(dataset):
-        yield from walk(each)
+    for source in tf_internals.inputs(dataset):
+        yield from walk(source)
 
 
 def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
@@ -65,11 +65,11 @@ def describe_order(dataset: tf.data.Dataset) -> list[str]:
             # ["shuffle(buffer_size=9, seed=..., seed2=3)", "batch(batch_size=2)"]
     """
     transformations = []
-    for each in walk(dataset):
-        kind = tf_internals.dataset_kind(each)
+    for node in walk(dataset):
+        kind = tf_internals.dataset_kind(node)
         method, names = _METHODS.get(kind, (kind.lower(), ()))
-        parts = [f"{name}={number}" for name, number in tf_internals.dataset_numbers(each, names).items()]
-        if seeds := sorted(_function_seeds(each, kind in ("Filter", "TakeWhile"))):
+        parts = [f"{name}={number}" for name, number in tf_internals.dataset_numbers(node, names).items()]
+        if seeds := sorted(_function_seeds(node, kind in ("Filter", "TakeWhile"))):
             parts.append(f"seeds in its function={seeds}")
         if parts or kind in _METHODS:
             transformations.append(f"{method}({', '.join(parts)})")
@@ -96,8 +96,8 @@ def _function_seeds(dataset: tf.data.Dataset, decides: bool) -> Iterator[list[in
 def _scopes(graph: tf.Graph) -> Iterator[dict[str, tf.compat.v1.NodeDef]]:
     """Yields the operations of a graph, and of each function that it calls, by name."""
     definition = graph.as_graph_def()
-    for each in (definition.node, *(function.node_def for function in definition.library.function)):
-        yield {node.name: node for node in each}
+    for nodes in (definition.node, *(function.node_def for function in definition.library.function)):
+        yield {node.name: node for node in nodes}
 
 
 def _constants(scope: dict[str, tf.compat.v1.NodeDef], name: str) -> list[int]:
@@ -108,4 +108,4 @@ def _constants(scope: dict[str, tf.compat.v1.NodeDef], name: str) -> list[int]:
     if node.op == "Const":
         value = tf.make_ndarray(node.attr["value"].tensor)
         return [int(value)] if value.shape == () and value.dtype.kind == "i" else []
-    return [number for each in node.input for number in _constants(scope, each.lstrip("^"))]
+    return [number for source in node.input for number in _constants(scope, source.lstrip("^"))]

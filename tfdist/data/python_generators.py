@@ -42,7 +42,7 @@ def find_generators(*roots: Any) -> list[RandomGenerator]:
         if id(value) not in found:
             found[id(value)] = value
             queue.extend(_held(value))
-    return [each for each in found.values() if isinstance(each, _KINDS) and not isinstance(each, random.SystemRandom)]
+    return [v for v in found.values() if isinstance(v, _KINDS) and not isinstance(v, random.SystemRandom)]
 
 
 def get_state(generator: RandomGenerator) -> Json:
@@ -93,7 +93,7 @@ def _held(value: Any) -> Iterator[Any]:
         yield from _held_by_function(value)
     elif isinstance(value, type):
         if not _is_library(value.__module__):
-            yield from (each for each in vars(value).values() if callable(each))
+            yield from (attribute for attribute in vars(value).values() if callable(attribute))
             yield from value.__bases__
     elif isinstance(value, PYTHON_FUNCTION_HOLDERS) or not _is_library(type(value).__module__):
         yield from getattr(value, "__dict__", {}).values()
@@ -125,9 +125,9 @@ def _named(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
         else:
             yield value
             value = None
-    for each in code.co_consts:  # of functions and comprehensions inside
-        if isinstance(each, types.CodeType):
-            yield from _named(each, names)
+    for constant in code.co_consts:  # of functions and comprehensions inside
+        if isinstance(constant, types.CodeType):
+            yield from _named(constant, names)
 
 
 def _is_library(module: str) -> bool:

@@ -46,7 +46,9 @@ class PythonDataState:
         self._reads_on = reads_on and self._data is not None and _has_hooks(self._data)
         self._records = is_backed_up and not (self._data is None or self._keeps or reads_on) and _has_hooks(self._data)
         roots = called if self._data is None else () if self._keeps else (self._data,)
-        self._own = [each for each in python_generators.find_generators(*roots) if each not in PROCESS_GENERATORS]
+        self._own = [
+            generator for generator in python_generators.find_generators(*roots) if generator not in PROCESS_GENERATORS
+        ]
         self._generators = [*PROCESS_GENERATORS, *self._own]
         self.is_used = self._data is not None or bool(called)
         self.order: int | None = None
@@ -59,7 +61,7 @@ class PythonDataState:
         if not self.is_used:
             return None
         state = process_generator_states()
-        state["own"] = [_to_json(python_generators.get_state(each)) for each in self._own]
+        state["own"] = [_to_json(python_generators.get_state(generator)) for generator in self._own]
         if self._keeps:
             state["data"] = _to_json(self._data.state_dict())
         return state
@@ -69,8 +71,8 @@ class PythonDataState:
         if state:
             set_process_generator_states(state)
             # A backup of an earlier version has none.
-            for generator, each in zip(self._own, state.get("own", ()), strict=False):
-                python_generators.set_state(generator, _from_json(each))
+            for generator, saved in zip(self._own, state.get("own", ()), strict=False):
+                python_generators.set_state(generator, _from_json(saved))
             if self._keeps:
                 self._data.load_state_dict(_from_json(state["data"]))
 
@@ -80,9 +82,9 @@ class PythonDataState:
         Args:
             callbacks: The user's, which may draw while a thread reads the data.
         """
-        for kind in dict.fromkeys(type(each) for each in callbacks if self.is_used):
+        for kind in dict.fromkeys(type(value) for value in callbacks if self.is_used):
             # Of its class alone: a callback that holds the data need not draw.
-            if any(each in self._generators for each in find_generators(kind)):
+            if any(value in self._generators for value in find_generators(kind)):
                 yield (
                     f"the callback {kind.__name__} may draw from a generator, as random or numpy.random, while the data's Python "
                     "code draws from it in a thread; give it one of its own, with state_dict() and load_state_dict(state)"
@@ -140,8 +142,8 @@ class PythonDataState:
         """Notes the order of the epoch that begins next. No other thread may read the data meanwhile."""
         if self._records:
             with self._preserve_generators():
-                for each in self._generators:  # as noise must not change it
-                    python_generators.reset(each)
+                for generator in self._generators:  # as noise must not change it
+                    python_generators.reset(generator)
                 self.order = _checksum(self._data, 1)
 
     def end_epochs(self, number: int, order: int | None, drawn_by_hooks: list[dict[str, Any]]) -> None:
@@ -168,7 +170,7 @@ class PythonDataState:
     @contextlib.contextmanager
     def preserve_own_generators(self) -> Iterator[None]:
         """Leaves the generators that the Python code holds as they are."""
-        before = [python_generators.get_state(each) for each in self._own]
+        before = [python_generators.get_state(g) for g in self._own]
         try:
             yield
         finally:
@@ -184,7 +186,7 @@ class PythonDataState:
             self._set_states(before)
 
     def _states(self) -> list[Json]:
-        return [_to_json(python_generators.get_state(each)) for each in self._generators]
+        return [_to_json(python_generators.get_state(generator)) for generator in self._generators]
 
     def _set_states(self, states: Sequence[Json]) -> None:
         """Sets the states that are not None."""

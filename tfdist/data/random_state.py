@@ -28,7 +28,7 @@ _PYTHON = "data/python"
 def random_states(dataset: tf.data.Dataset) -> Iterator[tf.Variable]:
     """Yields the states of Keras' seed generators and of `tf.random.Generator`s that a dataset's own functions use."""
     for function in functions(dataset):
-        for variable in sorted(function.graph.variables, key=lambda each: each.name):
+        for variable in sorted(function.graph.variables, key=lambda v: v.name):
             name = variable.name.split("/")[-1].split(":")[0]
             if variable.dtype.is_integer and name.startswith((SEED_STATE, GENERATOR_STATE)):
                 yield variable
@@ -58,9 +58,9 @@ class DatasetRandomState:
     """
 
     def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: DataAdapter, is_backed_up: bool, reads_on: bool):
-        every = [each for dataset in datasets for each in walk(dataset)]
-        self._variables = list({id(v): v for each in every for v in random_states(each)}.values())
-        called = [function for each in every for function in python_functions(each)]
+        every = [node for dataset in datasets for node in walk(dataset)]
+        self._variables = list({id(v): v for node in every for v in random_states(node)}.values())
+        called = [function for node in every for function in python_functions(node)]
         self._python = PythonDataState(adapter, called, is_backed_up, reads_on)
         self.calls_python = self._python.is_used
         self.is_random = bool(self._variables) or self.calls_python

@@ -27,12 +27,14 @@ def replay(dataset: tf.data.Dataset, passes: int, reads: bool = True) -> None:
         passes: How many.
         reads: Whether to read the first one to its end if it filled a cache, which holds the order of that pass.
     """
-    if passes and reads and any(isinstance(each, CacheDataset) for each in walk(dataset)):
+    if passes and reads and any(isinstance(reshuffling, CacheDataset) for reshuffling in walk(dataset)):
         collections.deque(iter(dataset), maxlen=0)
         passes -= 1
-    for each, times in _reshuffling_datasets(dataset, passes, passes):
+    for reshuffling, times in _reshuffling_datasets(dataset, passes, passes):
         for _ in range(times):
-            iter(each)  # moves its own order alone: it begins the dataset that it is made from when it is first read
+            iter(
+                reshuffling
+            )  # moves its own order alone: it begins the dataset that it is made from when it is first read
 
 
 def _reshuffling_datasets(dataset: tf.data.Dataset, begun: int, read: int) -> Iterator[tuple[tf.data.Dataset, int]]:
@@ -49,5 +51,5 @@ def _reshuffling_datasets(dataset: tf.data.Dataset, begun: int, read: int) -> It
     if isinstance(dataset, RepeatDataset):
         count = max(tf_internals.repeat_count(dataset), 1)
         begun, read = begun + read * count, read * count  # it starts again even after the last time
-    for each in tf_internals.inputs(dataset):
-        yield from _reshuffling_datasets(each, begun, read)
+    for source in tf_internals.inputs(dataset):
+        yield from _reshuffling_datasets(source, begun, read)

@@ -70,8 +70,8 @@ def gather(pieces: _Cut, indices: tf.Tensor) -> tf.Tensor:
     which = tf.cast(indices // rows, tf.int32)
     within = tf.dynamic_partition(indices % rows, which, len(tensors))
     places = tf.dynamic_partition(tf.range(tf.size(indices)), which, len(tensors))
-    found = tf.dynamic_stitch(places, [tf.gather(*each) for each in zip(tensors, within, strict=True)])
-    return tf.ensure_shape(found, [*indices.shape, *tensors[0].shape[1:]])
+    stitched = tf.dynamic_stitch(places, [tf.gather(*pair) for pair in zip(tensors, within, strict=True)])
+    return tf.ensure_shape(stitched, [*indices.shape, *tensors[0].shape[1:]])
 
 
 def _can_be_cut(array: Structure) -> bool:
@@ -102,8 +102,8 @@ def _slices(original: Callable[..., tf.data.Dataset], tensors: Structure, name: 
     columns = [cut(leaf, min(map(_rows, large)))[1] for leaf in leaves]
     datasets = [original(tf_internals.dataset_structure(tensors, row), name=name) for row in zip(*columns, strict=True)]
     whole = datasets[0]
-    for each in datasets[1:]:
-        whole = whole.concatenate(each)
+    for piece in datasets[1:]:
+        whole = whole.concatenate(piece)
     return whole
 
 

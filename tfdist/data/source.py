@@ -73,7 +73,7 @@ class DataSource:
         """The form of an element of the first dataset: of the first element, if it is not known of all."""
         data = self.datasets[0] if self.datasets else self.data
         form = data.element_spec
-        if keras_loops.reads_python(self.adapter) or all(_is_known(each) for each in tf.nest.flatten(form)):
+        if keras_loops.reads_python(self.adapter) or all(_is_known(leaf) for leaf in tf.nest.flatten(form)):
             return form
         return next(iter(data.take(1) if isinstance(data, tf.data.Dataset) else data))
 
@@ -138,9 +138,9 @@ class Passes:
                 if self.steps_per_epoch:
                     warnings.warn(_RAN_OUT, stacklevel=2)
                 break
-            left = None if total is None else total - begin
-            self._seen += min(size, left) if self.steps_per_epoch and left else size
-            yield begin, begin + size - 1, left
+            remaining_steps = None if total is None else total - begin
+            self._seen += min(size, remaining_steps) if self.steps_per_epoch and remaining_steps else size
+            yield begin, begin + size - 1, remaining_steps
             begin += size
         if self._num_batches and self._seen >= self._num_batches:
             self._open(is_read=self.steps_per_epoch is not None)

@@ -27,28 +27,28 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         value = f"set beside the variables of {' and '.join(others)}, and comes before them"
         yield Finding(WARNING, "TF_CONFIG", value, "unset TF_CONFIG if an earlier run has left it")
     try:
-        found = discovery.resolve(environ, timeout=_TIMEOUT)
+        resolved = discovery.resolve(environ, timeout=_TIMEOUT)
     except ConfigError as e:
         remedy = f"correct it, or {_ALONE}" if config else "correct it"
         yield from (Finding(ERROR, "cluster", printable(fault), remedy) for fault in e.faults)
     except ClusterError as e:
         yield Finding(WARNING, "cluster", printable(str(e)), "run this in all tasks at once")
     else:
-        if found is None:
+        if resolved is None:
             hint = discovery.misconfiguration_hint(environ)
             value = "none" if hint else "none: one process on this machine"
             yield Finding(WARNING if hint else OK, "cluster", value, hint)
             return
-        value = f"{found.task} of {len(found.cluster.tasks())} tasks, by {found.source}"
-        is_left = found.source == "tf_config" and not is_launched
+        value = f"{resolved.task} of {len(resolved.cluster.tasks())} tasks, by {resolved.source}"
+        is_left = resolved.source == "tf_config" and not is_launched
         yield Finding(NOTE, "cluster", value, _ALONE) if is_left else Finding(OK, "cluster", value)
-        if found.task in found.cluster.tasks():
-            yield _own_address(found)
+        if resolved.task in resolved.cluster.tasks():
+            yield _own_address(resolved)
 
 
-def _own_address(found: ResolvedCluster) -> Finding:
+def _own_address(resolved: ResolvedCluster) -> Finding:
     """Returns whether the task's address is one of this machine's, and then whether its port is free."""
-    address = found.cluster.address(found.task)
+    address = resolved.cluster.address(resolved.task)
     host, what = shorten(split_address(address)[0]), "own address"
     try:
         theirs = _resolve_host(split_address(address)[0])
@@ -56,11 +56,11 @@ def _own_address(found: ResolvedCluster) -> Finding:
         remedy = "correct the name, or add it to DNS or /etc/hosts"
         return Finding(WARNING, what, f"{host} is not known here: {e.strerror or e}", remedy)
     if not theirs & _addresses_of_this_machine():
-        value = f"{found.task} is to be at {host} ({', '.join(sorted(theirs))}), which is no address of this machine"
+        value = f"{resolved.task} is to be at {host} ({', '.join(sorted(theirs))}), which is no address of this machine"
         remedy = "unset TF_CONFIG if another run has left it, or give this machine its own task"
         return Finding(WARNING, what, value, f"{remedy}; right only behind a translated address")
     try:
-        with greeting.listening_for_peers(found.cluster, found.task):
+        with greeting.listening_for_peers(resolved.cluster, resolved.task):
             return Finding(OK, "own port", f"{address} is free")
     except ClusterError as e:
         return Finding(ERROR, "own port", printable(str(e)), "end that process, or give the task another port")
@@ -71,14 +71,14 @@ def host_name(environ: Mapping[str, str]) -> Iterator[Finding]:
     name, what = shorten(socket.gethostname()), "host name"
     remedy = f"give {name} its address in DNS or /etc/hosts"
     try:
-        found = _resolve_host(socket.gethostname())
+        addresses = _resolve_host(socket.gethostname())
     except OSError as e:
         yield Finding(WARNING, what, f"{name} is not known here: {e.strerror or e}", remedy)
         return
-    value = f"{name}: {', '.join(sorted(found))}"
-    if not found & _addresses_of_this_machine():
+    value = f"{name}: {', '.join(sorted(addresses))}"
+    if not addresses & _addresses_of_this_machine():
         yield Finding(WARNING, what, f"{value}, which is no address of this machine", remedy)
-    elif all(ipaddress.ip_address(address).is_loopback for address in found):
+    elif all(ipaddress.ip_address(address).is_loopback for address in addresses):
         yield Finding(NOTE, what, f"{value}, which each host takes for itself", f"for several hosts, {remedy}")
     else:
         yield Finding(OK, what, value)
@@ -87,10 +87,10 @@ def host_name(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _resolve_host(host: str) -> set[str]:
     """Returns the addresses of a host's name, or raises an OSError. May take long: call it in a thread."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError:  # a part of the name is too long, or empty
         raise OSError("no name of a host") from None
-    return {str(entry[4][0]).partition("%")[0] for entry in found}  # without the zone of an IPv6 address
+    return {str(entry[4][0]).partition("%")[0] for entry in entries}  # without the zone of an IPv6 address
 
 
 def _addresses_of_this_machine() -> set[str]:
@@ -98,5 +98,5 @@ def _addresses_of_this_machine() -> set[str]:
     import psutil
 
     entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
-    found = {each.address.partition("%")[0] for each in entries if each.family in (socket.AF_INET, socket.AF_INET6)}
-    return found | {"127.0.0.1", "127.0.1.1", "::1", "0.0.0.0"}
+    addresses = {a.address.partition("%")[0] for a in entries if a.family in (socket.AF_INET, socket.AF_INET6)}
+    return addresses | {"127.0.0.1", "127.0.1.1", "::1", "0.0.0.0"}

@@ -41,11 +41,15 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         remedy = "look at the driver, or set CUDA_VISIBLE_DEVICES= to train without GPUs"
         yield Finding(ERROR, "devices", f"TensorFlow {why}", f"run python -c 'import tensorflow'; {remedy}")
         return
-    found = json.loads(answer)
-    names = [f"{name} ({kind})" if kind else name for name, kind in found]
+    devices = json.loads(answer)
+    names = [f"{name} ({kind})" if kind else name for name, kind in devices]
     yield Finding(OK, "devices", printable(", ".join(names)))
     present = gpus(environ)
-    if present and environ.get("CUDA_VISIBLE_DEVICES") is None and not any(name.startswith("GPU") for name, _ in found):
+    if (
+        present
+        and environ.get("CUDA_VISIBLE_DEVICES") is None
+        and not any(name.startswith("GPU") for name, _ in devices)
+    ):
         remedy = "pip install 'tensorflow[and-cuda]'; see nvidia-smi"
         yield Finding(WARNING, "GPUs", f"the driver has {present}, and TensorFlow sees none", remedy)
 
@@ -56,14 +60,14 @@ def visible(environ: Mapping[str, str]) -> Iterator[Finding]:
     if name not in environ:
         return
     chosen, present = shorten(environ[name]), gpus(environ)
-    named = [each.strip() for each in environ[name].split(",") if each.strip()]
+    named = [device.strip() for device in environ[name].split(",") if device.strip()]
     if not named or named[0] == "-1":
         has = f": this machine has {present}" if present else ""
         yield Finding(WARNING if present else NOTE, name, chosen, f"unset it to train on GPUs{has}")
     elif not present:
         remedy = "unset it, or look at the driver: nvidia-smi"
         yield Finding(NOTE, name, f"{chosen}, and no NVIDIA driver is found", remedy)
-    elif any(each.isdecimal() and int(each[:9]) >= present for each in named):
+    elif any(device.isdecimal() and int(device[:9]) >= present for device in named):
         remedy = "correct it: CUDA leaves out a device that does not exist, and all after it"
         yield Finding(WARNING, name, f"{chosen}; this machine has 0 to {present - 1}", remedy)
     elif len({*named}) < len(named):

@@ -69,7 +69,7 @@ def memory_limit(root: pathlib.Path = ROOT, own: str | None = None) -> int | Non
     """Returns how many bytes this process's cgroup may use, or None. Arguments as of `cpu_quota`."""
     names = ("memory.max", "memory.limit_in_bytes")
     limits = [int(limit) for name in names for (limit,) in _numbers(root, "memory", own, (name,))]
-    return min((each for each in limits if each < _NO_LIMIT), default=None)
+    return min((value for value in limits if value < _NO_LIMIT), default=None)
 
 
 def _numbers(root: pathlib.Path, controller: str, own: str | None, names: tuple[str, ...]) -> Iterator[list[float]]:
@@ -84,7 +84,7 @@ def _numbers(root: pathlib.Path, controller: str, own: str | None, names: tuple[
         if controllers == "" or controller in controllers.split(","):
             base = root / controller if controllers else root
             here = base / path.strip("/")
-            for folder in (each for each in (here, *here.parents) if each == base or base in each.parents):
+            for folder in (parent for parent in (here, *here.parents) if parent == base or base in parent.parents):
                 with contextlib.suppress(OSError, ValueError):  # "max" is no number
                     yield [float(word) for name in names for word in (folder / name).read_text().split()]
 
@@ -101,8 +101,8 @@ def folders(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _writable("TMPDIR", named, _LEAST_TEMPORARY, elsewhere)
     if not named or cannot_write(named):
         tried = [environ.get("TEMP"), environ.get("TMP"), "/tmp", "/var/tmp", "/usr/tmp"]  # as Python's tempfile
-        candidates = [each for each in tried if each]
-        if usable := next((each for each in candidates if not cannot_write(each)), None):
+        candidates = [candidate for candidate in tried if candidate]
+        if usable := next((candidate for candidate in candidates if not cannot_write(candidate)), None):
             yield _writable("temporary files", usable, _LEAST_TEMPORARY, elsewhere)
         else:
             shown = f"none of {', '.join(map(shorten, candidates))} can be written"

@@ -52,7 +52,7 @@ def versions(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         pythons = importlib.metadata.metadata("tfdist")["Requires-Python"] or ""
         needed = map(requirements.Requirement, importlib.metadata.requires("tfdist") or [])
-        ranges = {each.name: each.specifier for each in needed if not each.marker}
+        ranges = {requirement.name: requirement.specifier for requirement in needed if not requirement.marker}
     except importlib.metadata.PackageNotFoundError:
         yield Finding(NOTE, "tfdist", "runs from a folder; which versions it takes is not known", "pip install it")
         ranges, pythons = {}, ""

@@ -46,7 +46,7 @@ def build_optimizer(
             )
     else:
         # Not keras.optimizers.get, which does not know "lamb".
-        kinds = {key.lower(): each for key, each in vars(keras.optimizers).items()}
+        kinds = {key.lower(): cls for key, cls in vars(keras.optimizers).items()}
         if name not in kinds:
             raise ConfigError(
                 f"Keras {keras.__version__} has no optimizer {name!r}: install a newer one, or choose another optimizer."

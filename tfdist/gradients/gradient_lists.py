@@ -1,4 +1,4 @@
-"""Lists of gradients: dense ones, rows of embeddings, and None where a variable has none."""
+"""Functions on lists of gradients. A gradient is a dense tensor, the rows of an embedding (`IndexedSlices`), or None."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from tfdist.aliases import Gradient, Variables
 
 
 def map_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Gradient) -> Gradient:
-    """Applies a function to a gradient's numbers, rows or dense."""
+    """Returns the gradient with `function` applied to its values, those of its rows if it is sparse; None stays None."""
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
     return None if grad is None else function(grad)
 
 
 def factor(number: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:
-    """Returns a factor in a precision; a number of Python's in all of it, not in float32's."""
+    """Returns `number` as a tensor of `dtype`. A Python number is converted directly, not by way of float32, to keep its precision."""
     return tf.convert_to_tensor(number, dtype) if isinstance(number, (int, float)) else tf.cast(number, dtype)
 
 
 def scale(grads: Sequence[Gradient], number: tf.Tensor | float) -> list[Gradient]:
-    """Returns the gradients times a number."""
+    """Returns the gradients multiplied by `number`."""
     return [map_values(lambda value: value * factor(number, value.dtype), grad) for grad in grads]
 
 
 def add_scalar(grads: Sequence[Gradient], number: tf.Tensor) -> list[Gradient]:
-    """Returns the gradients with a number added to each of theirs."""
+    """Returns the gradients with `number` added to every value."""
     return [map_values(lambda value: value + tf.cast(number, value.dtype), grad) for grad in grads]
 
 
 def scale_no_nan(grads: Sequence[Gradient], share: tf.Tensor | float) -> list[Gradient]:
-    """Returns the gradients times `share`; 0 makes 0 of NaN, too."""
+    """Returns the gradients multiplied by `share`; a share of 0 gives 0 even where a gradient is NaN."""
     return [map_values(lambda value: tf.math.multiply_no_nan(value, factor(share, value.dtype)), g) for g in grads]
 
 
 def zero_if_no_examples(grads: Sequence[Gradient], share: tf.Tensor | float) -> list[Gradient]:
-    """Returns the gradients, or zeros where this replica has no examples: the mean over none is NaN."""
+    """Returns the gradients, or zeros if this replica has no examples (`share` 0): the mean loss of an empty batch is NaN."""
     if isinstance(share, float):
         return list(grads)
     present = [grad for grad in grads if grad is not None]
@@ -46,47 +46,47 @@ def zero_if_no_examples(grads: Sequence[Gradient], share: tf.Tensor | float) -> 
 
 
 def deduplicate_rows(grads: Sequence[Gradient]) -> list[Gradient]:
-    """Returns the gradients, those of embeddings with one row for each id that occurs.
+    """Returns the gradients, with the rows of equal ids of an embedding summed to one row.
 
-    The sum of the rows of an id is its gradient. Keras 3.15 applies each row by itself, so that optimizers that square
-    gradients (Adam, RMSprop, Adagrad and their like) square the parts of a sum, and clipping takes the norm of them.
+    The gradient of an id is the sum of its rows. Keras 3.15 applies each row separately: optimizers that square gradients (Adam,
+    RMSprop, Adagrad and similar ones) would square the summands instead of the sum, and clipping would take the norm of the summands.
     """
 
     def summed(grad: tf.IndexedSlices) -> tf.IndexedSlices:
-        ids, place = tf.unique(grad.indices)
-        values = tf.math.unsorted_segment_sum(grad.values, place, tf.size(ids))
+        ids, row_to_id = tf.unique(grad.indices)
+        values = tf.math.unsorted_segment_sum(grad.values, row_to_id, tf.size(ids))
         return tf.IndexedSlices(values, ids, grad.dense_shape)
 
     return [summed(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
 
 
 class _Rows(tf.IndexedSlices):
-    """Rows that can be divided by a number."""
+    """`IndexedSlices` that can be divided by a number."""
 
     def __truediv__(self, number: tf.Tensor | float) -> tf.IndexedSlices:
         return tf.IndexedSlices(self.values / factor(number, self.dtype), self.indices, self.dense_shape)
 
 
 def with_divisible_rows(grads: Sequence[Gradient]) -> list[Gradient]:
-    """Returns the gradients, rows so that Keras 3.15 can divide them by an optimizer's `loss_scale_factor`."""
+    """Returns the gradients, sparse ones as rows that Keras 3.15 can divide by an optimizer's `loss_scale_factor`."""
     return [_Rows(g.values, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else g for g in grads]
 
 
 def nan_unless_finite(grads: Sequence[Gradient]) -> tf.Tensor:
-    """Returns 0 if all are finite, else NaN: summed over ranks it tells all of them."""
-    numbers = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]
-    finite = [tf.reduce_all(tf.math.is_finite(each)) for each in numbers if each.dtype.is_floating]
+    """Returns 0.0 if all gradients are finite, else NaN. Its sum over ranks is NaN on every rank if any rank's gradient is not finite."""
+    tensors = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]
+    finite = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors if tensor.dtype.is_floating]
     return tf.where(tf.reduce_all(finite), 0.0, float("nan"))
 
 
 def propagate_non_finite(grads: Sequence[Gradient]) -> list[Gradient]:
-    """Returns this replica's gradients, or NaN if any replica's is not finite: it sends a number for all of them."""
-    (nothing,) = all_reduce(tf.distribute.ReduceOp.SUM, [nan_unless_finite(grads)])
-    return add_scalar(grads, nothing)
+    """Returns this replica's gradients, or NaN if any replica's gradient is not finite. Costs one scalar all-reduce."""
+    (zero_or_nan,) = all_reduce(tf.distribute.ReduceOp.SUM, [nan_unless_finite(grads)])
+    return add_scalar(grads, zero_or_nan)
 
 
 def with_static_shapes(grads: Sequence[Gradient], variables: Variables) -> list[Gradient]:
-    """Returns the gradients, dense ones with their variables' shapes: an operation may not know its shape."""
+    """Returns the gradients, dense ones with their variables' static shapes, which some operations lose."""
     return [
         tf.ensure_shape(grad, variable.shape) if isinstance(grad, tf.Tensor) and grad.shape != variable.shape else grad
         for grad, variable in zip(grads, variables, strict=True)
@@ -94,13 +94,13 @@ def with_static_shapes(grads: Sequence[Gradient], variables: Variables) -> list[
 
 
 def all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Gradient]) -> list[Gradient]:
-    """Returns the gradients reduced over all replicas, in one call for each type of number."""
+    """Returns the gradients reduced over all replicas, in one call per dtype."""
     context = tf.distribute.get_replica_context()
     if context is None:
         return list(grads)
     reduced = list(grads)
     for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
-        places = [place for place, g in enumerate(grads) if g is not None and g.dtype == dtype]
-        for place, value in zip(places, context.all_reduce(op, [grads[place] for place in places]), strict=True):
-            reduced[place] = value
+        indices = [index for index, g in enumerate(grads) if g is not None and g.dtype == dtype]
+        for index, value in zip(indices, context.all_reduce(op, [grads[i] for i in indices]), strict=True):
+            reduced[index] = value
     return reduced

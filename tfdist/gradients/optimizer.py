@@ -150,8 +150,8 @@ class _ReduceThenApply:
         grads = gradient_lists.with_static_shapes(grads, variables)
         present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
         if present:
-            mine, variables = zip(*present, strict=True)
-            context.merge_call(functools.partial(function, variables=variables), args=(list(mine),))
+            present_grads, variables = zip(*present, strict=True)
+            context.merge_call(functools.partial(function, variables=variables), args=(list(present_grads),))
         return bool(present)
 
     def _apply(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
@@ -219,15 +219,15 @@ class _ReduceThenApply:
     ) -> None:
         """Updates, unless a reduced gradient is not finite."""
 
-        def each() -> None:
+        def apply() -> None:
             strategy.extended.call_for_each_replica(self._apply, args=(grads, variables))
 
         if self._update.finite:
-            self._update.finite.make(strategy, each, grads, finite)
+            self._update.finite.make(strategy, apply, grads, finite)
         elif self._update.scaled:  # it sees to that itself
-            each()
+            apply()
         else:
-            tf.cond(finite, each, lambda: None)
+            tf.cond(finite, apply, lambda: None)
 
 
 def _apply_reduced(

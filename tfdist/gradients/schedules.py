@@ -121,7 +121,7 @@ def build_schedule(
         # A cosine that does not fall: the only warm-up that Keras has.
         return keras.optimizers.schedules.CosineDecay(decay_steps=1, alpha=1.0, **rises) if warmup else learning_rate
     if config.name == "step":
-        ends = [round(each * (total or 0)) if each < 1 else int(each) for each in boundaries]
+        ends = [round(boundary * (total or 0)) if boundary < 1 else int(boundary) for boundary in boundaries]
         rates = [learning_rate]
         for factor in config.factors():
             rates.append(rates[-1] * factor)

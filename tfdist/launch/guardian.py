@@ -54,7 +54,7 @@ class Guardian:
     """Helper process that kills the tasks if the launcher dies; a context manager.
 
     Args:
-        folder: The folder that it removes at the end, an absolute path.
+        folder: The folder that it removes at the end; an absolute path.
     """
 
     def __init__(self, folder: str):
@@ -78,7 +78,7 @@ class Guardian:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Announces that a process group is started inside: this process may be killed before it can report its number."""
+        """Announces that the block starts a process group. The launcher may be killed before it can report the group's id."""
         self._send("?")
         try:
             yield
@@ -87,11 +87,11 @@ class Guardian:
             raise
 
     def watch(self, group: int) -> None:
-        """Kills this process group at the end."""
+        """Adds a process group to those that the guardian kills if the launcher dies."""
         self._send(f"+{group}")
 
     def unwatch(self, group: int) -> None:
-        """Leaves this process group, which has ended, alone."""
+        """Removes a process group, which has ended, from those that the guardian kills."""
         self._send(f"-{group}")
 
     def _send(self, message: str) -> None:

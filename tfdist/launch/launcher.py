@@ -141,8 +141,8 @@ class Launcher:
                         self._evaluator.finish(lambda: bool(self._signals), self._refresh)
                     if not (self._preempted or self._signals or self.failure):
                         self._remove_backups()
-                    told = self._preempted or (self._signals and self._signals[0] != signal.SIGINT)
-                    if told and (what := self._how_to_continue()):
+                    was_told = self._preempted or (self._signals and self._signals[0] != signal.SIGINT)
+                    if was_told and (what := self._how_to_continue()):
                         self._output.say(what)
                     alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
                     if alone and not (self._preempted or self._signals or self.failure):
@@ -190,7 +190,7 @@ class Launcher:
     def _watch(self) -> None:
         handled = 0
         while self._running:
-            for at, spec in [each for each in self._later if time.monotonic() >= each[0]]:
+            for at, spec in [delayed for delayed in self._later if time.monotonic() >= delayed[0]]:
                 self._later.remove((at, spec))
                 self._start(spec)
             for key, _ in self._selector.select(timeout=0.05):
@@ -335,19 +335,19 @@ class Launcher:
     def _steps(self, task: TaskProcess) -> tuple[int | None, int | None]:
         """Returns the step at which a task is, None before its training, and that of the last backup, None if it is not known."""
         known = {spec: progress.read(self._progress, spec.name) for spec in self._specs}
-        found = [steps for steps in known.values() if steps]
-        mine = known[task.spec] or max(found, default=None)
-        return mine and mine.done, self._last_backup(found)
+        reports = [steps for steps in known.values() if steps]
+        of_task = known[task.spec] or max(reports, default=None)
+        return of_task and of_task.done, self._last_backup(reports)
 
-    def _last_backup(self, found: Sequence[progress.Steps]) -> int | None:
+    def _last_backup(self, reports: Sequence[progress.Steps]) -> int | None:
         if self._knows_backups:
-            return max((steps.saved for steps in found), default=self._saved)
-        return 0 if found and not progress.is_backed_up(self._progress) else None
+            return max((steps.saved for steps in reports), default=self._saved)
+        return 0 if reports and not progress.is_backed_up(self._progress) else None
 
     def _how_to_continue(self, before: str = "") -> str:
         """Returns the advice after a run that received a signal; empty if no task trains."""
-        found = [steps for spec in self._cluster.tasks() if (steps := progress.read(self._progress, spec.name))]
-        return before + progress.how_to_continue(self._last_backup(found)) if found else ""
+        reports = [steps for spec in self._cluster.tasks() if (steps := progress.read(self._progress, spec.name))]
+        return before + progress.how_to_continue(self._last_backup(reports)) if reports else ""
 
     def _is_server(self, task: TaskSpec) -> bool:
         """Returns whether a task serves a chief, which saves for all."""

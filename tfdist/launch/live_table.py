@@ -116,7 +116,7 @@ class LiveTable:
         self._due = now + _EVERY
         rows = [self._row(task, now, running, restarting, ending) for task in self._tasks]
         metrics = [progress.read_metrics(self._folder, task.name) for task in self._tasks]
-        names = sorted(dict.fromkeys(name for each in metrics for name in each), key=lambda name: name != "loss")
+        names = sorted(dict.fromkeys(name for values in metrics for name in values), key=lambda name: name != "loss")
         # A terminal echoes ^C behind the table: in a full line it would begin another one, which would not be erased.
         width = max(1, self._console.width - 4)
         shown = self._table_of(rows, metrics, names)

@@ -219,10 +219,10 @@ def last_error_line(lines: Sequence[bytes]) -> str:
 
     A message of several lines is represented by its first line, or by the next one with content if the first is only a heading.
     """
-    found = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
-    if not found:
+    line_numbers = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+    if not line_numbers:
         return _shorten(next((line for line in reversed(lines) if _COMPLAINT.match(line)), b""))
-    first, *others = lines[found[-1] :]
+    first, *others = lines[line_numbers[-1] :]
     if not _HEADING.search(first.strip()):
         return _shorten(first)
     content = next((line for line in others if not _DETAIL.match(line)), b"")
@@ -255,21 +255,21 @@ def warning_text(line: bytes) -> bytes | None:
 
     Warnings are Python's, those that `logging` and absl print in their default forms, and those of TensorFlow's C++ log.
     """
-    if found := CXX_LINE.match(line):
-        if (found["absl"] or found["tsl"]) != b"W":
+    if match := CXX_LINE.match(line):
+        if (match["absl"] or match["tsl"]) != b"W":
             return None
-        return found["place"] + re.sub(rb"\d+", b"0", found["text"])  # addresses, sizes
-    if found := _LOGGED_WARNING.match(line):
-        return found["text"] or line
+        return match["place"] + re.sub(rb"\d+", b"0", match["text"])  # addresses, sizes
+    if match := _LOGGED_WARNING.match(line):
+        return match["text"] or line
     return line if _PYTHON_WARNING.match(line) else None
 
 
 def is_source_of(warning: bytes, line: bytes) -> bool:
     """Returns whether a line is the line of code that Python prints below a warning."""
-    found = _PYTHON_WARNING.match(warning)
-    if not found or not line.startswith(b"  "):
+    match = _PYTHON_WARNING.match(warning)
+    if not match or not line.startswith(b"  "):
         return False
-    code = linecache.getline(found["file"].decode(errors="replace"), int(found["line"])).strip()
+    code = linecache.getline(match["file"].decode(errors="replace"), int(match["line"])).strip()
     return bool(code) and code.encode() == line.strip()
 
 

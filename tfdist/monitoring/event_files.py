@@ -163,8 +163,8 @@ class Run:
             tf.io.gfile.rename(self._path(name), self._path(name.replace(".tfevents.", ".before.")), overwrite=True)
 
     def _names(self) -> list[str]:
-        found = tf.io.gfile.listdir(self._folder) if tf.io.gfile.isdir(self._folder) else []
-        return sorted(name for name in found if ".tfevents." in name and name.endswith(_OURS))
+        names = tf.io.gfile.listdir(self._folder) if tf.io.gfile.isdir(self._folder) else []
+        return sorted(name for name in names if ".tfevents." in name and name.endswith(_OURS))
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)

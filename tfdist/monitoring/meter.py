@@ -150,13 +150,13 @@ class CompressionMeter(Meter):
     def read(self) -> dict[str, float | None]:
         if self._optimizers is None:  # the search takes a millisecond and more
             self._optimizers = optimizer_search.optimizers(self.model)
-        found = [(each, of) for each in self._optimizers if (of := get_reduction(each))]
-        if not found:
+        reducing = [(o, r) for o in self._optimizers if (r := get_reduction(o))]
+        if not reducing:
             return {}
-        optimizer, reduction = found[0]  # the Trainer gives all optimizers the same compressor
+        optimizer, reduction = reducing[0]  # the Trainer gives all optimizers the same compressor
         has_begun = int(optimizer.iterations.numpy()) > reduction.compressor.start_step
         ratio = self._planned_ratio(reduction) if has_begun else 1.0
-        return {"comm/compression_ratio": ratio, "comm/residual_norm": self._residual_norm([of for _, of in found])}
+        return {"comm/compression_ratio": ratio, "comm/residual_norm": self._residual_norm([r for _, r in reducing])}
 
     def _planned_ratio(self, reduction: Reduction) -> float | None:
         if not self._is_planned:

@@ -49,8 +49,8 @@ class WireBytes(keras.callbacks.Callback):
         super().__init__()
         self._read = read or read_sent_bytes
         hosts = [split_address(cluster.address(other))[0] for other in cluster.training_tasks()]
-        mine, _ = split_address(cluster.address(task))
-        self._here = hosts.count(mine)
+        host, _ = split_address(cluster.address(task))
+        self._here = hosts.count(host)
         self._local = self._here == len(hosts)
         # Some of the peers' bytes pass the loopback, and some do not: no telling whose they are.
         self._tells = len(hosts) > 1 and self._here in (1, len(hosts))

@@ -85,16 +85,16 @@ def wire_bytes_per_step(
     """
     if wire is None:
         return {"predicted": None, "measured": None}
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "predicted": compression_report.planned_bytes(model, compressor, replicas),
         "measured": wire.per_step,
     }
     if compressor and compressor.start_step:
-        found["before_compression"] = {
+        entries["before_compression"] = {
             "predicted": compression_report.planned_bytes(model, None, replicas),
             "measured": wire.per_step_before,
         }
-    return found
+    return entries
 
 
 def finite_or_none(value: Any) -> Any:

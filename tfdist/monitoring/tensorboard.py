@@ -118,7 +118,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._executions = 0  # of this process, of this training
         self._is_listed = False  # in the tab "HParams"
         self._first_rate: Any = None  # of learning
-        self._mine = ""  # of these runs, the one for what each task measures itself
+        self._local_run = ""  # the run with the measurements of this task
         self._is_chief = True
         self._goes_on = False  # the runs are this training's
         self._works = True
@@ -132,7 +132,7 @@ class TensorBoard(keras.callbacks.Callback):
         names = ["train", "validation", "hparams"]
         if resolver and not self._strategy.extended.should_save_summary:
             self._is_chief, names = False, [f"{resolver.task_type}-{resolver.task_id}"]
-        self._mine = names[0]
+        self._local_run = names[0]
         self._runs = {name: self._runs.get(name) or Run(os.path.join(self.log_dir, name)) for name in names}
         for meter in self._meters:
             meter.begin(model, self._is_chief)
@@ -197,7 +197,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     def _describe(self) -> None:
         """Writes the texts and charts beside the curves, once: a backup holds the files' sizes with them."""
-        compresses = any(get_compressor(each) for each in optimizer_search.optimizers(self.model))
+        compresses = any(get_compressor(optimizer) for optimizer in optimizer_search.optimizers(self.model))
         for summary in (
             side_summaries.environment_texts(self._strategy),
             side_summaries.charts_layout(by_step=self._every > 0, compresses=compresses),
@@ -213,7 +213,7 @@ class TensorBoard(keras.callbacks.Callback):
         """
         self._executions += 1
         if not self._is_chief and self._executions == 1:
-            self._try(self._runs[self._mine].start)
+            self._try(self._runs[self._local_run].start)
         if self._executions == 2:
             self._list_hparams()
 
@@ -230,7 +230,7 @@ class TensorBoard(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if self._profiler.is_off:
             return
-        folder, steps = os.path.join(self.log_dir, self._mine), getattr(self.model, "steps_per_execution", 1)
+        folder, steps = os.path.join(self.log_dir, self._local_run), getattr(self.model, "steps_per_execution", 1)
         self._try(self._profiler.before_execution, folder, self._throughput.steps, steps)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -247,11 +247,11 @@ class TensorBoard(keras.callbacks.Callback):
         values = self._measured()
         if self._is_chief:
             values |= {f"batch_{name}": value for name, value in {**(logs or {}), **self._learning_rate()}.items()}
-        self._write(self._mine, values, step)
+        self._write(self._local_run, values, step)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self._every:
-            self._write(self._mine, self._measured(), self._throughput.steps)
+            self._write(self._local_run, self._measured(), self._throughput.steps)
         if self._is_chief and logs:
             validation = {name[4:]: value for name, value in logs.items() if name.startswith("val_")}
             training = {name: value for name, value in logs.items() if not name.startswith("val_")}

@@ -87,8 +87,12 @@ class ParameterServerEngine(Engine):
         data = WorkerDataset(make, self.scheduler.workers)
         return DataSource(data, steps=data.total(), open_at=data.open_at)
 
-    def run(self, function: StepFunction, iterator: DataIterator, left: int | None) -> Logs:
-        return function.run(iterator, left) if isinstance(function, Execution) else run_to_end(function, iterator)
+    def run(self, function: StepFunction, iterator: DataIterator, remaining_steps: int | None) -> Logs:
+        return (
+            function.run(iterator, remaining_steps)
+            if isinstance(function, Execution)
+            else run_to_end(function, iterator)
+        )
 
     def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
         return function(iter([batch]))
@@ -205,4 +209,4 @@ def concatenated(parts: Sequence[Structure]) -> Structure:
     """Returns the outputs of several batches as of one; None of none."""
     if len(parts) < 2:
         return parts[0] if parts else None
-    return tf.nest.map_structure(lambda *each: tf.concat(each, 0), *parts)
+    return tf.nest.map_structure(lambda *outputs: tf.concat(outputs, 0), *parts)

@@ -65,25 +65,25 @@ class Execution:
 
     def __call__(self, iterator: DataIterator) -> dict[str, Any]:
         """Schedules an execution, as Keras' own function runs it. Raises StopIteration where there is no batch left."""
-        found = self.run(iterator)
-        if found is None:
+        logs = self.run(iterator)
+        if logs is None:
             raise StopIteration
-        return found
+        return logs
 
-    def run(self, iterator: DataIterator, left: int | None = None) -> dict[str, Any] | None:
+    def run(self, iterator: DataIterator, remaining_steps: int | None = None) -> dict[str, Any] | None:
         """Schedules the steps of an execution; returns the logs so far, or None if there is no batch left.
 
-        The epoch or evaluation has `left` steps left, or None if unknown. Raises ClusterError as `ParameterServerEngine.running`,
+        The epoch or evaluation has `remaining_steps` left, or None if unknown. Raises ClusterError as `ParameterServerEngine.running`,
         and ConfigError where the data do not fit (see `WorkerDataset` and `PipelinesIterator`).
         """
-        for number in range(self._steps if left is None else min(self._steps, left)):
+        for number in range(self._steps if remaining_steps is None else min(self._steps, remaining_steps)):
             try:
-                self._schedule(iterator, left)
+                self._schedule(iterator, remaining_steps)
             except (StopIteration, tf.errors.OutOfRangeError):
                 if number == 0:
                     return None
                 break
-        last = left is not None and left <= self._steps
+        last = remaining_steps is not None and remaining_steps <= self._steps
         if last or not isinstance(iterator, (tf.data.Iterator, PipelinesIterator)):
             self.drain()  # the last ones of the epoch, or a single one, of train_on_batch
         elif not self._logs:
@@ -108,7 +108,7 @@ class Execution:
             self._scheduler.retried_steps += self._flight.retries
         self._reset()
 
-    def _schedule(self, iterator: DataIterator, left: int | None) -> None:
+    def _schedule(self, iterator: DataIterator, remaining_steps: int | None) -> None:
         if self._worker_step is None:  # by now metrics have variables
             self._worker_step = WorkerStep(self._model, self._step, ROWS * self._scheduler.workers)
         step = self._worker_step
@@ -117,11 +117,11 @@ class Execution:
             self._begun, self._logs = 0, {}
         if isinstance(iterator, PipelinesIterator) and not self._trains:
             self._begun = None
-            self._count_pipelines(step, iterator, left)
+            self._count_pipelines(step, iterator, remaining_steps)
             return
         spec = getattr(iterator, "element_spec", None)
         if isinstance(iterator, PipelinesIterator):
-            iterator.check(left)
+            iterator.check(remaining_steps)
             run = iterator.next
         else:
             began = time.perf_counter()
@@ -154,10 +154,10 @@ class Execution:
             self.measured.add("ps/staleness", self._ended - before)
             self._ended += 1
 
-    def _count_pipelines(self, step: WorkerStep, iterator: PipelinesIterator, left: int | None) -> None:
+    def _count_pipelines(self, step: WorkerStep, iterator: PipelinesIterator, remaining_steps: int | None) -> None:
         traced = step.trace(iterator.element_spec, returns=True)
         if iterator.results is None:
-            results = iterator.run_all(step, traced, self._scheduler, left)
+            results = iterator.run_all(step, traced, self._scheduler, remaining_steps)
             iterator.results = collections.deque(results)
         if not iterator.results:
             raise StopIteration
@@ -173,9 +173,9 @@ class Execution:
         unread, self._unread = self._unread, []
         for traced, group in itertools.groupby(unread, key=lambda attempt_id: self._scheduled[attempt_id][0]):
             attempt_ids = list(group)
-            found = traced.results.read(attempt_ids, [self._scheduled[attempt_id][1] for attempt_id in attempt_ids])  # type: ignore[union-attr]
-            self._count(self._worker_step, traced, [numbers for numbers in found if numbers is not None])
-            for attempt_id, numbers in zip(attempt_ids, found, strict=True):
+            rows = traced.results.read(attempt_ids, [self._scheduled[attempt_id][1] for attempt_id in attempt_ids])  # type: ignore[union-attr]
+            self._count(self._worker_step, traced, [numbers for numbers in rows if numbers is not None])
+            for attempt_id, numbers in zip(attempt_ids, rows, strict=True):
                 if numbers is None:
                     self._flight.retries += 1
                     self._flight.add(self._scheduled[attempt_id][2])

@@ -108,8 +108,8 @@ def resolve_endpoints(address: str) -> set[Endpoint]:
     """Returns the addresses and ports that `host:port` stands for; none where the name is not known now."""
     host, port = split_address(address)
     with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return {(_format_ip(ipaddress.ip_address(str(each[4][0]).partition("%")[0])), port) for each in found}
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return {(_format_ip(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])), port) for entry in entries}
     return set()
 
 

@@ -81,8 +81,8 @@ class WorkerDataset:
         """Returns the number of batches of all pipelines, or None where it is not known or they never end."""
         if self.batches(0) is None:
             return None
-        each = [self.batches(pipeline) for pipeline in range(self.pipelines)]
-        return None if None in each else sum(filter(None, each))
+        batch_counts = [self.batches(pipeline) for pipeline in range(self.pipelines)]
+        return None if None in batch_counts else sum(filter(None, batch_counts))
 
     def is_endless(self) -> bool:
         """Returns whether the pipelines never end."""
@@ -199,8 +199,8 @@ class PipelinesIterator:
                 if steps is not None and number >= steps:
                     break
                 try:
-                    mine = tf.constant([0, 0, inputs[2] + number, *inputs[3:]], tf.float64)
-                    results.append(step.call(traced, iterator, mine))
+                    step_inputs = tf.constant([0, 0, inputs[2] + number, *inputs[3:]], tf.float64)
+                    results.append(step.call(traced, iterator, step_inputs))
                 except tf.errors.OutOfRangeError:
                     break
             return results

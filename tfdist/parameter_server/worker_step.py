@@ -94,7 +94,7 @@ class WorkerStep:
         `attempt_id` and `row` are its numbers in the results table; `number` counts steps since `begin`, from 0: schedules and seeds go by it.
         """
         scalars = [float(v.numpy()) for v in self._scalars]
-        counts = [start + number * each for start, each in zip(self._started, self._per_step, strict=True)]
+        counts = [start + number * per_step for start, per_step in zip(self._started, self._per_step, strict=True)]
         return tf.constant(
             [attempt_id, row, sum(self._started) + number, *counts, *scalars, *self._seed_values], tf.float64
         )
@@ -213,7 +213,7 @@ class WorkerStep:
             state = [start[id(v)] for v in metric.variables if id(v) in start]
             ends = [scope.get_current_value(v) for v in metric.variables if id(v) in start]
             if metric.name not in self._no_sums and not all(
-                graph_copies.adds_to(each, end, state) for each, end in zip(state, ends, strict=True)
+                graph_copies.adds_to(value, end, state) for value, end in zip(state, ends, strict=True)
             ):
                 self._no_sums.add(metric.name)
                 logger.warning(_NO_SUM.format(metric.name))
@@ -341,8 +341,10 @@ class ResultsTable:
         None for a step whose row another one has overwritten: one that had been given up, and came late.
         """
         # A function: a single operation would hold Python's lock while it waits, and the watch must go on (`watch.py`).
-        found = self._gather(tf.constant(rows, tf.int32)).numpy()
-        return [row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(found, attempt_ids, strict=True)]
+        table_rows = self._gather(tf.constant(rows, tf.int32)).numpy()
+        return [
+            row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(table_rows, attempt_ids, strict=True)
+        ]
 
     def _read_rows(self, rows: tf.Tensor) -> tf.Tensor:
         with tf.device(_RESULTS_DEVICE):
@@ -361,6 +363,6 @@ def run_outside_strategy_scope(function: Callable[[], Any]) -> Any:
 def to_python(value: Any) -> Any:
     """Returns a number of the logs as Python's, an array of several, or a dict of them."""
     if isinstance(value, dict):
-        return {name: to_python(each) for name, each in value.items()}
+        return {name: to_python(item) for name, item in value.items()}
     value = value.numpy() if isinstance(value, tf.Tensor) else value
     return float(value) if np.ndim(value) == 0 else value

@@ -92,7 +92,7 @@ def combining(strategy: Strategy, model: keras.Model, trains: bool) -> Iterator[
         some = (
             [True] * len(before[0]) if counts is None else [tf.reshape(count, [-1])[0] > 0 for count in local(counts)]
         )
-        changes = [_changes(strategy, *each, some) for each in zip(variables, before, strict=True)]
+        changes = [_changes(strategy, *pair, some) for pair in zip(variables, before, strict=True)]
         for variable, old, total in zip(variables, before, _sums(strategy, variables, changes), strict=True):
             for component, value in zip(local(variable), old, strict=True):
                 with tf.device(component.device):
@@ -109,19 +109,21 @@ def _changes(
     strategy: Strategy, variable: tf.Variable, before: Sequence[tf.Tensor], some: Sequence[tf.Tensor | bool]
 ) -> list[tf.Tensor]:
     """Returns the increments of this process's replicas to a sum over all, flat. A mean's last number counts the replicas."""
-    found = []
+    changes = []
     components = strategy.experimental_local_results(variable)
     for number, component, old, has in zip(strategy.local_replicas, components, before, some, strict=True):
         with tf.device(component.device):
             wire = _wire(variable.dtype)
-            new, old = (tf.reshape(tf.cast(each, wire), [-1]) for each in (component.read_value(), old))
+            new, old = (tf.reshape(tf.cast(values, wire), [-1]) for values in (component.read_value(), old))
             if declared(variable) == "sum":
-                found.append(tf.where(has, new - old, tf.zeros_like(old)))
+                changes.append(tf.where(has, new - old, tf.zeros_like(old)))
             elif declared(variable) == "mean":
-                found.append(tf.where(has, tf.concat([new, tf.ones([1], wire)], 0), tf.zeros([tf.size(new) + 1], wire)))
+                changes.append(
+                    tf.where(has, tf.concat([new, tf.ones([1], wire)], 0), tf.zeros([tf.size(new) + 1], wire))
+                )
             else:
-                found.append(tf.where(has, new, old) if number == 0 else tf.zeros_like(old))
-    return found
+                changes.append(tf.where(has, new, old) if number == 0 else tf.zeros_like(old))
+    return changes
 
 
 def _combined(kind: Kind | None, before: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
@@ -135,14 +137,14 @@ def _combined(kind: Kind | None, before: tf.Tensor, total: tf.Tensor) -> tf.Tens
 
 def _sums(strategy: Strategy, variables: Sequence[tf.Variable], changes: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
     """Returns the sum of each variable's changes over all replicas, by one collective for each type."""
-    found: dict[int, tf.Tensor] = {}
+    sums: dict[int, tf.Tensor] = {}
     for wire in dict.fromkeys(_wire(variable.dtype) for variable in variables):
         places = [place for place, variable in enumerate(variables) if _wire(variable.dtype) == wire]
-        packed = [tf.concat(each, 0) for each in zip(*(changes[place] for place in places), strict=True)]
+        packed = [tf.concat(parts, 0) for parts in zip(*(changes[place] for place in places), strict=True)]
         total = strategy.reduce(tf.distribute.ReduceOp.SUM, regroup(tuple(packed)), axis=None)
         sizes = [variables[place].shape.num_elements() + (declared(variables[place]) == "mean") for place in places]
-        found |= dict(zip(places, tf.split(total, sizes), strict=True))
-    return [found[place] for place in range(len(variables))]
+        sums |= dict(zip(places, tf.split(total, sizes), strict=True))
+    return [sums[place] for place in range(len(variables))]
 
 
 def _wire(dtype: tf.DType) -> tf.DType:

@@ -166,7 +166,7 @@ def check_equal_on_replicas(strategy: tf.distribute.Strategy, weights: Iterable[
         if weight.value.dtype.is_integer and any((number != numbers[0]).any() for number in numbers):
             held = ", ".join(format_value(number.tolist()) for number in numbers)
             faults.append(_COUNT.format(weight.path) + f" The replicas hold {held}.")
-        elif not all(np.allclose(each, numbers[0], _ROUNDING, _ROUNDING, equal_nan=True) for each in numbers):
+        elif not all(np.allclose(value, numbers[0], _ROUNDING, _ROUNDING, equal_nan=True) for value in numbers):
             faults.append(_BY_HAND.format(weight.path))
     if faults:
         raise ConfigError(faults)

@@ -114,6 +114,6 @@ class MovingStatistics:
         self._refs = {number: ref for (number, ref), lives in zip(self._refs.items(), alive, strict=True) if lives}
 
     def _alive_on_all_workers(self, alive: Sequence[bool]) -> list[bool]:
-        mine = tf.constant(alive, tf.int32)
-        counts = self._sum(self._strategy.experimental_distribute_values_from_function(lambda _: mine))
+        local = tf.constant(alive, tf.int32)
+        counts = self._sum(self._strategy.experimental_distribute_values_from_function(lambda _: local))
         return [bool(count == self._strategy.num_replicas_in_sync) for count in counts.numpy()]

@@ -29,10 +29,10 @@ def split_own_batches(
         @tf.autograph.experimental.do_not_convert
         def part(number: tf.Tensor) -> Structure:
             begin, which = number // replicas * piece, number % replicas
-            mine = tf.minimum(piece, rows - begin)
-            begin += which * (mine // replicas) + tf.minimum(which, mine % replicas)
+            own_rows = tf.minimum(piece, rows - begin)
+            begin += which * (own_rows // replicas) + tf.minimum(which, own_rows % replicas)
             return batch_splitting.rows_of(
-                batch, begin, begin + mine // replicas + tf.cast(which < mine % replicas, tf.int64)
+                batch, begin, begin + own_rows // replicas + tf.cast(which < own_rows % replicas, tf.int64)
             )
 
         return tf.data.Dataset.range(-(-rows // piece) * replicas).map(part)

@@ -64,11 +64,11 @@ class GlobalSeedGenerator:
     @classmethod
     def for_current_thread(cls, strategy: tf.distribute.Strategy) -> GlobalSeedGenerator:
         """Returns this thread's, made anew after `set_random_seed` or `clear_session`, or for another strategy."""
-        found = keras_internals.global_generator()
-        if not isinstance(found, cls) or found._strategy is not strategy:
-            found = cls(strategy)
-            found.install()
-        return found
+        generator = keras_internals.global_generator()
+        if not isinstance(generator, cls) or generator._strategy is not strategy:
+            generator = cls(strategy)
+            generator.install()
+        return generator
 
     def install(self) -> None:
         """Makes this the generator of the current thread."""
@@ -95,14 +95,14 @@ class GlobalSeedGenerator:
 
 def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Variable | None:
     """Returns the state that `keras.random.*` draws from in this thread if it is given no seed; if there is none, None, or one that it makes."""
-    found = keras_internals.global_generator()
+    generator = keras_internals.global_generator()
     if strategy.num_replicas_in_sync > 1:
-        if makes or isinstance(found, GlobalSeedGenerator):
-            found = GlobalSeedGenerator.for_current_thread(strategy).generator(makes)
-    elif found is None and makes:
-        found = keras.random.SeedGenerator()
-        keras_internals.set_global_generator(found)
-    return found.state.value if isinstance(found, keras.random.SeedGenerator) else None
+        if makes or isinstance(generator, GlobalSeedGenerator):
+            generator = GlobalSeedGenerator.for_current_thread(strategy).generator(makes)
+    elif generator is None and makes:
+        generator = keras.random.SeedGenerator()
+        keras_internals.set_global_generator(generator)
+    return generator.state.value if isinstance(generator, keras.random.SeedGenerator) else None
 
 
 class StepSeedGenerator:

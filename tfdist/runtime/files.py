@@ -104,14 +104,14 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int
     # Storage of a network may show another number of this user, and then shows it of the folder, too.
     trusted = (os.geteuid(), os.stat(os.path.dirname(path) or ".").st_uid)
     with contextlib.suppress(FileNotFoundError):
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise _irregular(path, kind_of(found.st_mode, path), "; remove it")
-        if found.st_uid not in trusted:
-            raise _irregular(path, f"one of user {found.st_uid}", "; remove it, if it is not in use")
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise _irregular(path, kind_of(status.st_mode, path), "; remove it")
+        if status.st_uid not in trusted:
+            raise _irregular(path, f"one of user {status.st_uid}", "; remove it, if it is not in use")
     descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid not in trusted:  # it has come since
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid not in trusted:  # it has come since
         os.close(descriptor)
         raise _irregular(path, "another one", "; remove it")
     return descriptor
@@ -133,8 +133,8 @@ def kind_of(mode: int, path: str | os.PathLike[str] = "") -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
-def _irregular(path: str | os.PathLike[str], found: str, remedy: str = "") -> OSError:
-    return OSError(errno.EINVAL, f"expected a regular file, and found {found}{remedy}", os.fspath(path))
+def _irregular(path: str | os.PathLike[str], kind: str, remedy: str = "") -> OSError:
+    return OSError(errno.EINVAL, f"expected a regular file, and found {kind}{remedy}", os.fspath(path))
 
 
 class WriteError(OSError):

@@ -58,13 +58,13 @@ def take_back(backup_dir: str) -> list[str]:
     note = progress.backup_note(backup_dir)
     if note is None or "://" in backup_dir:
         return []
-    top, found = os.path.abspath(backup_dir), []
+    top, folders = os.path.abspath(backup_dir), []
     for path in note.parent.glob(f"*{_NOW}"):
         folder, _ = _read(path)
         if folder == top or folder.startswith(os.path.join(top, "")):
             path.unlink(missing_ok=True)
-            found.append(folder)
-    return sorted(found, reverse=True)
+            folders.append(folder)
+    return sorted(folders, reverse=True)
 
 
 def keep(backup_dir: str) -> None:

@@ -166,10 +166,10 @@ def _after_fork() -> None:
     """In a child: it is another process, and must not keep its parent's locks."""
     global _this_run
     _this_run = _name_process()
-    for each in _all:
-        if each._lock is not None:
-            each._lock.close()
-            each._lock = None
+    for owned in _all:
+        if owned._lock is not None:
+            owned._lock.close()
+            owned._lock = None
 
 
 _all: weakref.WeakSet[Ownership] = weakref.WeakSet()

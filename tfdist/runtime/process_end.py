@@ -326,7 +326,7 @@ def run_to_the_end(train: Callable[[], object]) -> int:
     try:
         train()
     except SystemExit as e:
-        caller = [each for each in traceback.extract_tb(e.__traceback__) if _QUITTERS not in each.filename][-1]
+        caller = [frame for frame in traceback.extract_tb(e.__traceback__) if _QUITTERS not in frame.filename][-1]
         if caller.filename.startswith(_PACKAGE):
             raise
         return _unfinished(caller, "sys.exit", e.code)

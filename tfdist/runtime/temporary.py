@@ -64,8 +64,8 @@ def user_folder() -> str | None:
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        found = os.lstat(folder)
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        status = os.lstat(folder)
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
             return folder
     return None
 
@@ -77,7 +77,7 @@ def is_temporary(path: str) -> bool:
 
 def warn_once(path: str, error: BaseException) -> None:
     """Warns that a file in a temporary folder cannot be written, once for each folder."""
-    folder = next(each for each in _folders if path.startswith(each + os.sep))
+    folder = next(parent for parent in _folders if path.startswith(parent + os.sep))
     if folder not in _warned:
         _warned.add(folder)
         logger.warning(
@@ -110,8 +110,8 @@ def _remove_left(parent: str, prefix: str) -> None:
     """Removes this user's folders of this host whose processes have ended."""
     for path in pathlib.Path(parent).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
-            found = os.lstat(path)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            status = os.lstat(path)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

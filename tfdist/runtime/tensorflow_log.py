@@ -55,9 +55,9 @@ def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
         line: The line, plain.
         after_log: Whether the line before it was one of that log.
     """
-    if found := CXX_LINE.match(line):
-        level = found["absl"] or found["tsl"]
-        return level == b"I" or (level != b"F" and bool(_HARMLESS.search(found["text"])))
+    if match := CXX_LINE.match(line):
+        level = match["absl"] or match["tsl"]
+        return level == b"I" or (level != b"F" and bool(_HARMLESS.search(match["text"])))
     return bool(_NOTICE.match(line) or (after_log and _LISTED_TASK.match(line)))
 
 

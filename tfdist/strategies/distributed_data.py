@@ -70,8 +70,8 @@ class DataDistribution(tf.distribute.Strategy):
             ConfigError: As `experimental_distribute_dataset`.
         """
         if hasattr(dataset, SOURCE):
-            found: DataSource = getattr(dataset, SOURCE)
-            return found
+            data_source: DataSource = getattr(dataset, SOURCE)
+            return data_source
         if not isinstance(dataset, tf.data.Dataset):  # distributed by TensorFlow
             return DataSource(dataset, steps=steps)
         dataset = _by_data(dataset)
@@ -125,10 +125,10 @@ class DataDistribution(tf.distribute.Strategy):
         workers = num_replicas(self) // replicas
         size, pieces = arrays.batch_size(dataset), worker_rows.count_pieces(dataset, workers)
 
-        def mine(_: tf.distribute.InputContext) -> tf.data.Dataset:
+        def local_dataset(_: tf.distribute.InputContext) -> tf.data.Dataset:
             return own_batches.split_own_batches(dataset, size, workers, replicas, pieces)
 
-        return self._source_from_function(mine, None, deals=True, counts=True)
+        return self._source_from_function(local_dataset, None, deals=True, counts=True)
 
     def _splits_batches(self, dataset: tf.data.Dataset) -> bool:
         """Returns whether batches are split here: neither TensorFlow splits them evenly, nor does each worker read its own."""
@@ -147,12 +147,12 @@ class DataDistribution(tf.distribute.Strategy):
     def _split(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
         replicas = num_replicas(self)
 
-        def mine(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        def local_dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
             return batch_splitting.split_batches(
                 dataset, replicas, range(context.input_pipeline_id, replicas, context.num_input_pipelines)
             )
 
-        return super().distribute_datasets_from_function(mine)
+        return super().distribute_datasets_from_function(local_dataset)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[..., tf.data.Dataset], options: tf.distribute.InputOptions | None = None
@@ -218,11 +218,11 @@ class DataDistribution(tf.distribute.Strategy):
             if batch_splitting.is_splittable(dataset.element_spec)
             else None
         )
-        found = tf.constant([[-1 if size is None else size, int(dataset.cardinality())]], tf.int64)
+        counts = tf.constant([[-1 if size is None else size, int(dataset.cardinality())]], tf.int64)
         if self._has_peers():
-            values = self.experimental_distribute_values_from_function(lambda _: found)
-            found = self.gather(values, axis=0)
-        sizes, batches = found.numpy().T
+            values = self.experimental_distribute_values_from_function(lambda _: counts)
+            counts = self.gather(values, axis=0)
+        sizes, batches = counts.numpy().T
         return sizes, batches
 
     @staticmethod
@@ -258,7 +258,7 @@ def copy_python_data(dataset: tf.data.Dataset) -> tf.data.Dataset:
     references. The operation that holds the last of these may write its result into the array, such as a slice that a
     `PyDataset` keeps.
     """
-    if not any(True for each in walk(dataset) for _ in python_functions(each)):
+    if not any(True for node in walk(dataset) for _ in python_functions(node)):
         return dataset
 
     @tf.autograph.experimental.do_not_convert

@@ -100,8 +100,8 @@ def create_strategy(
     if cluster is None and (traits.several_processes or traits.asynchronous):
         cluster = discovery.find_cluster(timeout=start_timeout)
     make = registry.resolve("strategy", traits.factory or strategy.name, {})
-    found = check_member(cluster) if cluster else None
-    made: tf.distribute.Strategy = make(strategy, found, start_timeout, grace_seconds)
+    member = check_member(cluster) if cluster else None
+    made: tf.distribute.Strategy = make(strategy, member, start_timeout, grace_seconds)
     if not isinstance(made, KerasStrategy):
         raise ConfigError(
             f"strategy {strategy.name!r} must return a strategy whose class has KerasStrategy of tfdist.strategies.base among "

@@ -83,9 +83,9 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distri
             variable = super()._create_variable(next_creator, **kwargs)
         except tf.errors.InvalidArgumentError as e:
             if shapes := _SHAPES.search(e.message):
-                mine = getattr(call_stack.created_variable(), "path", None) or kwargs.get("name")
+                path = getattr(call_stack.created_variable(), "path", None) or kwargs.get("name")
                 raise ConfigError(
-                    f"All workers must build the same model. Received: variable {mine}, of shapes {shapes[1]} and {shapes[2]} on two workers. "
+                    f"All workers must build the same model. Received: variable {path}, of shapes {shapes[1]} and {shapes[2]} on two workers. "
                     "Start all with the same code and the same arguments."
                 ) from e
             raise

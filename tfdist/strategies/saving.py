@@ -92,9 +92,11 @@ def _portable_schedule(saveable: Any) -> Iterator[None]:
 
 def _strategy_of(saveable: keras.Model | keras.layers.Layer) -> KerasStrategy | None:
     """Returns the strategy in whose scope a model, or a layer's variables, were made; None if it is not one of tfdist's."""
-    found = [getattr(saveable, "distribute_strategy", None)]
-    found += [getattr(each.value, "distribute_strategy", None) for each in getattr(saveable, "variables", ())]
-    return next((each for each in found if isinstance(each, KerasStrategy)), None)
+    candidates = [getattr(saveable, "distribute_strategy", None)]
+    candidates += [
+        getattr(variable.value, "distribute_strategy", None) for variable in getattr(saveable, "variables", ())
+    ]
+    return next((variable for variable in candidates if isinstance(variable, KerasStrategy)), None)
 
 
 def _save_beside(save: Callable[[str], object], path: str) -> None:
@@ -120,7 +122,7 @@ def _save_shards(save: Callable[[str], object], path: str) -> None:
 
 def _check_room(saveable: keras.Model | keras.layers.Layer, path: str) -> None:
     """Raises an OSError if a disk has not enough room for the weights of a model or layer: HDF5, once it has met a full disk, crashes the process at its end."""
-    bytes_needed = sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in saveable.weights)
+    bytes_needed = sum(math.prod(weight.shape) * tf.as_dtype(weight.dtype).size for weight in saveable.weights)
     folder = os.path.dirname(path) or "."
     if os.path.isdir(folder) and shutil.disk_usage(folder).free < bytes_needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
@@ -186,7 +188,7 @@ def by_one(
     if strategy.cluster_task is None:
         return write()
     # A Keras variable, or the variable of TensorFlow that it holds, which has a method `value`.
-    if any(each in strategy.statistics or getattr(each, "value", None) in strategy.statistics for each in objects()):
+    if any(saved in strategy.statistics or getattr(saved, "value", None) in strategy.statistics for saved in objects()):
         strategy.statistics.synchronize()
     cluster, task = strategy.cluster_task
     tasks = cluster.training_tasks()
@@ -227,9 +229,9 @@ def _wait_for_first(cluster: ClusterSpec, key: str) -> str:
 def _files_at(path: str) -> str:
     """Returns names, sizes and times of the files of a folder, or of a checkpoint; empty where there are none."""
     isdir = tf.io.gfile.isdir(path)
-    found = [os.path.join(path, name) for name in tf.io.gfile.listdir(path)] if isdir else [f"{path}.index", path]
+    paths = [os.path.join(path, name) for name in tf.io.gfile.listdir(path)] if isdir else [f"{path}.index", path]
     described = []
-    for name in sorted(found):
+    for name in sorted(paths):
         with contextlib.suppress(tf.errors.NotFoundError):
             stat = tf.io.gfile.stat(name)
             described.append(f"{name}:{stat.length}:{stat.mtime_nsec}")
@@ -246,7 +248,7 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
         WriteError: It cannot be written. In a temporary folder, which nobody reads, that costs one warning instead.
     """
     path = os.fspath(path).rstrip("/")
-    suffix = next((each for each in _FILES if path.endswith(each)), os.path.splitext(path)[1])
+    suffix = next((ending for ending in _FILES if path.endswith(ending)), os.path.splitext(path)[1])
     partial = f"{path.removesuffix(suffix)}.{uuid.uuid4().hex[:8]}{_PARTIAL}{suffix}"
     try:
         yield partial
@@ -259,16 +261,16 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
             raise write_error(path, e) from e
         temporary.warn_once(path, e)
     finally:
-        for left in _beginning_with(partial):
-            remove = tf.io.gfile.rmtree if tf.io.gfile.isdir(left) else tf.io.gfile.remove
+        for old_path in _beginning_with(partial):
+            remove = tf.io.gfile.rmtree if tf.io.gfile.isdir(old_path) else tf.io.gfile.remove
             with contextlib.suppress(tf.errors.OpError):
-                remove(left)
+                remove(old_path)
 
 
 def write_error(path: str, error: BaseException) -> WriteError:
     """Returns the error for a path that could not be saved to."""
     return WriteError(
-        f"cannot write {path}: {write_error_reason(error)}. What was there before is unchanged. Free the disk or choose another path, and save again."
+        f"cannot write {path}: {write_error_reason(error)}. The old file is unchanged. Free the disk or choose another path, and save again."
     )
 
 
@@ -276,8 +278,8 @@ def _beginning_with(prefix: str) -> list[str]:
     folder, name = os.path.split(prefix)
     if not tf.io.gfile.isdir(folder or "."):
         return []
-    found = (each.rstrip("/") for each in tf.io.gfile.listdir(folder or "."))
-    return [os.path.join(folder, each) for each in found if each.startswith(name)]
+    names = (name_in_folder.rstrip("/") for name_in_folder in tf.io.gfile.listdir(folder or "."))
+    return [os.path.join(folder, name_in_folder) for name_in_folder in names if name_in_folder.startswith(name)]
 
 
 def _put(written: str, path: str) -> None:
@@ -325,12 +327,12 @@ def outside_of_scopes(function: Method, *args: Any, **kwargs: Any) -> Any:
     """
     if not tf.distribute.has_strategy():
         return function(*args, **kwargs)
-    found: list[Any] = []
+    results: list[Any] = []
     errors: list[BaseException] = []
 
     def call() -> None:
         try:
-            found.append(function(*args, **kwargs))
+            results.append(function(*args, **kwargs))
         except BaseException as e:
             errors.append(e)
 
@@ -339,4 +341,4 @@ def outside_of_scopes(function: Method, *args: Any, **kwargs: Any) -> Any:
     thread.join()
     if errors:
         raise errors[0]
-    return found[0]
+    return results[0]

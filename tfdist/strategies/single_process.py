@@ -120,7 +120,7 @@ def make_virtual_cpus(count: int) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError as e:
         # In use already: fine where it was for the same number.
-        if (found := len(tf.config.list_logical_devices("CPU"))) != count:
+        if (present := len(tf.config.list_logical_devices("CPU"))) != count:
             raise startup.already_started_error(
-                f"strategy.devices={count} virtual CPUs cannot be made (there are {found})"
+                f"strategy.devices={count} virtual CPUs cannot be made (there are {present})"
             ) from e

@@ -1,4 +1,4 @@
-"""Checks before a strategy is created: tested versions, and a TensorFlow that has not started yet."""
+"""Checks before a strategy is created: the versions are tested ones, and TensorFlow has not started yet."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tfdist.version import __version__
 _HARMLESS = {"config", "get_logger", "set_random_seed", "set_seed", "experimental"}
 _SHOWN_CALLERS = 3
 _LIBRARIES = f"{os.sep}site-packages{os.sep}"
-# The first one, and the first one after them; as in pyproject.toml. tools/versions.py runs the tests with the oldest, the newest and the next.
+# [first, end) of the tested versions, as in pyproject.toml. tools/versions.py runs the tests with the oldest, the newest and the next version.
 TESTED_VERSIONS = {"tensorflow": ("2.18", "2.23"), "keras": ("3.13", "3.17")}
 
 
 @functools.cache
 def check_versions() -> None:
-    """Warns, once, if TensorFlow or Keras is outside the tested versions: tfdist uses private names of both."""
-    found = {"tensorflow": tf.__version__, "keras": keras.__version__}
-    if untested := [name for name, version in found.items() if not _is_tested(name, version)]:
+    """Warns once if the version of TensorFlow or Keras is untested: tfdist uses private names of both."""
+    installed = {"tensorflow": tf.__version__, "keras": keras.__version__}
+    if untested := [name for name, version in installed.items() if not _is_tested(name, version)]:
         ranges = " and ".join(
             f"{name} >={TESTED_VERSIONS[name][0]},<{TESTED_VERSIONS[name][1]}" for name in TESTED_VERSIONS
         )
-        received = " and ".join(f"{name} {found[name]}" for name in untested)
+        received = " and ".join(f"{name} {installed[name]}" for name in untested)
         warnings.warn(
             f"tfdist {__version__} is tested with {ranges}. Found: {received}; its corrections of Keras may no longer apply.",
             stacklevel=2,
@@ -50,10 +50,10 @@ def _is_tested(name: str, version: str) -> bool:
 
 
 def already_started_error(what: str) -> ConfigError:
-    """Returns the error for a strategy that is made after TensorFlow has started.
+    """Returns the error for a strategy that is created after TensorFlow has started.
 
     Args:
-        what: The begin of the message: the object that cannot be made any more.
+        what: The begin of the message, which names the object that cannot be created any more.
     """
     package = str(pathlib.Path(__file__).parents[1])
     stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((package, "<"))]
@@ -69,16 +69,16 @@ def already_started_error(what: str) -> ConfigError:
         line, code = first
         return ConfigError(f"{message}, before line {line}: {code}")
     return ConfigError(
-        f"{message}, to right after the imports. What has started it is none of this file's own calls{_called_from(stack)}."
+        f"{message}, to right after the imports. No call in this file has started TensorFlow{_called_from(stack)}."
     )
 
 
 def _place_to_move(
     stack: list[traceback.FrameSummary],
 ) -> tuple[traceback.FrameSummary, tuple[int, str] | None]:
-    """Returns the call that is to move, and the line that it is to precede, if that is known.
+    """Returns the call that must move, and the line that it must precede, or None if that is unknown.
 
-    A function of a helper module may create the strategy: then it is a caller's line that is to move.
+    If a function of another module creates the strategy, the line of its caller must move.
     """
     for here in (frame for frame in reversed(stack) if _LIBRARIES not in frame.filename):
         for first in _lines_that_start_tensorflow(here):
@@ -87,10 +87,10 @@ def _place_to_move(
 
 
 def _called_from(stack: list[traceback.FrameSummary]) -> str:
-    """Returns the lines of the user's other files that have called the last frame's, as the end of a sentence."""
+    """Returns the end of a sentence: the lines in the user's other files that led to the last frame."""
     frames = [frame for frame in stack[-2::-1] if frame.filename != stack[-1].filename]
     callers = [f"{frame.filename}:{frame.lineno}" for frame in frames if _LIBRARIES not in frame.filename]
-    return f" (it is called from {', '.join(callers[:_SHOWN_CALLERS])})" if callers else ""
+    return f" (the file is called from {', '.join(callers[:_SHOWN_CALLERS])})" if callers else ""
 
 
 def _lines_that_start_tensorflow(here: traceback.FrameSummary) -> Iterator[tuple[int, str]]:
@@ -108,7 +108,7 @@ def _lines_that_start_tensorflow(here: traceback.FrameSummary) -> Iterator[tuple
         for alias in node.names
         if (getattr(node, "module", None) or alias.name).partition(".")[0] in ("tensorflow", "keras", "tf_keras")
     }
-    # Bodies of other functions run when they are called, if at all.
+    # The bodies of other functions are skipped: they run only when they are called.
     bodies = [tree.body] + [
         node.body
         for node in ast.walk(tree)
@@ -123,5 +123,5 @@ def _lines_that_start_tensorflow(here: traceback.FrameSummary) -> Iterator[tuple
                 root, *names = re.findall(r"\w+", ast.unparse(node.func))
                 if root in roots and not _HARMLESS.intersection(names):
                     calls.append(node.lineno)
-    for number in sorted(calls):
-        yield number, lines[number - 1].strip()
+    for line in sorted(calls):
+        yield line, lines[line - 1].strip()

@@ -18,12 +18,12 @@ TOLERANCE = 1e-5  # between digests of equal arrays, which processors of two kin
 
 def describe(data: Data) -> str:
     """Returns the types and shapes of the arrays in a structure, and their first values; empty without arrays."""
-    return "; ".join(f"{_kind(each)}{_first(each)}" for each in _arrays(data))
+    return "; ".join(f"{_kind(array)}{_first(array)}" for array in _arrays(data))
 
 
 def kinds(data: Data) -> str:
     """Returns the types of the arrays in a structure, and the shapes of their rows."""
-    return "; ".join(f"{_dtype(each)} {tuple(each.shape[1:])}" for each in _arrays(data))
+    return "; ".join(f"{_dtype(array)} {tuple(array.shape[1:])}" for array in _arrays(data))
 
 
 def digest(data: Data) -> float:
@@ -31,13 +31,13 @@ def digest(data: Data) -> float:
 
     For arrays of numbers it is a random projection, made with the same signs on all workers, so that rounding changes it little.
     """
-    return sum((number + 1) * _digest(each) for number, each in enumerate(_arrays(data)))
+    return sum((number + 1) * _digest(array) for number, array in enumerate(_arrays(data)))
 
 
 def _arrays(data: Data) -> Iterator[Structure]:
-    for each in tf.nest.flatten(data):
-        if getattr(each, "shape", None) is not None and len(each.shape):
-            yield each
+    for leaf in tf.nest.flatten(data):
+        if getattr(leaf, "shape", None) is not None and len(leaf.shape):
+            yield leaf
 
 
 def _digest(array: Structure) -> float:

@@ -105,7 +105,7 @@ def load_weights(model: keras.Model, weights: Mapping[_Key, np.ndarray], source:
     `source` says in messages where they are from.
     """
     optimizers = optimizer_search.optimizers(model)
-    without = [*model.metrics_variables, *(variable for each in optimizers for variable in each.variables)]
+    without = [*model.metrics_variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
     skipped = {id(variable.value) for variable in without}
     for key, variable in _keyed(named_variables(model)):
         if id(variable) in skipped:

@@ -94,7 +94,7 @@ def _redirect(place: str | pathlib.PurePath, folder: str) -> str | pathlib.Path:
 
 def guard_log_files(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
     """Returns callbacks to add, so that a row that cannot be written to a CSV log costs one warning."""
-    loggers = [each for each in callbacks if isinstance(each, keras.callbacks.CSVLogger)]
+    loggers = [callback for callback in callbacks if isinstance(callback, keras.callbacks.CSVLogger)]
     return [_LogFileGuard(loggers)] if loggers else []
 
 
@@ -106,9 +106,9 @@ class _LogFileGuard(keras.callbacks.Callback):
         self._loggers = loggers
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        for each in self._loggers:  # which open their files as the training begins, and again after a restore
-            if each.csv_file and not isinstance(each.csv_file, _OptionalFile):
-                each.csv_file = _OptionalFile(each.csv_file, each.filename)
+        for log in self._loggers:  # which open their files as the training begins, and again after a restore
+            if log.csv_file and not isinstance(log.csv_file, _OptionalFile):
+                log.csv_file = _OptionalFile(log.csv_file, log.filename)
 
 
 class _OptionalFile:

@@ -34,14 +34,14 @@ def wrap_callbacks(
 
     With `check_weights` the ranks compare their weights after each epoch, too, if all have the same callbacks.
     """
-    mine = [c for c in callbacks if ranks.is_chief or not only_writes(c)]
+    local = [c for c in callbacks if ranks.is_chief or not only_writes(c)]
     # A writer counts, though it is dropped here: it still reads the model on the chief. One that only observes does not.
     names = ",".join(type(c).__qualname__ for c in callbacks if not only_observes(c)).encode()
     gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
     on_batches = bool(gathered[:, 0].any())
     alike = len(set(gathered[:, 1])) == 1
     agree = _CheckConsistency(strategy, ranks, on_batches, alike, check_weights)
-    return _Synchronize(strategy, on_batches), mine, agree
+    return _Synchronize(strategy, on_batches), local, agree
 
 
 def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
@@ -127,8 +127,8 @@ class _CheckConsistency(keras.callbacks.Callback):
         # A LossScaleOptimizer's own rate means nothing.
         rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
         # A schedule is a function of the step, and so the same on all ranks.
-        mine = float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
-        gathered = self._ranks.gather(float(self.model.stop_training), mine)
+        local_rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
+        gathered = self._ranks.gather(float(self.model.stop_training), local_rate)
         self.model.stop_training = bool(gathered[:, 0].any())
         if (gathered[:, 1] != gathered[0, 1]).any():
             optimizer.learning_rate = float(gathered[0, 1])
@@ -143,9 +143,11 @@ class _CheckConsistency(keras.callbacks.Callback):
             return
         if self._alike:
             others = [rank for rank in range(self._ranks.size) if prints[rank] != prints[0]]
-            each = self._ranks.gather(*(float(fingerprint([variable])) for variable in variables))
+            fingerprints = self._ranks.gather(*(float(fingerprint([variable])) for variable in variables))
             first = next(
-                getattr(v, "path", v.name) for v, column in zip(variables, each.T, strict=True) if len({*column}) > 1
+                getattr(v, "path", v.name)
+                for v, column in zip(variables, fingerprints.T, strict=True)
+                if len({*column}) > 1
             )
             unlike = hardware.describe_difference(self._strategy)
             raise ClusterError(

@@ -166,7 +166,7 @@ def own_sizes(ranks: Ranks, data: Data) -> list[int] | None:
     if ranks.size == 1 or not worker_rows.is_own(data):
         return None
     size = int(data.cardinality()) if isinstance(data, tf.data.Dataset) else _length(data.x)
-    return [int(each) for each in ranks.gather(float(size))[:, 0]]
+    return [int(own_size) for own_size in ranks.gather(float(size))[:, 0]]
 
 
 class _Arrays:
@@ -201,10 +201,10 @@ class _Arrays:
                 "own_rows must hold arrays of the same types, with rows of the same shape, on all workers. Received: "
                 f"{_texts_by_worker(ranks, self._kinds[name], 'no arrays')}."
             )
-        mine = array_digest.describe(self._own[name])
+        local = array_digest.describe(self._own[name])
         return (
             f"The arrays in {name} must be the same on all workers, of which each trains on its share of every batch. Received: "
-            f"{_texts_by_worker(ranks, mine, 'no arrays')}. Give all workers the same arrays, in the same order. Or, if each worker has "
+            f"{_texts_by_worker(ranks, local, 'no arrays')}. Give all workers the same arrays, in the same order. Or, if each worker has "
             "rows of its own, such as x[rank::size], declare it: tfdist.data.own_rows(x, y) in place of x and y."
         )
 
@@ -240,7 +240,7 @@ def _length(data: Data) -> float:
         return float(tf.data.INFINITE_CARDINALITY) if endless else 0.0
     if isinstance(data, tf.data.Dataset):
         return float(data.cardinality())
-    first = next((each for each in tf.nest.flatten(data) if hasattr(each, "shape")), None)
+    first = next((leaf for leaf in tf.nest.flatten(data) if hasattr(leaf, "shape")), None)
     return float(first.shape[0]) if first is not None and len(first.shape) else _NO_NUMBER
 
 
@@ -253,11 +253,11 @@ def _data_order(data: Data) -> list[str]:
     return [*texts[:last], *[""] * (last - len(texts)), " ".join(texts[last:])]
 
 
-def _order_difference_message(ranks: Ranks, mine: str) -> str:
+def _order_difference_message(ranks: Ranks, local: str) -> str:
     """Returns the message about the first difference between the workers' datasets. A collective."""
     return (
         "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received: "
-        f"{_texts_by_worker(ranks, mine, 'no more transformations')}. Seeds differ if a worker has drawn a random "
+        f"{_texts_by_worker(ranks, local, 'no more transformations')}. Seeds differ if a worker has drawn a random "
         "number, or made a dataset, that the others have not: make the same calls on all workers before, or give a seed to `shuffle` "
         "and its like (`seed=` of keras.utils.image_dataset_from_directory and of its siblings, which shuffle unless "
         "shuffle=False). If each worker has data of its own, set experimental_distribute.auto_shard_policy of the dataset's "
@@ -265,7 +265,7 @@ def _order_difference_message(ranks: Ranks, mine: str) -> str:
     )
 
 
-def _texts_by_worker(ranks: Ranks, mine: str, nothing: str) -> str:
+def _texts_by_worker(ranks: Ranks, local: str, nothing: str) -> str:
     """Returns the beginning of each worker's text, by worker. A collective."""
-    texts = ranks.gather_texts(mine[:_TEXT_LENGTH])
+    texts = ranks.gather_texts(local[:_TEXT_LENGTH])
     return ", ".join(f"{text or nothing} on worker:{rank}" for rank, text in enumerate(texts))

@@ -146,7 +146,7 @@ def build_model(
     """Returns the task's model, built in the trainer's scope and compiled as configured."""
     with trainer.scope():
         model = task_checks.checked_model(config.task, task.build_model())
-        given = task_checks.checked_compile_arguments(config.task, model, task.compile_arguments())
+        task_arguments = task_checks.checked_compile_arguments(config.task, model, task.compile_arguments())
         arguments = {"jit_compile": config.jit_compile, "steps_per_execution": config.steps_per_execution}
-        task_checks.compile_model(config.task, model, {"optimizer": optimizer(), **arguments, **given})
+        task_checks.compile_model(config.task, model, {"optimizer": optimizer(), **arguments, **task_arguments})
     return model

@@ -90,7 +90,7 @@ class ExportBest(keras.callbacks.Callback):
         if value is None:
             self._explain_absence(epoch, logs)
         elif math.isfinite(value) and (self.best is None or (value > self.best if self._rises else value < self.best)):
-            self._export(epoch, {name: float(each) for name, each in logs.items() if np.ndim(each) == 0})
+            self._export(epoch, {name: float(log) for name, log in logs.items() if np.ndim(log) == 0})
             self.best = float(value)
 
     def on_train_end(self, logs: Logs = None) -> None:
@@ -127,8 +127,8 @@ class ExportBest(keras.callbacks.Callback):
         for name in _names(self.path):
             if name.isdecimal() and int(name) != version and self._about(name):
                 # No half of a model keeps a number, whenever this process ends.
-                left = f"{name}.{uuid.uuid4().hex[:8]}.partial"
-                tf.io.gfile.rename(os.path.join(self.path, name), os.path.join(self.path, left))
+                partial_path = f"{name}.{uuid.uuid4().hex[:8]}.partial"
+                tf.io.gfile.rename(os.path.join(self.path, name), os.path.join(self.path, partial_path))
         for name in filter(_LEFT.fullmatch, _names(self.path)):
             tf.io.gfile.rmtree(os.path.join(self.path, name))
 

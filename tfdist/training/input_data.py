@@ -102,10 +102,10 @@ def as_function(data: Data, batch_size: int | None, shuffle: bool | str = False)
 
     def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
         workers, replicas = context.num_input_pipelines, context.num_replicas_in_sync // context.num_input_pipelines
-        mine = data.dataset(-(-(batch_size or DEFAULT_BATCH_SIZE) // workers), shuffle)
+        local = data.dataset(-(-(batch_size or DEFAULT_BATCH_SIZE) // workers), shuffle)
         if replicas == 1:
-            return mine
-        return split_own_batches(mine, None, 1, replicas, int(mine.cardinality()))
+            return local
+        return split_own_batches(local, None, 1, replicas, int(local.cardinality()))
 
     return make
 
@@ -115,8 +115,8 @@ def order_by_worker(outputs: Structure, rows: list[list[int]], ranks: Ranks) -> 
 
     `outputs` are in the order of steps, within a step of replicas, within a replica of workers; `rows[step][replica]` counts this worker's.
     """
-    mine = np.asarray(rows, np.int64)
-    gathered = ranks.gather(*mine.ravel()).reshape(ranks.size, *mine.shape)
+    local = np.asarray(rows, np.int64)
+    gathered = ranks.gather(*local.ravel()).reshape(ranks.size, *local.shape)
     counts = gathered.transpose(1, 2, 0).astype(np.int64)
     workers = np.broadcast_to(np.arange(ranks.size), counts.shape)
     order = np.argsort(np.repeat(workers.ravel(), counts.ravel()), kind="stable")
@@ -190,7 +190,7 @@ def _argument_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
         yield "validation_data must be a dataset that ends, or validation_steps must say how many of its batches to take."
     weights = arguments.get("class_weight")
     if weights is not None and not (
-        isinstance(weights, Mapping) and all(isinstance(each, (int, float, np.number)) for each in weights)
+        isinstance(weights, Mapping) and all(isinstance(weight, (int, float, np.number)) for weight in weights)
     ):
         yield f"class_weight must be a dict of classes' numbers to weights, such as {{0: 1.0, 1: 2.5}}. Received: {format_value(weights)}."
 
@@ -216,10 +216,14 @@ def as_list(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
     listed = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
     if isinstance(listed, keras.callbacks.Callback):
         return [listed]
-    found = list(listed) if isinstance(listed, collections.abc.Iterable) else [listed] if listed else []
+    given_callbacks = list(listed) if isinstance(listed, collections.abc.Iterable) else [listed] if listed else []
     # Keras itself asks for no more than its methods.
-    if strange := [each for each in found if isinstance(each, type) or not hasattr(each, "on_train_batch_begin")]:
+    if strange := [
+        callback
+        for callback in given_callbacks
+        if isinstance(callback, type) or not hasattr(callback, "on_train_batch_begin")
+    ]:
         raise ConfigError(
             f"callbacks must be objects of keras.callbacks.Callback. Received: {format_value(strange[0])}."
         )
-    return found
+    return given_callbacks

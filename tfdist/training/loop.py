@@ -105,8 +105,8 @@ def fit(
         logs = None
         try:
             while True:
-                left = training.send(logs)
-                logs = engine.run(model.train_function, passes.iterator, left)
+                remaining_steps = training.send(logs)
+                logs = engine.run(model.train_function, passes.iterator, remaining_steps)
         except StopIteration:
             pass
     if hooks.validation:
@@ -144,9 +144,9 @@ def train(
         report(**passes.progress(epochs))
         model.reset_metrics()
         _call(hooks.on_epoch_begin, epoch)
-        for begin, end, left in session.resumed(passes.epoch()) if session else passes.epoch():
+        for begin, end, remaining_steps in session.resumed(passes.epoch()) if session else passes.epoch():
             _call(hooks.on_train_batch_begin, begin)
-            step_logs = yield left
+            step_logs = yield remaining_steps
             if step_logs is None:
                 passes.end_early()
                 break
@@ -205,9 +205,9 @@ def evaluate(
     logs: Logs = None
     model.reset_metrics()
     with _closing(None if validation else passes):
-        for begin, end, left in passes.epoch():
+        for begin, end, remaining_steps in passes.epoch():
             _call(hooks.on_test_batch_begin, begin)
-            step_logs = engine.run(model.test_function, passes.iterator, left)
+            step_logs = engine.run(model.test_function, passes.iterator, remaining_steps)
             if step_logs is None:
                 passes.end_early()
                 break
@@ -246,9 +246,9 @@ def predict(
     parts: list[Structure] = []
     _call(hooks.on_predict_begin)
     with _closing(passes):
-        for begin, end, left in passes.epoch():
+        for begin, end, remaining_steps in passes.epoch():
             _call(hooks.on_predict_batch_begin, begin)
-            outputs = run(size if left is None else min(size, left))
+            outputs = run(size if remaining_steps is None else min(size, remaining_steps))
             if outputs is None:
                 passes.end_early()
                 break
@@ -330,7 +330,7 @@ def _training_hooks(
 ) -> Hooks:
     """Returns the hooks of a training; the session backs their state up, except that of the progress bar."""
     listed = input_data.as_list(callbacks)
-    if not any(isinstance(each, keras.callbacks.History) for each in listed):
+    if not any(isinstance(callback, keras.callbacks.History) for callback in listed):
         listed.append(keras.callbacks.History())
     if session:
         session.watch(listed)
@@ -349,8 +349,8 @@ def _call(function: Function, *args: Any) -> Any:
     try:
         return function(*args)
     except StopIteration as e:
-        found = call_stack.raising_callback(e)
-        where = f"{type(found[0]).__name__}.{found[1]}" if found else f"A callback's {function.__name__}"
+        raising = call_stack.raising_callback(e)
+        where = f"{type(raising[0]).__name__}.{raising[1]}" if raising else f"A callback's {function.__name__}"
         raise stop_iteration_error(where, e) from e
 
 

@@ -54,8 +54,8 @@ def fit(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> 
 def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Prepares training and finishes it after its loop; takes the arguments of `fit`, and yields those of the loop."""
     data, validation = arguments.pop("x", None), arguments.pop("validation_data", None)
-    for each in (data, validation):
-        unsupported.check_data(context.strategy, each)
+    for callback in (data, validation):
+        unsupported.check_data(context.strategy, callback)
     input_data.check_own_rows(data, arguments)
     checks.check_class_weight(data, arguments.get("class_weight"))
     if context.ranks.size == 1:
@@ -77,9 +77,9 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
     if input_data.is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
         arguments.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
     callbacks = input_data.as_list(arguments.pop("callbacks", None))
-    for each in callbacks:
-        if isinstance(each, TensorBoard):
-            each.fit_batch_size = global_batch_size
+    for callback in callbacks:
+        if isinstance(callback, TensorBoard):
+            callback.fit_batch_size = global_batch_size
     backup, callbacks, ends_with_fit = _choose_backup(context, callbacks)
     redirected = callback_kinds.redirect_to_temporary_files([] if context.is_chief else callbacks)
     backing_up = context.backing_up(backup, model, data, described)
@@ -135,9 +135,9 @@ def _choose_backup(
 
     Returns it, or None; the other callbacks; and whether the backup is to be removed when `fit` ends, as Keras' is.
     """
-    own = [each for each in callbacks if isinstance(each, BackupAndRestore)]
-    of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.BackupAndRestore)]
-    others = [each for each in callbacks if each not in (*own[:1], *of_keras)]
+    own = [callback for callback in callbacks if isinstance(callback, BackupAndRestore)]
+    of_keras = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+    others = [callback for callback in callbacks if callback not in (*own[:1], *of_keras)]
     backup = own[0] if own else context.backup
     if not of_keras:
         return backup, others, False

@@ -161,7 +161,7 @@ def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpE
     if ended and isinstance(error, tf.errors.InvalidArgumentError):  # here, and not what another worker has sent
         calls.abort_collectives(tf.errors.ABORTED, ENDED_EARLY)
         call += ", without data left"
-    calls_of_all = "; ".join(f"{each} was in {call}" for each, call in _exchange_calls(cluster, task, call))
+    calls_of_all = "; ".join(f"{caller} was in {call}" for caller, call in _exchange_calls(cluster, task, call))
     if ended:
         return (
             f"A dataset has fewer batches on some workers than on others ({calls_of_all}). Give all workers the same dataset, of which each "
@@ -194,19 +194,19 @@ def _labels(frame: types.FrameType) -> Iterator[str]:
         yield f"{'the trainer' if type(own).__module__.startswith(_PACKAGE) else type(own).__name__}'s {name}"
 
 
-def _exchange_calls(cluster: ClusterSpec, task: TaskSpec, mine: str) -> Iterator[tuple[TaskSpec, str]]:
+def _exchange_calls(cluster: ClusterSpec, task: TaskSpec, own_call: str) -> Iterator[tuple[TaskSpec, str]]:
     """Yields the calls of tasks that publish them in time, by TensorFlow's coordination service."""
     key = "tfdist/call/{}".format
     with contextlib.suppress(tf.errors.OpError):
-        tf_cluster.publish(key(task), mine)
+        tf_cluster.publish(key(task), own_call)
     deadline = time.monotonic() + _ANSWER_WITHIN
     tasks = cluster.training_tasks()
-    for each in sorted({task, *tasks[:_MOST_LISTED]}, key=tasks.index):
-        call = mine if each == task else "a call that it did not tell"
-        if each != task:
+    for caller in sorted({task, *tasks[:_MOST_LISTED]}, key=tasks.index):
+        call = own_call if caller == task else "a call that it did not tell"
+        if caller != task:
             with contextlib.suppress(tf.errors.OpError):
-                call = tf_cluster.published(key(each), deadline - time.monotonic())
-        yield each, call
+                call = tf_cluster.published(key(caller), deadline - time.monotonic())
+        yield caller, call
     with contextlib.suppress(
         tf.errors.OpError
     ):  # the chief, which holds what is published, must not end before all have read it

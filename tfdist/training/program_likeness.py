@@ -55,8 +55,8 @@ def describe(model: keras.Model, arguments: Mapping[str, Any], workers: int) -> 
     if known is None or any(a is not b for a, b in zip(known[0], compiled, strict=True)):
         known = compiled, [*_script_arguments(sys.argv[1:], workers), *_model(model), *_compiled(model)]
         _described[model] = known
-    given = {name: arguments[name] for name in _FIT if arguments.get(name) is not None}
-    return [*known[1], *((f"fit's {name}", _text(value)) for name, value in given.items())]
+    arguments_of_fit = {name: arguments[name] for name in _FIT if arguments.get(name) is not None}
+    return [*known[1], *((f"fit's {name}", _text(value)) for name, value in arguments_of_fit.items())]
 
 
 def digest(items: Sequence[Item]) -> float:
@@ -76,12 +76,12 @@ def difference_message(ranks: Ranks, items: Sequence[Item]) -> str:
     names, values = ([text[rank] for rank in (0, _first_other(digests, number))] for text in texts)
     other = f"worker:{_first_other(digests, number)}"
     if names[0] == names[1]:
-        found = f"{names[0]} is {values[1]} on {other}, and {values[0]} on worker:0"
+        difference = f"{names[0]} is {values[1]} on {other}, and {values[0]} on worker:0"
     else:
-        told = [f"{name} ({value})" if name else "nothing more" for name, value in zip(names, values, strict=True)]
-        found = f"{other} has {told[1]} where worker:0 has {told[0]}"
+        parts = [f"{name} ({value})" if name else "nothing more" for name, value in zip(names, values, strict=True)]
+        difference = f"{other} has {parts[1]} where worker:0 has {parts[0]}"
     return (
-        f"All workers must run the same program. Received: {found}. Start all with the same arguments, and build and compile the same model; "
+        f"All workers must run the same program. Received: {difference}. Start all with the same arguments, and build and compile the same model; "
         "what one task alone shall do, decide by trainer.is_chief or an environment variable."
     )
 
@@ -144,16 +144,16 @@ def _layers(parent: keras.layers.Layer, inside: str) -> Iterator[Item]:
 def _compiled(model: keras.Model) -> Iterator[Item]:
     """Yields the arguments of a model's `compile`."""
     yield "the model's loss", _text(getattr(model, "loss", None))
-    for number, each in enumerate(optimizer_search.optimizers(model)):
+    for number, optimizer in enumerate(optimizer_search.optimizers(model)):
         title = f"the optimizer{f' {number + 1}' if number else ''}"
-        yield title, type(each).__name__
-        while each is not None:
-            for name, value in _config(each).items():
-                if name == "learning_rate" and (rate := _given_rate(each)) is not None:
+        yield title, type(optimizer).__name__
+        while optimizer is not None:
+            for name, value in _config(optimizer).items():
+                if name == "learning_rate" and (rate := _given_rate(optimizer)) is not None:
                     value = f"{rate:.6g}"
                 if name != "inner_optimizer":
                     yield f"{title}: {name}", value
-            each = getattr(each, "inner_optimizer", None)
+            optimizer = getattr(optimizer, "inner_optimizer", None)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of lambdas, which cannot be loaded
@@ -185,8 +185,8 @@ def _config(value: Any) -> dict[str, str]:
     if not isinstance(config, Mapping):
         return {}
     return {
-        str(name): _NUMBERED.sub("", _text(each)[1:-1]) if name == "name" else _text(each)
-        for name, each in config.items()
+        str(name): _NUMBERED.sub("", _text(entry)[1:-1]) if name == "name" else _text(entry)
+        for name, entry in config.items()
         if name not in _NOT_COMPARED
     }
 
@@ -196,14 +196,14 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         if value.get("class_name") == "__lambda__":
             return "a lambda"
-        kept = {str(name): each for name, each in value.items() if name not in _NOT_COMPARED}
+        kept = {str(name): item for name, item in value.items() if name not in _NOT_COMPARED}
         if set(kept) == {"class_name", "config"}:  # as Keras serializes an object
             return f"{kept['class_name']} {_text(kept['config'])}"
         entries = (
-            (name, _NUMBERED.sub("", each) if name == "name" and isinstance(each, str) else each)
-            for name, each in sorted(kept.items())
+            (name, _NUMBERED.sub("", item) if name == "name" and isinstance(item, str) else item)
+            for name, item in sorted(kept.items())
         )
-        return f"{{{', '.join(f'{name}: {_text(each)}' for name, each in entries)}}}"
+        return f"{{{', '.join(f'{name}: {_text(item)}' for name, item in entries)}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, (set, frozenset)):
@@ -227,6 +227,6 @@ def _text(value: Any) -> str:
 
 def _constants(code: types.CodeType) -> str:
     """Returns the names and numbers of a lambda, which are the same for all versions of Python."""
-    numbers = [each for each in code.co_consts if isinstance(each, (int, float, str))]
-    inner = [_constants(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    numbers = [constant for constant in code.co_consts if isinstance(constant, (int, float, str))]
+    inner = [_constants(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return f" of {', '.join(map(str, [*code.co_names, *numbers, *inner]))}"

@@ -1,4 +1,4 @@
-"""`train_on_batch`, `test_on_batch` and `predict_on_batch`: one step on a batch that is given."""
+"""`train_on_batch`, `test_on_batch` and `predict_on_batch`: one step on one batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train_on_batch(
     class_weight: Mapping[int, float] | None = None,
     return_dict: bool = False,
 ) -> Logs:
-    """Trains a model, which the engine has attached, on a batch, as Keras' `train_on_batch`."""
+    """Trains a model on one batch, as Keras' `train_on_batch`. The engine must have attached the model."""
     keras_loops.check_compiled(model)
     if class_weight is not None:
         if sample_weight is not None:
@@ -38,23 +38,23 @@ def train_on_batch(
 def test_on_batch(
     engine: Engine, model: keras.Model, x: Data, y: Data = None, sample_weight: Data = None, return_dict: bool = False
 ) -> Logs:
-    """Evaluates a model on a batch, as Keras' `test_on_batch`."""
+    """Evaluates a model on one batch, as Keras' `test_on_batch`."""
     keras_loops.check_compiled(model)
     logs = run(engine, model, "test_step", (x, y, sample_weight), keras_loops.RESETS_METRICS_FOR_BATCH)
     return logs if return_dict else keras_loops.flat_logs(model, logs)
 
 
 def predict_on_batch(engine: Engine, model: keras.Model, x: Data) -> Structure:
-    """Returns a model's outputs for a batch, as Keras' `predict_on_batch`."""
+    """Returns a model's outputs for one batch, as Keras' `predict_on_batch`."""
     model.make_predict_function()
     return keras_loops.as_arrays(engine.predict_batch(model, (x,)))
 
 
-METHODS = {each.__name__: each for each in (train_on_batch, test_on_batch, predict_on_batch)}
+METHODS = {method.__name__: method for method in (train_on_batch, test_on_batch, predict_on_batch)}
 
 
 def run(engine: Engine, model: keras.Model, step: str, batch: Structure, reset_metrics: bool) -> dict[str, Any]:
-    """Runs a step, `"train_step"` or `"test_step"`, of a model on a batch, and returns its logs."""
+    """Runs `"train_step"` or `"test_step"` of a model on one batch; returns the logs."""
     model_building.build(model, step, batch)
     if step == "train_step":
         model.make_train_function()

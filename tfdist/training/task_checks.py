@@ -64,7 +64,7 @@ def checked_compile_arguments(task: str, model: keras.Model, arguments: Any) -> 
     if "optimizer" in arguments:
         raise ConfigError(f"{where} must leave out 'optimizer', which the configuration sets: use the field optimizer.")
     takes = inspect.signature(model.compile).parameters
-    any_name = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     if wrong := [name for name in arguments if name not in takes and not any_name]:
         raise ConfigError(unknown_name_message(f"argument in {where}", wrong[0], takes))
     return arguments
@@ -172,8 +172,8 @@ def _reason(error: BaseException) -> str:
     if "in user code:" in text:
         text = text.rpartition("Error: ")[2]
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-    found = [part for part in paragraphs if part and not part.startswith(_AROUND)]
-    said = found[0] if found else paragraphs[0]
+    relevant = [part for part in paragraphs if part and not part.startswith(_AROUND)]
+    said = relevant[0] if relevant else paragraphs[0]
     if said.startswith("Detected at node"):
         said = next((line for line in reversed(text.splitlines()) if line.strip() and "[[" not in line), said)
     return truncate(said.strip()).rstrip(".") + "."
@@ -183,11 +183,11 @@ def _shapes(model: keras.Model, method: str, element: Structure) -> str:
     if element is None:
         return ""
     takes = getattr(model, "input_shape", None) if model.built else None
-    given = element[0] if isinstance(element, tuple) and element else element
+    x = element[0] if isinstance(element, tuple) and element else element
     sentence = f" {method} gives {truncate(str(element))}" + (
         f", the model takes {truncate(str(takes))}" if takes else ""
     )
-    rank = getattr(getattr(given, "shape", None), "rank", None)
-    if isinstance(takes, tuple) and rank == len(takes) - 1 and all(not isinstance(each, tuple) for each in takes):
+    rank = getattr(getattr(x, "shape", None), "rank", None)
+    if isinstance(takes, tuple) and rank == len(takes) - 1 and all(not isinstance(part, tuple) for part in takes):
         return f"{sentence}: is .batch() missing?"
     return f"{sentence}; change build_model, compile_arguments or {method} so that they fit."

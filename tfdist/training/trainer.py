@@ -36,28 +36,29 @@ class Trainer:
         history = trainer.fit(model, train_data, epochs=3)
         trainer.save(model, "model.keras")
 
-    A training has these stages. The Trainer finds the cluster, connects its tasks and creates the strategy, which decides
-    where each variable lives (`startup`). `fit` compares the workers' arguments, gives the model a step function for
+    A training run has these stages. The Trainer finds the cluster, connects its tasks and creates the strategy, which decides
+    where each variable is placed (`startup`). `fit` compares the workers' arguments, gives the model a step function for
     all replicas, and calls Keras' own loop (`loops`). Each replica computes the gradients of its part of the batch; the
-    replicas sum them, compressed if asked to, and apply the same update. After a step all ranks agree on the decisions that callbacks
-    have decided (`callback_sync`). A backup restarts a training at the step where it ended. `save` has the chief write.
+    replicas sum them, compressed if configured, and apply the same update. After a step all ranks agree on the decisions of
+    callbacks, such as `stop_training` (`callback_sync`). A run that finds a backup resumes at its step. In `save` the chief writes.
 
     Under `parameter_server` the chief schedules steps on workers, and variables live on servers. In the other tasks the
-    constructor serves the chief, and then ends the process with the chief's exit code.
+    constructor does not return: it serves the chief, and then ends the process with the chief's exit code.
 
     Create it first, before any tensor, variable, model or dataset. Under several workers every worker runs the same
-    program and calls the same methods in the same order; callbacks may be given to all of them or to the chief alone.
+    program and calls the same methods in the same order; callbacks may be passed on all workers or on the chief only.
 
     Args:
         strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
-        cluster: The cluster and this process's task in it; None means the environment's (see `cluster.resolvers`), False none.
-        backup_dir: Where `fit` backs the training up after each epoch, a folder that all tasks share; a run that finds a
-            backup there continues from it. None means no backups, unless there is a `backup`, or `fit` is given one.
-        backup: How to back up, where it is not after each epoch.
-        compression: How gradients are compressed on their way to the other replicas: a name of
+        cluster: The cluster and this process's task in it; None reads the environment (see `cluster.resolvers`); False means no cluster.
+        backup_dir: The folder, shared by all tasks, where `fit` writes a backup after each epoch. A run that finds a
+            backup there resumes from it. None means no backups, unless `backup` or a callback of `fit` is a `BackupAndRestore`.
+        backup: A `BackupAndRestore`, to back up otherwise than after each epoch.
+        compression: The compression of gradients between replicas: a name of
             `tfdist.config.COMPRESSORS`, a `CompressionConfig`, or a compressor. Under `multi_worker_mirrored` and `mirrored`.
         start_timeout: Seconds to wait for the other tasks.
-        check_weights: Whether workers compare all weights after each epoch, at a copy to the host; else before and after all.
+        check_weights: Whether workers compare all weights after each epoch, which copies them to the host. False compares only at the
+            begin and the end of `fit`.
         nan_policy: The action after a step whose loss or gradient is not finite: `"ignore"`; `"skip"` leaves out its update, on all
             replicas; `"stop"` leaves it out and has `fit` raise a FloatingPointError, on all ranks.
         **options: As for `create_strategy`.
@@ -95,7 +96,7 @@ class Trainer:
     ):
         checks.check_options(Trainer, strategy, options)
         if backup_dir is not None and backup is not None:
-            raise ConfigError("backup_dir and backup both say where to back up: leave backup_dir out.")
+            raise ConfigError("backup_dir and backup both name a folder for backups. Remove backup_dir.")
         compressor = compression_lib.create(compression)
         backup = BackupAndRestore(backup_dir) if backup_dir is not None else backup
         self.strategy, cluster_and_task = startup.start_strategy(strategy, cluster, backup, start_timeout, options)
@@ -133,7 +134,7 @@ class Trainer:
 
     @property
     def is_at_work(self) -> bool:
-        """Returns whether `fit` or another method is running, so that the model's methods inside are Keras' own."""
+        """Returns whether `fit` or another method of this trainer is running; the model's methods are then those of Keras."""
         return self._context.is_at_work
 
     @contextlib.contextmanager
@@ -143,7 +144,7 @@ class Trainer:
         The model's own `fit`, `evaluate` and `predict` then call this trainer's.
 
         Raises:
-            ConfigError: A loop of the user's own takes gradients or applies an optimizer outside of a replica.
+            ConfigError: A custom loop computes gradients or applies an optimizer outside of a replica.
         """
         self._take_models()
         with self.strategy.scope() as strategy:
@@ -156,17 +157,17 @@ class Trainer:
     def fit(self, model: keras.Model, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains `model`, as Keras' `fit`.
 
-        Under `parameter_server` a step is one worker's, on a batch of the global size, and several steps are in flight.
+        Under `parameter_server` one worker runs a step, on a batch of the global size, and several steps are in flight.
         Batch hooks run once per step, in order. Their logs lag by up to seven steps for each worker (13 for one, 16 for
         two), and are complete at the end of an epoch. `stop_training` stops at the step whose hook sets it. The chief
-        reads the data and sends each batch once. With a function each worker makes its own data, which must not end;
-        this needs `steps_per_epoch`.
+        reads the data and sends each batch once. If `x` is a function, each worker creates its own dataset, which
+        must be infinite; this needs `steps_per_epoch`.
 
         Args:
             model: Built and compiled in `scope()`.
             *args: As for Keras' `fit`, with these differences. `x` has batches of the global size, or is a function
-                `(tf.distribute.InputContext) -> tf.data.Dataset` that returns one input pipeline's batches of the
-                per-replica size; so may `validation_data`. The chief alone shows progress and runs those `callbacks`
+                `(tf.distribute.InputContext) -> tf.data.Dataset` that returns the dataset of one input pipeline, with batches of
+                the per-replica size; `validation_data` likewise. The chief alone shows progress and runs those `callbacks`
                 that only write files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor).
             **kwargs: As for Keras' `fit`.
 
@@ -174,13 +175,13 @@ class Trainer:
             Keras' History, equal on all ranks.
 
         Raises:
-            ClusterError: A task is lost that the others cannot do without.
+            ClusterError: A task is lost that the others need.
             ConfigError: The model or the data hold something that this strategy cannot train.
         """
         return self._run("fit", model, args, kwargs)
 
     def evaluate(self, model: keras.Model, *args: Any, **kwargs: Any) -> Logs:
-        """Evaluates `model`, as Keras' `evaluate`; every example counts once, with any number of replicas.
+        """Evaluates `model`, as Keras' `evaluate`; every example counts once, whatever the number of replicas.
 
         Args:
             model: Built and compiled in `scope()`.
@@ -203,11 +204,11 @@ class Trainer:
     def step(self, function: Callable[[Structure], dict[str, Any]], uses: Sequence[object]) -> Step:
         """Returns a training step for a loop of your own: GradientTape, several optimizers, reinforcement learning.
 
-        Each replica runs the function on its part of a batch, of which a loss is the mean. An optimizer in it applies the
-        gradient of the mean over the whole batch, compressed if the Trainer compresses.
+        Each replica runs the function on its part of a batch; a loss is the mean over this part. An optimizer in the function
+        applies the gradient of the mean over the whole batch, compressed if the Trainer has a compressor.
 
         Args:
-            function: Takes a batch, as a model's `train_step`, and returns logs, names to numbers.
+            function: Takes a batch, as a model's `train_step` does, and returns logs: a dict of numbers by name.
             uses: The models, optimizers, metrics, seed generators and variables that it uses, made in `scope()`; they are backed up.
 
         Raises:
@@ -220,12 +221,12 @@ class Trainer:
         """Saves `model` as one `.keras` file that plain Keras loads on one device.
 
         Call it on every rank: the chief writes, the others wait until the file is there. The chief writes under another
-        name first, so that no reader ever sees half of the file.
+        name first, so that a reader never sees an incomplete file.
 
         Args:
             model: Built in `scope()`.
             path: A path that ends in `.keras`.
-            delete_backup: Whether then to remove the backups of trainings that have come to their end; a callback's call removes none.
+            delete_backup: Whether to remove the backups of finished trainings afterwards. A call during `fit`, from a callback, removes none.
             **kwargs: As for `model.save`.
 
         Raises:
@@ -242,8 +243,8 @@ class Trainer:
     ) -> None:
         """Exports `model` for inference, by default as a SavedModel that TensorFlow Serving loads.
 
-        Call it on every rank: the chief writes, the others wait until the files are there. The weights are in the files whichever
-        the strategy; of parameter servers, the chief fetches them.
+        Call it on every rank: the chief writes, the others wait until the files are there. The files hold the weights under
+        every strategy; under `parameter_server` the chief fetches them from the servers.
 
         Args:
             model: Built in `scope()`.
@@ -261,19 +262,19 @@ class Trainer:
             self._context.delete_backup(self._context.backup)
 
     def on_model_saved(self, model: keras.Model) -> None:
-        """Removes the backups of the trainings of `model` that have come to their end; for its own `save` and `export`.
+        """Removes the backups of the finished trainings of `model`. The model's own `save` and `export` call it.
 
-        No collective, as one worker may save alone: the chief's call removes them for all. During `fit` it does nothing.
+        Not a collective, as one worker may save alone: the chief's call removes the files of all ranks. During `fit` it does nothing.
         """
         if self._context.backup and not self.is_at_work:
             self._context.backup.delete_of(model)
 
     def delete_backup(self) -> None:
-        """Removes the backups of trainings that have come to their end, now. Call it on every rank, with all results written."""
+        """Removes the backups of finished trainings at once. Call it on every rank, after all results are written."""
         self._context.delete_backup(self._context.backup, at_once=True)
 
     def server_report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns a report's entries about parameter servers; empty without them.
+        """Returns statistics of the parameter servers; empty under other strategies.
 
         Args:
             model: The model.
@@ -285,14 +286,14 @@ class Trainer:
         return self._context.engine.report(model)
 
     def compression_report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns the compressor's statistics of `model`'s gradients, once trained. A collective.
+        """Returns how long the exchange of `model`'s gradients takes with and without compression. Call it after `fit`. A collective.
 
         Args:
             model: The model.
 
         Returns:
-            `exchange_ms`: milliseconds that the sum of all gradients takes, `compressed` and `plain`, measured now; None
-            without a compressor. Prints a warning if compression makes it no faster.
+            `exchange_ms`: milliseconds to sum all gradients, `compressed` and `plain`, measured now; None
+            without a compressor. Logs a warning if compression is not faster.
         """
         times = compression_report.exchange_ms(model)
         if times and times["compressed"] >= times["plain"] and self.is_chief:
@@ -300,7 +301,7 @@ class Trainer:
         return {"exchange_ms": times}
 
     def say_replicas(self, global_batch_size: int | None) -> None:
-        """Prints, on the chief and once, on how many replicas it trains; `fit` does so by itself.
+        """Prints the number of replicas, once and on the chief only. `fit` calls it.
 
         Args:
             global_batch_size: Examples per step, or None if unknown.
@@ -308,19 +309,19 @@ class Trainer:
         self._context.print_replicas(global_batch_size)
 
     def call(self, name: str, method: Function, model: keras.Model, args: Any, kwargs: Any) -> Any:
-        """Runs a model's own method as this trainer's; `method` is Keras'."""
+        """Runs a method that was called on the model as if it were called on this trainer; `method` is that of Keras."""
         if name in loops.LOOPS or not keras_internals.has_replaced_make_function(model):
             self._context.attach(model, "fit")
         return loops.run(self._context, name, method, model, args, kwargs)
 
     def _take_models(self) -> None:
-        """Makes this the trainer of the models that are made in the strategy's scope."""
+        """Makes this the trainer of the models that are created in the strategy's scope."""
         self.strategy.trainer, self.strategy.engine = self, self._context.engine
 
     def _run(self, name: str, model: keras.Model, args: Any, kwargs: Any) -> Any:
         self._context.attach(model, name)
         method = getattr(type(model), name)
-        if method is not getattr(keras.Model, name):  # it calls Keras' method, and so `call`
+        if method is not getattr(keras.Model, name):  # overridden: it calls Keras' method, which calls `call`
             self._take_models()
             return method(model, *args, **kwargs)
         return loops.run(self._context, name, model_methods.keras_own(name), model, args, kwargs)

@@ -49,7 +49,7 @@ def resolve(
     source: str = "auto",
     ps: int = 0,
     timeout: float = START_TIMEOUT,
-    **given: str,
+    **host_arguments: str,
 ) -> ResolvedCluster | None:
     """Returns the cluster that was given or that the environment describes, or None where there is none.
 
@@ -59,26 +59,26 @@ def resolve(
         ps: How many ranks are parameter servers, where the environment tells ranks and no roles: rank 0 is then the chief, the
             last `ps` ranks are servers, and those between are workers. 0 makes all of them workers.
         timeout: Seconds to wait for the others, where the environment does not tell their addresses.
-        **given: The arguments of `hosts.cluster`, instead of the environment.
+        **host_arguments: The arguments of `hosts.cluster`, instead of the environment.
 
     Raises:
         ConfigError: The environment describes a faulty cluster (with every error), or says nothing about `source`.
         ClusterError: The other tasks have not given their addresses in time.
     """
     environ = os.environ if environ is None else environ
-    if any(given.values()):
+    if any(host_arguments.values()):
         if source != "auto":
             raise ConfigError(f"cluster source {source} and a list of hosts are given; leave out one of them.")
-        placed = hosts_lib.cluster(ps=ps, **given)
+        placed = hosts_lib.cluster(ps=ps, **host_arguments)
         share = assign_gpus(Environment(environ, timeout), *placed)
-        return ResolvedCluster(*placed, "hosts", {name: text for name, text in given.items() if text}, share)
+        return ResolvedCluster(*placed, "hosts", {name: text for name, text in host_arguments.items() if text}, share)
     for name, sign, resolver in _asked(source):
         if sign and not environ.get(sign):
             if source == "auto":
                 continue
             raise ConfigError(f"the environment tells of no cluster of {source}: {sign} is not set.")
-        if found := _ask(name, sign, resolver, Environment(environ, timeout), ps):
-            return found
+        if resolved := _ask(name, sign, resolver, Environment(environ, timeout), ps):
+            return resolved
     return None
 
 
@@ -97,8 +97,8 @@ def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | N
         >>> tfdist.find_cluster() is None  # without TF_CONFIG, a scheduler or hosts
         True
     """
-    found = resolve(ps=ps, timeout=timeout)
-    return found.apply() if found else None
+    resolved = resolve(ps=ps, timeout=timeout)
+    return resolved.apply() if resolved else None
 
 
 def _asked(source: str) -> Iterator[tuple[str, str, _Resolver]]:
@@ -122,14 +122,14 @@ def _ask(name: str, sign: str, resolver: _Resolver, variables: Environment, ps: 
         return None
     faults: list[str] = []
     with collect_errors(faults):
-        found = resolver(variables)
-        if found is None:
+        answer = resolver(variables)
+        if answer is None:
             return None
-        if isinstance(found, RankAddresses):
-            if len(found.addresses) == 1:
+        if isinstance(answer, RankAddresses):
+            if len(answer.addresses) == 1:
                 return None  # one process alone, which may start others
-            found = environment.assign_roles(found.addresses, found.rank, ps)
-        return ResolvedCluster(*found, name, variables.read, assign_gpus(variables, *found))
+            answer = environment.assign_roles(answer.addresses, answer.rank, ps)
+        return ResolvedCluster(*answer, name, variables.read, assign_gpus(variables, *answer))
     raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
 
 
@@ -137,19 +137,19 @@ def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddres
     """Imports an installed resolver, and asks it."""
     resolver = registry.load("cluster source", name, plugin)
     try:
-        found = resolver(variables)
+        answer = resolver(variables)
     except (ConfigError, ClusterError):
         raise
     except Exception as e:
         raise ConfigError(f"the resolver of distribution {plugin.distributions[0]} raises {describe_error(e)}.") from e
-    if found is None or isinstance(found, RankAddresses):
-        return found
-    match found:
+    if answer is None or isinstance(answer, RankAddresses):
+        return answer
+    match answer:
         case (ClusterSpec(), TaskSpec()):
-            return ClusterTask(*found)
+            return ClusterTask(*answer)
     raise ConfigError(
         f"the resolver of distribution {plugin.distributions[0]} must return RankAddresses, a pair of ClusterSpec and TaskSpec, "
-        f"or None. Received: {format_value(found)}."
+        f"or None. Received: {format_value(answer)}."
     )
 
 
@@ -174,14 +174,14 @@ def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) ->
     if len(here) < 2:
         return {}
     named = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_count_gpus())))
-    visible = [each.strip() for each in named.split(",") if each.strip()]
+    visible = [gpus_per_worker.strip() for gpus_per_worker in named.split(",") if gpus_per_worker.strip()]
     if task not in workers:
         return {"CUDA_VISIBLE_DEVICES": "", _GPUS_SHARED: "1"} if visible else {}
-    each = len(visible) // len(workers)
-    if len(workers) == 1 or not each:
+    gpus_per_worker = len(visible) // len(workers)
+    if len(workers) == 1 or not gpus_per_worker:
         return {}
-    first = workers.index(task) * each
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + each]), _GPUS_SHARED: "1"}
+    first = workers.index(task) * gpus_per_worker
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + gpus_per_worker]), _GPUS_SHARED: "1"}
 
 
 def _count_gpus() -> int:

@@ -34,4 +34,4 @@ def resolve(variables: Environment) -> RankAddresses | None:
             f"HOSTNAME must be NAME-INDEX, as of an Indexed Job's or a StatefulSet's pod, with an index of 0 to {size - 1}. "
             f"Received: {format_value(variables.get('TFDIST_POD', 'HOSTNAME'))}."
         )
-    return RankAddresses([f"{name}-{each}.{service}:{select_port(variables)}" for each in range(size)], int(index))
+    return RankAddresses([f"{name}-{number}.{service}:{select_port(variables)}" for number in range(size)], int(index))

@@ -40,7 +40,7 @@ def resolve(variables: Environment) -> RankAddresses | None:
     job = variables.require("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     port = select_port(variables, job)
     if here == size:
-        return RankAddresses([f"127.0.0.1:{port + each}" for each in range(size)], rank)
+        return RankAddresses([f"127.0.0.1:{port + number}" for number in range(size)], rank)
     # mpirun tells nobody where the others are.
     if not (folder := variables.get("TFDIST_RENDEZVOUS")):
         raise ConfigError(

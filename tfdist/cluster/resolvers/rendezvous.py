@@ -66,8 +66,8 @@ class _Meeting:
     def __init__(self, place: pathlib.Path, rank: int, size: int, address: str):
         self._folder = SharedFolder(place)
         self._rank, self._size = rank, size
-        self._mine = {"address": address, "token": uuid.uuid4().hex}
-        self._entries: dict[int, dict[str, Any]] = {0: self._mine} if rank == 0 else {}
+        self._entry = {"address": address, "token": uuid.uuid4().hex}
+        self._entries: dict[int, dict[str, Any]] = {0: self._entry} if rank == 0 else {}
         self._missing = ""  # who is waited for
         self._fault = ""  # why the last file could not be read
         self._number = ""  # of the list that rank 0 has written
@@ -75,10 +75,10 @@ class _Meeting:
 
     def hold(self, timeout: float) -> list[str]:
         """Returns the addresses that all have agreed on."""
-        self._write(str(self._rank), self._mine)
+        self._write(str(self._rank), self._entry)
         look = self._collect if self._rank == 0 else self._confirm
         began = reported = time.monotonic()
-        while (found := look()) is None:
+        while (result := look()) is None:
             now = time.monotonic()
             if now - began > timeout:
                 fault = f" The last one could not be read: {self._fault}." if self._fault else ""
@@ -91,7 +91,7 @@ class _Meeting:
                 reported = now
             time.sleep(min(max(0.1, time.monotonic() - now), 1.0))
         self._is_agreed = True
-        return found
+        return result
 
     def leave(self) -> None:
         """Removes this rank's file; the last one, which is rank 0 unless others are slow, removes the folder, too."""
@@ -108,8 +108,8 @@ class _Meeting:
     def _has_readers(self) -> bool:
         """Returns whether some rank has not read yet that all agree: a rank that has removes its file, or, asking again, writes another token."""
         names = self._folder.names()
-        there = {each: self._read(str(each), _is_entry, each) for each in range(1, self._size) if str(each) in names}
-        return any(entry and entry["token"] == self._entries[each]["token"] for each, entry in there.items())
+        there = {rank: self._read(str(rank), _is_entry, rank) for rank in range(1, self._size) if str(rank) in names}
+        return any(entry and entry["token"] == self._entries[rank]["token"] for rank, entry in there.items())
 
     def _collect(self) -> list[str] | None:
         """Rank 0: writes the list of who is there; returns the addresses once all have confirmed it."""
@@ -124,12 +124,12 @@ class _Meeting:
         if len(self._entries) < self._size:
             self._missing = f"the addresses of rank {_join(set(range(self._size)) - self._entries.keys())}"
             return None
-        entries = [self._entries[each] for each in range(self._size)]
+        entries = [self._entries[rank] for rank in range(self._size)]
         members = [[entry["address"], entry["token"]] for entry in entries]
         if changed or not self._number:
             self._number = uuid.uuid4().hex
             self._write(_LIST, {"number": self._number, "members": members, "agreed": False})
-        late = {each for each in range(1, self._size) if entries[each].get("confirms") != self._number}
+        late = {rank for rank in range(1, self._size) if entries[rank].get("confirms") != self._number}
         if late:
             self._missing = f"rank {_join(late)} to confirm the addresses (an earlier start may have left its file)"
             return None
@@ -139,26 +139,26 @@ class _Meeting:
     def _confirm(self) -> list[str] | None:
         """Another rank: confirms the list that rank 0 has written; returns its addresses once all have."""
         names = self._folder.names()
-        absent = {each for each in range(self._size) if str(each) not in names}
+        absent = {rank for rank in range(self._size) if str(rank) not in names}
         self._missing = f"the addresses of rank {_join(absent)}" if absent else "the list of addresses by rank 0"
-        if _LIST not in names or not (found := self._read(_LIST, self._is_list, 0)):
+        if _LIST not in names or not (address_list := self._read(_LIST, self._is_list, 0)):
             return None
-        members = found["members"]
-        if members[self._rank] != [self._mine["address"], self._mine["token"]]:
+        members = address_list["members"]
+        if members[self._rank] != [self._entry["address"], self._entry["token"]]:
             return None  # an earlier start's, or one that still has an earlier file of this rank
-        if found["agreed"]:
+        if address_list["agreed"]:
             return [address for address, _ in members]
         self._missing = "all ranks to confirm the addresses"
-        if self._mine.get("confirms") != found["number"]:
-            self._mine["confirms"] = found["number"]
-            self._write(str(self._rank), self._mine)
+        if self._entry.get("confirms") != address_list["number"]:
+            self._entry["confirms"] = address_list["number"]
+            self._write(str(self._rank), self._entry)
         return None
 
-    def _is_list(self, found: Any) -> bool:
-        pairs = found["members"] if isinstance(found, dict) and isinstance(found.get("members"), list) else []
-        texts = [each for pair in pairs if isinstance(pair, list) and len(pair) == 2 for each in pair]
+    def _is_list(self, content: Any) -> bool:
+        pairs = content["members"] if isinstance(content, dict) and isinstance(content.get("members"), list) else []
+        texts = [text for pair in pairs if isinstance(pair, list) and len(pair) == 2 for text in pair]
         whole = len(pairs) == self._size and len(texts) == 2 * self._size and all(isinstance(t, str) for t in texts)
-        return whole and isinstance(found.get("number"), str) and isinstance(found.get("agreed"), bool)
+        return whole and isinstance(content.get("number"), str) and isinstance(content.get("agreed"), bool)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         try:
@@ -190,8 +190,8 @@ class _Meeting:
             ) from e
 
 
-def _is_entry(found: Any) -> bool:
-    return isinstance(found, dict) and all(isinstance(found.get(name), str) for name in ("address", "token"))
+def _is_entry(content: Any) -> bool:
+    return isinstance(content, dict) and all(isinstance(content.get(name), str) for name in ("address", "token"))
 
 
 def _join(ranks: set[int]) -> str:

@@ -46,8 +46,8 @@ class SharedFolder:
 
     def _write(self, name: str, content: bytes) -> None:
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = os.lstat(self.place)
-        if stat.S_ISLNK(found.st_mode):
+        status = os.lstat(self.place)
+        if stat.S_ISLNK(status.st_mode):
             raise OSError(errno.ELOOP, "it is a link, and should be a folder", str(self.place))
         partial = self.place / f".{name}.{uuid.uuid4().hex}"
         try:
@@ -55,7 +55,7 @@ class SharedFolder:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(descriptor, "wb") as file:
                 self._owner = os.fstat(descriptor).st_uid
-                if found.st_uid != self._owner:
+                if status.st_uid != self._owner:
                     raise OSError(errno.EPERM, "the folder belongs to another user", str(self.place))
                 file.write(content)
             partial.replace(self.place / name)
@@ -76,11 +76,11 @@ class SharedFolder:
                 raise OSError(errno.ELOOP, "expected a regular file, and found a link", e.filename) from None
             raise
         with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 kind = "expected a regular file, and found a named pipe, a folder or a device"
                 raise OSError(errno.EINVAL, kind, str(self.place / name))
-            if found.st_uid != self._owner:
+            if status.st_uid != self._owner:
                 raise OSError(errno.EPERM, "it belongs to another user", str(self.place / name))
             return file.read()
 
@@ -110,10 +110,12 @@ def remove_old(folder: pathlib.Path, prefix: str, seconds: float) -> None:
     with contextlib.suppress(OSError):
         for place in folder.iterdir():
             with contextlib.suppress(OSError):
-                found = os.lstat(place)
-                if not (place.name.startswith(prefix) and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
+                status = os.lstat(place)
+                if not (
+                    place.name.startswith(prefix) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                ):
                     continue
-                if time.time() - found.st_mtime < seconds or not all(map(_OURS.fullmatch, os.listdir(place))):
+                if time.time() - status.st_mtime < seconds or not all(map(_OURS.fullmatch, os.listdir(place))):
                     continue
                 for name in os.listdir(place):
                     (place / name).unlink()

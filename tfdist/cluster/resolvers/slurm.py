@@ -56,14 +56,14 @@ def resolve(variables: Environment) -> RankAddresses | None:
         ports = [int(port) for port in expand_hosts(f"[{reserved}]")]
     else:
         first = select_port(variables, f"{variables.require('SLURM_JOB_ID', 'SLURM_JOBID')}.{step}")
-        ports = [first + each for each in range(max(counts))]
+        ports = [first + number for number in range(max(counts))]
     if len(ports) < max(counts):
         raise ConfigError(
             f"a node with {max(counts)} tasks needs as many ports; srun --resv-ports={max(counts)}. "
             f"Received: SLURM_STEP_RESV_PORTS={reserved}."
         )
     names = nodes if len(nodes) > 1 else ["127.0.0.1"]
-    return RankAddresses([f"{names[node]}:{ports[each]}" for node, each in places], rank)
+    return RankAddresses([f"{names[node]}:{ports[number]}" for node, number in places], rank)
 
 
 def _heterogeneous_nodes(variables: Environment) -> Iterator[str]:
@@ -85,14 +85,14 @@ def task_placement(counts: list[int], distribution: str = "", plane_size: str = 
     kind, _, size = re.split("[:,]", distribution.lower())[0].partition("=")
     plane = max(1, int(size or plane_size)) if (size or plane_size).isdigit() else 1
     at_once = {"cyclic": 1, "plane": plane}.get(kind, max(counts, default=1))
-    found: list[tuple[int, int]] = []
+    placement: list[tuple[int, int]] = []
     done = [0] * len(counts)
-    while len(found) < sum(counts):
+    while len(placement) < sum(counts):
         for node, count in enumerate(counts):
             for _ in range(min(at_once, count - done[node])):
-                found.append((node, done[node]))
+                placement.append((node, done[node]))
                 done[node] += 1
-    return found
+    return placement
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -101,14 +101,14 @@ def tasks_per_node(text: str) -> list[int]:
     Raises:
         ConfigError: The text is no such list.
     """
-    found: list[int] = []
+    sizes: list[int] = []
     for part in text.split(","):
         match = _TASK_COUNT.fullmatch(part.strip())
         times = int(match["times"] or 1) if match else 0
-        if match is None or len(found) + times > _MOST_NAMES:
+        if match is None or len(sizes) + times > _MOST_NAMES:
             raise ConfigError(f"tasks per node must be a list such as '2(x3),1'. Received: {format_value(text)}.")
-        found += [int(match["count"])] * times
-    return found
+        sizes += [int(match["count"])] * times
+    return sizes
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -121,12 +121,12 @@ def expand_hosts(text: str) -> list[str]:
     Raises:
         ConfigError: The text is no node list.
     """
-    found: list[str] = []
+    names: list[str] = []
     for name in _split_names(text):
-        found += _expand_name(name, text)
-    if not found:
+        names += _expand_name(name, text)
+    if not names:
         raise ConfigError("a node list must have at least one name, such as 'n[1-3]'. Received: ''.")
-    return found
+    return names
 
 
 def _split_names(text: str) -> Iterator[str]:
@@ -141,7 +141,7 @@ def _split_names(text: str) -> Iterator[str]:
 
 
 def _expand_name(name: str, whole: str) -> list[str]:
-    found = [""]
+    expanded = [""]
     place = 0
     name = name.strip()
     while place < len(name):
@@ -151,15 +151,15 @@ def _expand_name(name: str, whole: str) -> list[str]:
         ends = [match["text"]]
         if match["ranges"] is not None:
             ends = [
-                match["text"] + number for each in match["ranges"].split(",") for number in _expand_range(each, whole)
+                match["text"] + number for part in match["ranges"].split(",") for number in _expand_range(part, whole)
             ]
-        if len(found) * len(ends) > _MOST_NAMES:
+        if len(expanded) * len(ends) > _MOST_NAMES:
             raise _node_list_error(whole)
-        found = [begin + end for begin in found for end in ends]
+        expanded = [begin + end for begin in expanded for end in ends]
         place = match.end()
-    if found == [""]:
+    if expanded == [""]:
         raise _node_list_error(whole)
-    return found
+    return expanded
 
 
 def _expand_range(text: str, whole: str) -> list[str]:
