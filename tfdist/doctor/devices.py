@@ -44,12 +44,8 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     devices = json.loads(answer)
     names = [f"{name} ({kind})" if kind else name for name, kind in devices]
     yield Finding(OK, "devices", printable(", ".join(names)))
-    present = gpus(environ)
-    if (
-        present
-        and environ.get("CUDA_VISIBLE_DEVICES") is None
-        and not any(name.startswith("GPU") for name, _ in devices)
-    ):
+    sees_none = not any(name.startswith("GPU") for name, _ in devices)
+    if sees_none and "CUDA_VISIBLE_DEVICES" not in environ and (present := gpus(environ)):
         remedy = "pip install 'tensorflow[and-cuda]'; see nvidia-smi"
         yield Finding(WARNING, "GPUs", f"the driver has {present}, and TensorFlow sees none", remedy)
 
