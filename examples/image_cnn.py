@@ -4,7 +4,7 @@
     tfdist launch --workers=2 -- python examples/image_cnn.py   # two processes
     tfdist launch --workers=2 --ps=1 -- python examples/image_cnn.py --strategy=parameter_server
 
-Where the folder `shapes` is missing, the script writes 2400 images to it: a circle, cross, square or triangle of any
+Where the folder `runs/shapes` is missing, the script writes 2400 images to it: a circle, cross, square or triangle of any
 size and colour, somewhere on a noisy background. Takes about 2 minutes on 2 cores; expect a validation accuracy above 0.9.
 """
 
@@ -44,6 +44,7 @@ def write_images(folder: pathlib.Path, images_per_class: int) -> None:
     if folder.exists():
         return
     rng = np.random.default_rng(1)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
     for kind in CLASSES:
         (unfinished / kind).mkdir()
@@ -90,7 +91,7 @@ def resnet18() -> keras.Model:
 parser = argparse.ArgumentParser()
 parser.add_argument("--strategy", default="multi_worker_mirrored")
 parser.add_argument(
-    "--images", type=pathlib.Path, default=pathlib.Path("shapes"), help="folder with a folder per class"
+    "--images", type=pathlib.Path, default=pathlib.Path("runs/shapes"), help="folder with a folder per class"
 )
 parser.add_argument("--images_per_class", type=int, default=600, help="how many to write where the folder is missing")
 parser.add_argument("--epochs", type=int, default=4)
