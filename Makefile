@@ -20,9 +20,10 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=$$(($(JOBS) + $(WAITING))) --wai
 SLICE ?= 1/1
 PART = --group=$(word 1,$(subst /, ,$(SLICE))) --splits=$(word 2,$(subst /, ,$(SLICE)))
 
-# Each way through the code once; beside it lint, which needs little of a core.
+# Each way through the code once. Format and style come first, which take a second; types are checked beside the tests.
 test: .venv/.installed
-	($(LINT)) & lint=$$!; $(PYTEST); tests=$$?; wait $$lint && exit $$tests
+	$(STYLE)
+	$(TYPES) & types=$$!; $(PYTEST); tests=$$?; wait $$types || { echo "mypy found errors: make lint"; exit 1; }; exit $$tests
 
 # The same ways with other cases.
 test-all: .venv/.installed
@@ -50,10 +51,12 @@ durations:
 test-versions:
 	$(PYTHON) tools/versions.py $(if $(ROW),--only=$(ROW)) --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 
-LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+STYLE = $(BIN)/ruff check . && $(BIN)/ruff format --check .
+TYPES = $(BIN)/mypy
 
 lint: .venv/.installed
-	$(LINT)
+	$(STYLE)
+	$(TYPES)
 
 # The pages and the API reference, as a site in build/site; a dead link is an error.
 docs: .venv/.docs

@@ -53,7 +53,8 @@ CODECS = {"int8": ErrorFeedback(Int8(block=64)), "topk": ErrorFeedback(TopK(0.05
     tiers.cases(itertools.product([1, 2, 3, 8, 9, 20], CODECS), quick=[(2, "int8"), (9, "int8"), (2, "topk")]),
 )
 def test_bits_are_the_same_with_and_without_xla(ranks, codec, monkeypatch, request):
-    if (ranks, codec) == (20, "int8"):  # docs/compression.md; the cause is not found, and it is not the order of the sum
+    # See docs/compression.md. The cause is not found; it is not the order of the sum.
+    if (ranks, codec) == (20, "int8"):
         request.applymarker(pytest.mark.xfail(reason="last bits differ on AMD EPYC with AVX-512", strict=False))
     found = {}
     for least in (ALWAYS, NEVER):
