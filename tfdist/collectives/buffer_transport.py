@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tfdist.collectives.tree import fold
+
 _ALIGNMENT = 64  # bytes
-_WIDE = 2**15  # numbers that are widened at once: they stay in a core's cache
+_CACHED = 2**15  # numbers
+_HALVES = ("float16", "bfloat16")
 # Up to this size every rank adds up the whole array: the ranks wait for each other once instead of twice.
 SMALL_BYTES = 2**15
 
@@ -91,7 +94,7 @@ class ExchangedTransport(BufferTransport):
     """A transport whose library sends and receives bytes: every method is made of `_exchange`.
 
     A sum cuts the array into a part for each rank. Each rank gets its part from all others, adds the parts up in the
-    order of the ranks, and sends the sum to all. So every byte crosses the network twice, whatever the number of ranks,
+    order of `tree`, and sends the sum to all. So every byte crosses the network twice, whatever the number of ranks,
     and all ranks have the same bits.
     """
 
@@ -135,33 +138,31 @@ class ExchangedTransport(BufferTransport):
 
 
 def reduce_in_order(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, largest: bool) -> None:
-    """Computes the sum (or maximum) of some arrays in their order, the same to the bit wherever it is computed.
+    """Computes the sum (or maximum) of some arrays in the order of `tree`, the same to the bit wherever it is computed.
 
-    float16 and bfloat16 are added up in float32 and rounded once. TensorFlow's ring rounds after each addition: between
-    two ranks that gives the same number, between more a less exact one.
+    float16 and bfloat16 are added as float32, and each sum is rounded, as TensorFlow does.
 
     Args:
         values: Arrays of one shape, `[numbers]`.
         out: For the result; none of them.
         largest: Whether to compute the maximum.
     """
+    join = np.maximum if largest else np.add
     with np.errstate(all="ignore"):  # sums may be infinite or no number, as TensorFlow's; callers look for it
-        _reduce(values, out, np.maximum if largest else np.add)
+        if len(values) == 2 and out.dtype.name not in _HALVES:
+            join(values[0], values[1], out=out)
+            return
+        for start in range(0, out.size, _CACHED):  # temporary sums stay in a core's cache
+            out[start : start + _CACHED] = fold([value[start : start + _CACHED] for value in values], _joined(join))
 
 
-def _reduce(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, join: np.ufunc) -> None:
-    if len(values) == 1:
-        out[...] = values[0]
-    elif out.dtype.name not in ("float16", "bfloat16"):
-        total = values[0]
-        for value in values[1:]:
-            total = join(total, value, out=out)
-    else:
-        for start in range(0, out.size, _WIDE):
-            wide = values[0][start : start + _WIDE].astype(np.float32)
-            for value in values[1:]:
-                join(wide, value[start : start + _WIDE].astype(np.float32), out=wide)
-            out[start : start + _WIDE] = wide.astype(out.dtype)
+def _joined(join: np.ufunc) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    def joined(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        if left.dtype.name not in _HALVES:
+            return join(left, right)
+        return join(left.astype(np.float32), right.astype(np.float32)).astype(left.dtype)
+
+    return joined
 
 
 def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.aliases import Function
+from tfdist.aliases import Function, Launcher
 from tfdist.collectives.buffer_transport import BufferTransport
 from tfdist.collectives.calls import Calls
 from tfdist.collectives.communicator import CrossProcessCommunicator, Result
-from tfdist.collectives.requests import Cond, flatten, unflatten
+from tfdist.collectives.requests import Cond
 from tfdist.compat import tf_cluster
 
 _LAST = "tfdist_last_exchange"  # a collection of a graph: the exchange for which the next one waits
@@ -21,24 +21,28 @@ _GATE = (3,)  # a shape that no other collective has, so that TensorFlow tells w
 
 
 class BufferedCommunicator(CrossProcessCommunicator):
-    """Ranks in several processes, one in each, which exchange NumPy arrays.
+    """Ranks in several processes, which exchange NumPy arrays.
 
     The arrays travel in the order in which their exchanges were traced. That is the order of the buckets: backward yields them so, and
-    it is the same on all ranks.
+    it is the same on all processes.
 
     Args:
-        strategy: Which runs them.
-        transport: The transport of the arrays.
+        ranks: The ranks in this process.
+        size: The number of ranks in all processes.
+        launcher: Launches the collectives of TensorFlow with which a step begins.
+        transport: The transport of the arrays between the processes.
         timeout_seconds: How long an exchange may take; 0 means without limit.
     """
 
     def __init__(
         self,
-        strategy: tf.distribute.MultiWorkerMirroredStrategy,
+        ranks: Sequence[int],
+        size: int,
+        launcher: Launcher,
         transport: BufferTransport,
         timeout_seconds: float = 0,
     ):
-        super().__init__(strategy)
+        super().__init__(ranks, size, launcher)
         self.transport, self.calls = transport, Calls(timeout_seconds)
 
     def run(self, exchanges: Sequence[Generator[Any, Any, Result]], lane: int = 0) -> list[Result]:
@@ -49,15 +53,11 @@ class BufferedCommunicator(CrossProcessCommunicator):
 
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         with tf.control_dependencies([self._gate()]):
-            (every,) = self._call("gather", self._gather_all, tensors[0], [tensors[0].dtype])
-        every.set_shape([None, *tensors[0].shape[1:]])
-        return [every]
+            return super().gather(tensors, step)
 
     def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         with tf.control_dependencies([self._gate()]):
-            (total,) = self._call("sum", self.transport.all_reduce, tensors[0], [tensors[0].dtype])
-        total.set_shape(tensors[0].shape)
-        return [total]
+            return super().add(tensors, step)
 
     def cond(self, condition: tf.Tensor, if_true: Callable[[], None], if_false: Callable[[], None]) -> None:
         def ended(branch: Callable[[], None]) -> tf.Tensor:
@@ -67,19 +67,45 @@ class BufferedCommunicator(CrossProcessCommunicator):
 
         _in_turn(lambda: tf.cond(condition, lambda: ended(if_true), lambda: ended(if_false)))
 
-    def _gather_all(self, rows: np.ndarray) -> np.ndarray:
-        return np.concatenate(self.transport.all_gather(rows))
+    def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
+        def reduce(numbers: np.ndarray) -> np.ndarray:
+            return self.transport.all_reduce(numbers, largest)
 
-    def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
-        (local,) = slices
-        values, indices = self._call(
-            "rows", self._gather_rows, [local.values, local.indices], [local.values.dtype, local.indices.dtype]
-        )
-        values.set_shape([None, local.values.shape[1]])
+        (total,) = self._call("largest" if largest else "sum", reduce, tensor, [tensor.dtype])
+        total.set_shape(tensor.shape)
+        return total
+
+    def _gather_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        (every,) = self._call("all_gather", self.transport.all_gather, tensor, [tensor.dtype])
+        every.set_shape([self.processes, *tensor.shape])
+        return every
+
+    def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        (rows,) = self._call("all_to_all", self.transport.all_to_all, tensor, [tensor.dtype])
+        rows.set_shape(tensor.shape)
+        return rows
+
+    def _gather_rows_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        def gather(own: np.ndarray) -> np.ndarray:
+            return np.concatenate(self.transport.all_gather(own))
+
+        (every,) = self._call("gather", gather, rows, [rows.dtype])
+        every.set_shape([None, *rows.shape[1:]])
+        return every
+
+    def _add_changing_of_processes(self, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return self._reduce_of_processes(tensor, largest=False)
+
+    def _gather_unequal_rows_of_processes(
+        self, values: tf.Tensor, indices: tf.Tensor, step: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        width, types = values.shape[1], [values.dtype, indices.dtype]
+        values, indices = self._call("rows", self._gather_unequal, [values, indices], types)
+        values.set_shape([None, width])
         indices.set_shape([None])
-        return [tf.IndexedSlices(values, indices, local.dense_shape)]
+        return values, indices
 
-    def _gather_rows(self, values: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _gather_unequal(self, values: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         counts = self.transport.all_gather(np.array(len(indices), np.int64))
 
         def gathered(rows: np.ndarray) -> np.ndarray:
@@ -90,42 +116,13 @@ class BufferedCommunicator(CrossProcessCommunicator):
 
         return gathered(values), gathered(indices)
 
-    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
-        (values,) = tensors
-        totals = list(values)
-
-        def reduce(numbers: np.ndarray) -> np.ndarray:
-            return self.transport.all_reduce(numbers, largest)
-
-        for dtype in dict.fromkeys(value.dtype for value in values):
-            places = [p for p, value in enumerate(values) if value.dtype == dtype and value.shape.num_elements() != 0]
-            if not places:
-                continue
-            same = [values[place] for place in places]
-            numbers = flatten(same) if len(same) > 1 else same[0]  # a large gradient travels alone, without a copy
-            (total,) = self._call("largest" if largest else "sum", reduce, numbers, [dtype])
-            total.set_shape(numbers.shape)
-            for place, value in zip(places, unflatten(total, same) if len(same) > 1 else [total], strict=True):
-                totals[place] = value
-        return [totals]
-
-    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        (every,) = self._call("all_gather", self.transport.all_gather, tensors[0], [tensors[0].dtype])
-        every.set_shape([self.size, *tensors[0].shape])
-        return [every]
-
-    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        (rows,) = self._call("all_to_all", self.transport.all_to_all, tensors[0], [tensors[0].dtype])
-        rows.set_shape(tensors[0].shape)
-        return [rows]
-
     def _gate(self) -> tf.Tensor:
         """Returns a tensor that is there once all ranks are at the same place of the same step.
 
         A small collective of TensorFlow's, that of a step begins with it: it tells where another rank does something else, has no data
         left or has ended. It waits for nothing of this step, and passes during the forward pass.
         """
-        return self._launch(tf_cluster.all_reduce, self._launchers[0], tf.zeros(_GATE), merge_op="Add")
+        return self._launch(tf_cluster.all_reduce, tf.zeros(_GATE), merge_op="Add")
 
     def _call(self, kind: str, function: Function, arguments: Any, types: list[tf.DType]) -> list[tf.Tensor]:
         """Returns the result of a function of arrays, which runs in its turn."""
@@ -144,15 +141,18 @@ class BufferedCommunicator(CrossProcessCommunicator):
     def _answer(self, asked: list[Any]) -> list[Any]:
         if not isinstance(first := asked[0], Cond):
             return super()._answer(asked)
-        (request,) = asked
 
-        def ended(branch: Callable[[], Any]) -> Any:
-            results = self.run([branch()], self._lane or 1)  # there is no gate in a condition
+        def ended(branches: Sequence[Callable[[], Any]]) -> Any:
+            results = self.run([branch() for branch in branches], self._lane or 1)  # there is no gate in a condition
             with tf.control_dependencies(_before()):
                 return tf.nest.map_structure(tf.identity, results)
 
         return _in_turn(
-            lambda: tf.cond(first.condition, lambda: ended(request.if_true), lambda: ended(request.if_false))
+            lambda: tf.cond(
+                first.condition,
+                lambda: ended([request.if_true for request in asked]),
+                lambda: ended([request.if_false for request in asked]),
+            )
         )
 
     def _checked(self, kind: str, function: Function, arrays: Sequence[np.ndarray]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
@@ -11,21 +10,27 @@ import tensorflow as tf
 
 from tfdist.aliases import Launcher
 from tfdist.collectives.requests import AllGather, AllReduce, Cond, RankContext, flatten, unflatten
+from tfdist.collectives.tree import fold
 from tfdist.compat import tf_cluster, tf_internals
 from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 
 Result = TypeVar("Result")
 _PIECES = 8  # maximum per rank's part of a sum, 4 MB or less each: one piece is added while the next one is received
+_SMALL_BYTES = 2**15  # up to here each process adds up the whole tensor: one collective instead of two
 _LANES = 16  # maximum; a running collective occupies a thread
 _KEYS, _RESERVED_KEYS = 2**20, 1000  # more keys than a step has collectives; more steps than an execution has
 
 
-class Communicator(abc.ABC):
-    """Runs the exchanges of this process's ranks, with all ranks of the group.
+class Communicator:
+    """Runs the exchanges of this process's ranks, with all ranks of the group. A rank is a replica.
+
+    This class serves ranks that are all in this process. With several processes, each joins the tensors of its own ranks first and
+    exchanges the result with the others, by the methods whose names end in `_processes`: bytes do not grow with the ranks of a process.
+    Sums over ranks have the order of `tree`.
 
     Args:
-        ranks: The ranks in this process.
+        ranks: The ranks in this process, an aligned part of all.
         size: The number of ranks in all processes.
     """
 
@@ -33,6 +38,11 @@ class Communicator(abc.ABC):
         self.ranks = list(ranks)
         self.size = size
         self._lane = 0
+
+    @property
+    def processes(self) -> int:
+        """The number of processes."""
+        return self.size // len(self.ranks)
 
     def contexts(self, step: tf.Tensor) -> list[RankContext]:
         """Returns the context of each rank in this process."""
@@ -68,7 +78,7 @@ class Communicator(abc.ABC):
                 lambda: self.run([request.if_false() for request in asked], self._lane),
             )
         if isinstance(first, AllReduce):
-            return self._all_reduce([request.tensors for request in asked], first.largest)
+            return self.all_reduce([request.tensors for request in asked], first.largest)
         move = self._all_gather if isinstance(first, AllGather) else self._all_to_all
         return move([request.tensor for request in asked])
 
@@ -82,26 +92,92 @@ class Communicator(abc.ABC):
         """
         tf.cond(condition, if_true, if_false)
 
-    @abc.abstractmethod
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         """Returns, for each rank in this process, the concatenated rows of all ranks. All ranks have equally many; the number may change between steps."""
+        return [self._gather_rows_of_processes(_concat(tensors), step)] * len(tensors)
 
-    @abc.abstractmethod
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         """Returns, for each rank in this process, the concatenated rows of all ranks. Their number may differ between ranks and between steps."""
+        values, indices = _concat([s.values for s in slices]), _concat([s.indices for s in slices])
+        values, indices = self._gather_unequal_rows_of_processes(values, indices, step)
+        return [tf.IndexedSlices(values, indices, slices[0].dense_shape)] * len(slices)
 
-    @abc.abstractmethod
     def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         """Returns, for each rank in this process, the sum over all ranks. All ranks have the same shape, which may change between steps."""
+        return [self._add_changing_of_processes(tree_sum(tensors), step)] * len(tensors)
 
-    @abc.abstractmethod
-    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]: ...
+    def all_reduce(self, tensors: Sequence[Sequence[tf.Tensor]], largest: bool = False) -> list[list[tf.Tensor]]:
+        """Returns the sums (if `largest`, the maxima) over all ranks, for each rank in this process.
 
-    @abc.abstractmethod
-    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]: ...
+        Args:
+            tensors: The tensors of each rank in this process, `[ranks][tensors]`.
+            largest: Whether to compute the maximum.
+        """
+        join = functools.partial(functools.reduce, tf.maximum) if largest else tree_sum
+        totals = [join(values) for values in zip(*tensors, strict=True)]
+        if self.processes > 1:
+            totals = self._reduce_packed(totals, largest)
+        return [list(totals) for _ in tensors]
 
-    @abc.abstractmethod
-    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]: ...
+    def _reduce_packed(self, values: list[tf.Tensor], largest: bool) -> list[tf.Tensor]:
+        """Returns the sums over processes. The tensors of one dtype share a message; a large one travels alone, without a copy."""
+        totals = list(values)
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            # TensorFlow cannot split a tensor without elements into pieces.
+            indices = [i for i, value in enumerate(values) if value.dtype == dtype and value.shape.num_elements()]
+            for i, value in enumerate(values):
+                if value.dtype == dtype and value.shape.num_elements() is None:
+                    totals[i] = self._reduce_of_processes(value, largest)
+            if not indices:
+                continue
+            same = [values[index] for index in indices]
+            total = self._reduce_of_processes(flatten(same) if len(same) > 1 else same[0], largest)
+            for index, value in zip(indices, unflatten(total, same) if len(same) > 1 else [total], strict=True):
+                totals[index] = value
+        return totals
+
+    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        own = tf.stack(tensors)
+        every = (
+            tf.reshape(self._gather_of_processes(own), [self.size, *tensors[0].shape]) if self.processes > 1 else own
+        )
+        return [every] * len(tensors)
+
+    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        local, shape = len(tensors), tensors[0].shape[1:]
+        if self.processes == self.size:
+            return [self._exchange_of_processes(tensors[0])]
+        rows = tf.stack(tensors, 1)  # [to, from, ...], the senders of this process
+        if self.processes > 1:
+            rows = self._exchange_of_processes(tf.reshape(rows, [self.processes, local, local, *shape]))
+            rows = tf.reshape(tf.transpose(rows, [1, 0, 2, *range(3, rows.shape.rank)]), [local, self.size, *shape])
+        return tf.unstack(rows)
+
+    def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
+        """Returns the sum (or maximum) of a tensor over the processes."""
+        return tensor
+
+    def _gather_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the tensors of all processes, `[processes, *shape]`."""
+        return tensor[tf.newaxis]
+
+    def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of a tensor `[processes, ...]` that the processes send to this one."""
+        return tensor
+
+    def _gather_rows_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Returns the concatenated rows of all processes, which have equally many."""
+        return rows
+
+    def _gather_unequal_rows_of_processes(
+        self, values: tf.Tensor, indices: tf.Tensor, step: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the concatenated rows and indices of all processes, which may have different numbers of them."""
+        return values, indices
+
+    def _add_changing_of_processes(self, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Returns the sum over the processes of a tensor whose shape may change between steps."""
+        return tensor
 
 
 def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
@@ -114,7 +190,7 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
     if getattr(strategy, "communicator", None) is None:  # strategies of TensorFlow have no such attribute
         with tf.init_scope():
             strategy.communicator = (
-                CrossProcessCommunicator(strategy)
+                cross_process_communicator(strategy)
                 if traits_of(strategy).several_processes
                 else InProcessCommunicator(tf_internals.num_replicas(strategy))
             )
@@ -139,133 +215,122 @@ class InProcessCommunicator(Communicator):
     def __init__(self, size: int):
         super().__init__(range(size), size)
 
-    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
-        add = functools.partial(functools.reduce, tf.maximum) if largest else tf.add_n
-        totals = [add(list(values)) for values in zip(*tensors, strict=True)]
-        return [list(totals) for _ in self.ranks]
-
-    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [tf.stack(tensors)] * self.size
-
-    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [tf.stack([tensor[rank] for tensor in tensors]) for rank in self.ranks]
-
-    def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        return [tf.concat(tensors, 0)] * self.size
-
-    def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
-        values = tf.concat([s.values for s in slices], 0)
-        indices = tf.concat([s.indices for s in slices], 0)
-        return [tf.IndexedSlices(values, indices, slices[0].dense_shape)] * self.size
-
-    def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        return [tf.add_n(tensors)] * self.size
-
 
 class CrossProcessCommunicator(Communicator):
-    """Ranks in several processes, which use TensorFlow's collectives: its ring, or NCCL.
+    """Ranks in several processes, which use TensorFlow's collectives.
+
+    Args:
+        ranks: The ranks in this process.
+        size: The number of ranks in all processes.
+        launcher: Launches the collectives of this process.
+        in_order: Whether sums have the order of `tree`; else that of TensorFlow's all-reduce, such as NCCL's.
+    """
+
+    def __init__(self, ranks: Sequence[int], size: int, launcher: Launcher, in_order: bool = True):
+        super().__init__(ranks, size)
+        self._launcher, self._in_order = launcher, in_order
+        self._tokens: dict[int, Any] = {}
+
+    def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
+        # Two numbers have one sum. TensorFlow's ring adds more of them in an order that depends on their place in the tensor.
+        if largest or self.processes == 2 or not (self._in_order and tensor.dtype.is_floating):
+            return self._all_reduce_by_tensorflow(tensor, largest)
+        vector, count = tf.reshape(tensor, [-1]), tensor.shape.num_elements()
+        if count is None or count * tensor.dtype.size <= _SMALL_BYTES:
+            total = tree_sum(tf.unstack(self._gather_of_processes(vector)))
+        else:
+            rest = -count % self.processes
+            parts = tf.reshape(tf.pad(vector, [[0, rest]]) if rest else vector, [self.processes, -1])
+            part = tree_sum(tf.unstack(self._exchange_of_processes(parts)))
+            total = tf.reshape(self._gather_of_processes(part), [-1])[:count]
+        return tf.reshape(total, tf.shape(tensor) if count is None else tensor.shape)
+
+    def _all_reduce_by_tensorflow(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
+        merge = "Max" if largest else "Add"
+        return self._launch(tf_cluster.all_reduce, tensor, merge_op=merge, max_subdivs_per_device=_PIECES)
+
+    def _gather_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        every = self._launch(tf_cluster.all_gather, tensor[tf.newaxis])
+        return tf.ensure_shape(every, [self.processes, *tensor.shape])
+
+    def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        return self._launch(tf_cluster.all_to_all, tensor)
+
+    def _gather_rows_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return self._launch(tf_cluster.all_gather, rows, _key_of(step))
+
+    def _add_changing_of_processes(self, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        if self.processes == 2 or not (self._in_order and tensor.dtype.is_floating):
+            return self._launch(tf_cluster.all_reduce, tensor, _key_of(step), merge_op="Add")
+        every = self._launch(tf_cluster.all_gather, tensor[tf.newaxis], _key_of(step))
+        return tree_sum([every[process] for process in range(self.processes)])
+
+    def _gather_unequal_rows_of_processes(
+        self, values: tf.Tensor, indices: tf.Tensor, step: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        width, rows = values.shape[1], tf.shape(indices)
+        counts = self._gather_rows_of_processes(rows, step)
+        most = tf.reduce_max(counts)
+        padding = most - rows[0]
+        values = self._gather_rows_of_processes(tf.pad(values, [[0, padding], [0, 0]]), step)
+        indices = self._gather_rows_of_processes(tf.pad(indices, [[0, padding]]), step)
+        present = tf.ensure_shape(tf.reshape(tf.sequence_mask(counts, most), [-1]), [None])
+        values, indices = tf.ensure_shape(values, [None, width]), tf.ensure_shape(indices, [None])
+        return tf.boolean_mask(values, present), tf.boolean_mask(indices, present)
+
+    def _launch(self, collective: Any, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
+        options = tf_cluster.options(self._launcher)
+        with tf.device(tf_cluster.device(self._launcher)):
+            return collective(
+                tensor,
+                *tf_cluster.group(self._launcher),
+                tf_cluster.next_key(self._launcher) + key,
+                communication_hint=options.implementation.value,
+                timeout=options.timeout_seconds or 0,
+                ordering_token=self._token(),
+                **how,
+            )
+
+    def _token(self) -> tf.Tensor:
+        """Returns the ordering token of the current lane. With TensorFlow's own token every collective would wait for every other one."""
+        device = tf_cluster.device(self._launcher)
+        if "GPU" in device:  # NCCL wants the same order on all ranks
+            return tf_cluster.ordering_token(self._launcher)
+        lane = self._lane if self._lane < 0 else self._lane % _LANES
+        if lane not in self._tokens:
+            with tf.init_scope(), tf.device(device):
+                self._tokens[lane] = tf_cluster.ResourceVariable(0.0)
+        return self._tokens[lane].handle
+
+
+class DeviceCommunicator(Communicator):
+    """Ranks on GPUs, each of which takes part in the collectives itself: NCCL knows the fastest way between them, and adds in its own order.
 
     Args:
         strategy: The strategy of the ranks.
     """
 
     def __init__(self, strategy: tf.distribute.MultiWorkerMirroredStrategy):
-        self._launchers = tf_cluster.launchers(strategy)
-        self._tokens: dict[tuple[str, int], Any] = {}
-        ids = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
-        ranks = [int(number) for number in strategy.experimental_local_results(ids)]
-        super().__init__(ranks, tf_internals.num_replicas(strategy))
-
-    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
-        results = []
-        for values, launcher in zip(tensors, self._launchers, strict=True):
-            totals = list(values)
-            for dtype in dict.fromkeys(value.dtype for value in values):
-                # TensorFlow cannot split a tensor without elements into pieces.
-                indices = [
-                    i for i, value in enumerate(values) if value.dtype == dtype and value.shape.num_elements() != 0
-                ]
-                if not indices:
-                    continue
-                same = [values[index] for index in indices]
-                total = self._launch(
-                    tf_cluster.all_reduce,
-                    launcher,
-                    flatten(same) if len(same) > 1 else same[0],
-                    merge_op="Max" if largest else "Add",
-                    max_subdivs_per_device=_PIECES,
-                )
-                for index, value in zip(indices, unflatten(total, same) if len(same) > 1 else [total], strict=True):
-                    totals[index] = value
-            results.append(totals)
-        return results
-
-    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [
-            tf.ensure_shape(
-                self._launch(tf_cluster.all_gather, launcher, tensor[tf.newaxis]), [self.size, *tensor.shape]
-            )
-            for tensor, launcher in zip(tensors, self._launchers, strict=True)
+        ranks, size = _ranks(strategy), tf_internals.num_replicas(strategy)
+        super().__init__(ranks, size)
+        self._each = [
+            CrossProcessCommunicator([rank], size, launcher, in_order=False)
+            for rank, launcher in zip(ranks, tf_cluster.launchers(strategy), strict=True)
         ]
 
-    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [
-            self._launch(tf_cluster.all_to_all, launcher, tensor)
-            for tensor, launcher in zip(tensors, self._launchers, strict=True)
-        ]
+    def _answer(self, asked: list[Any]) -> list[Any]:
+        if isinstance(asked[0], Cond):
+            return super()._answer(asked)
+        return [each._answer([request])[0] for each, request in zip(self._each, asked, strict=True)]
 
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        return [self._gather(launcher, tensor, step) for launcher, tensor in zip(self._launchers, tensors, strict=True)]
-
-    def _gather(self, launcher: Launcher, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        return self._launch(tf_cluster.all_gather, launcher, tensor, _key_of(step))
-
-    def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        return [
-            self._launch(tf_cluster.all_reduce, launcher, tensor, _key_of(step), merge_op="Add")
-            for tensor, launcher in zip(tensors, self._launchers, strict=True)
-        ]
+        return [each.gather([tensor], step)[0] for each, tensor in zip(self._each, tensors, strict=True)]
 
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
-        results = []
-        for local, launcher in zip(slices, self._launchers, strict=True):
-            counts = self._gather(launcher, tf.shape(local.indices), step)
-            most = tf.reduce_max(counts)
-            padding = most - tf.shape(local.indices)[0]
-            values = self._gather(launcher, tf.pad(local.values, [[0, padding], [0, 0]]), step)
-            indices = self._gather(launcher, tf.pad(local.indices, [[0, padding]]), step)
-            present = tf.reshape(tf.sequence_mask(counts, most), [-1])
-            values = tf.ensure_shape(values, [None, local.values.shape[1]])
-            indices = tf.ensure_shape(indices, [None])
-            present = tf.ensure_shape(present, [None])
-            results.append(
-                tf.IndexedSlices(tf.boolean_mask(values, present), tf.boolean_mask(indices, present), local.dense_shape)
-            )
-        return results
+        return [each.gather_rows([rows], step)[0] for each, rows in zip(self._each, slices, strict=True)]
 
-    def _launch(self, collective: Any, launcher: Launcher, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
-        options = tf_cluster.options(launcher)
-        with tf.device(tf_cluster.device(launcher)):
-            return collective(
-                tensor,
-                *tf_cluster.group(launcher),
-                tf_cluster.next_key(launcher) + key,
-                communication_hint=options.implementation.value,
-                timeout=options.timeout_seconds or 0,
-                ordering_token=self._token(launcher),
-                **how,
-            )
-
-    def _token(self, launcher: Launcher) -> tf.Tensor:
-        """Returns the ordering token of the current lane. With TensorFlow's own token every collective would wait for every other one."""
-        device = tf_cluster.device(launcher)
-        if "GPU" in device:  # NCCL wants the same order on all ranks
-            return tf_cluster.ordering_token(launcher)
-        key = device, self._lane if self._lane < 0 else self._lane % _LANES
-        if key not in self._tokens:
-            with tf.init_scope(), tf.device(device):
-                self._tokens[key] = tf_cluster.ResourceVariable(0.0)
-        return self._tokens[key].handle
+    def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        return [each.add([tensor], step)[0] for each, tensor in zip(self._each, tensors, strict=True)]
 
 
 class ByteCounter(InProcessCommunicator):
@@ -289,17 +354,45 @@ class ByteCounter(InProcessCommunicator):
             return self.run([asked[0].if_false()], self._lane)
         return super()._answer(asked)
 
-    def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
-        self.sent += 2 * (self.size - 1) / self.size * sum(map(_byte_count, tensors[0]))
-        return [list(tensors[0])]
+    def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
+        self.sent += 2 * (self.size - 1) / self.size * _byte_count(tensor)
+        return tensor
 
-    def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        self.sent += (self.size - 1) * _byte_count(tensors[0])
-        return [tf.broadcast_to(tensors[0], [self.size, *tensors[0].shape])]
+    def _gather_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        self.sent += (self.size - 1) * _byte_count(tensor)
+        return tf.broadcast_to(tensor, [self.size, *tensor.shape])
 
-    def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        self.sent += (self.size - 1) / self.size * _byte_count(tensors[0])
-        return list(tensors)
+    def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        self.sent += (self.size - 1) / self.size * _byte_count(tensor)
+        return tensor
+
+
+def cross_process_communicator(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Communicator:
+    """Returns the communicator of a strategy's replicas that uses TensorFlow's collectives."""
+    if "GPU" in strategy.extended.worker_devices[0]:
+        return DeviceCommunicator(strategy)
+    launcher = tf_cluster.process_launcher(strategy)
+    return CrossProcessCommunicator(_ranks(strategy), tf_internals.num_replicas(strategy), launcher)
+
+
+def _ranks(strategy: tf.distribute.Strategy) -> list[int]:
+    ids = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+    return [int(number) for number in strategy.experimental_local_results(ids)]
+
+
+def _concat(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0)
+
+
+def tree_sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the sum of tensors of one shape, in the order of `tree`."""
+    return fold(values, _add)
+
+
+def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    total = tf.add(left, right)
+    # Grappler rewrites nested additions to one AddN, which adds from left to right. It leaves a Snapshot alone, which copies nothing.
+    return total if tf.executing_eagerly() else tf.raw_ops.Snapshot(input=total)
 
 
 def _key_of(step: tf.Tensor) -> tf.Tensor:

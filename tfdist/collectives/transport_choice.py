@@ -8,10 +8,12 @@ import random
 from collections.abc import Sequence
 
 from tfdist.collectives import mpi, shared_memory_rendezvous, transports
+from tfdist.collectives.buffer_transport import BufferTransport
 from tfdist.collectives.buffered import BufferedCommunicator
-from tfdist.collectives.communicator import Communicator, CrossProcessCommunicator
+from tfdist.collectives.communicator import Communicator, cross_process_communicator
 from tfdist.collectives.ranks import Ranks
 from tfdist.collectives.transports import Bootstrap
+from tfdist.compat import tf_cluster
 from tfdist.config.strategy import TENSORFLOW_TRANSPORTS, TRANSPORTS
 from tfdist.errors import ClusterError, ConfigError, describe_error
 from tfdist.runtime import process_end
@@ -20,7 +22,7 @@ from tfdist.strategy import Strategy
 
 _END_SECONDS = 10.0  # limit for closing a transport
 _NAMED = "the configuration names it"
-_DEVICES = "it moves arrays of one CPU, and each worker must have one replica, on its CPU"
+_DEVICES = "it moves arrays of CPUs, and the replicas are on GPUs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +68,17 @@ def choose(
     bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, addresses, timeout_seconds)
     own = "nccl" if "GPU" in strategy.extended.worker_devices[0] else "grpc"
     if ranks.size == 1:
-        choice = Choice(own, own, "there is one worker", CrossProcessCommunicator(strategy))
+        choice = Choice(own, own, "there is one worker", cross_process_communicator(strategy))
     elif wanted == "auto":
         choice = _automatic(strategy, bootstrap, own)
     elif wanted in TENSORFLOW_TRANSPORTS:
-        choice = Choice(wanted, wanted, _NAMED, CrossProcessCommunicator(strategy))
+        choice = Choice(wanted, wanted, _NAMED, cross_process_communicator(strategy))
     else:
         connected = transports.connect(wanted, bootstrap, _DEVICES if _unfit_devices(strategy) else "")
         if connected.transport is None:
             reason = connected.reason
             raise ConfigError(f"strategy.transport={wanted} is not possible: {reason}. Use strategy.transport=grpc.")
-        communicator = BufferedCommunicator(strategy, connected.transport, timeout_seconds)
+        communicator = _buffered(strategy, connected.transport, timeout_seconds)
         choice = Choice(wanted, connected.way, _NAMED, communicator)
     if isinstance(choice.communicator, BufferedCommunicator):
         atexit.register(_end, choice.communicator)
@@ -87,7 +89,7 @@ def choose(
 
 def _automatic(strategy: Strategy, bootstrap: Bootstrap, own: str) -> Choice:
     """Chooses by the workers' devices and hosts only: a choice by measured speed could differ after a restart and change the results."""
-    tensorflow = CrossProcessCommunicator(strategy)
+    tensorflow = cross_process_communicator(strategy)
     if unfit := bootstrap.ranks.agree(_unfit_devices(strategy)):
         return Choice(own, own, unfit, tensorflow)
     hosts = len(set(bootstrap.ranks.gather_texts(shared_memory_rendezvous.host_key())))
@@ -98,15 +100,19 @@ def _automatic(strategy: Strategy, bootstrap: Bootstrap, own: str) -> Choice:
     if connected.transport is None:
         impossible = f", and {name} is not possible: {connected.reason}"  # without mpirun nobody expects MPI
         return Choice(own, own, where + (impossible if hosts == 1 or mpi.is_started_by_mpi() else ""), tensorflow)
-    communicator = BufferedCommunicator(strategy, connected.transport, bootstrap.timeout_seconds)
+    communicator = _buffered(strategy, connected.transport, bootstrap.timeout_seconds)
     return Choice(name, connected.way, where + (", and MPI has started them" if name == "mpi" else ""), communicator)
 
 
+def _buffered(strategy: Strategy, transport: BufferTransport, timeout_seconds: float) -> BufferedCommunicator:
+    launcher = tf_cluster.process_launcher(strategy)
+    return BufferedCommunicator(
+        strategy.local_replicas, strategy.num_replicas_in_sync, launcher, transport, timeout_seconds
+    )
+
+
 def _unfit_devices(strategy: Strategy) -> str:
-    devices = strategy.extended.worker_devices
-    if "GPU" in devices[0]:
-        return "the replicas are on GPUs"
-    return "a worker has several replicas" if len(devices) > 1 else ""
+    return "the replicas are on GPUs" if "GPU" in strategy.extended.worker_devices[0] else ""
 
 
 def _end(communicator: BufferedCommunicator) -> None:

@@ -32,7 +32,8 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist.aliases import Function, Logs, Structure
-from tfdist.compat import keras_metrics
+from tfdist.compat import keras_metrics, tf_internals
+from tfdist.config.strategy_traits import traits_of
 
 __all__ = [
     "ArrayDataAdapter",
@@ -170,5 +171,9 @@ def as_arrays(outputs: Structure) -> Structure:
 
 
 def concatenate_replicas(outputs: Structure, strategy: tf.distribute.Strategy) -> Structure:
-    """Returns the outputs of all replicas, of all workers, as of one. A collective."""
+    """Returns the outputs of all replicas, of all workers, as of one, in the replicas' order. A collective."""
+    if (
+        traits_of(strategy).several_processes and tf_internals.num_replicas(strategy) > 1
+    ):  # Keras orders by local replica
+        return tf.nest.map_structure(lambda values: strategy.gather(values, axis=0), outputs)
     return reduce_per_replica(outputs, strategy, reduction="concat")

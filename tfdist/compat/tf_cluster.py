@@ -27,6 +27,7 @@ __all__ = ["ResourceVariable", "all_gather", "all_reduce", "all_to_all"]
 # Collectives
 
 TF_CROSS_DEVICE_OPS = "_cross_device_ops"
+TF_HOST_CROSS_DEVICE_OPS = "_host_cross_device_ops"
 TF_LAUNCHERS = "_launchers"
 
 
@@ -34,6 +35,12 @@ def launchers(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Sequence[L
     """Returns the objects with which a strategy launches collectives, one for each device of this process."""
     values: Sequence[Any] = getattr(getattr(strategy.extended, TF_CROSS_DEVICE_OPS), TF_LAUNCHERS)
     return values
+
+
+def process_launcher(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Launcher:
+    """Returns the object with which a strategy launches collectives of processes, in which the CPU of each takes part."""
+    (launcher,) = getattr(getattr(strategy.extended, TF_HOST_CROSS_DEVICE_OPS), TF_LAUNCHERS)
+    return launcher
 
 
 def device(launcher: Launcher) -> str:

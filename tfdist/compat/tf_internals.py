@@ -28,7 +28,7 @@ from tensorflow.python.data.util import nest as dataset_nest
 from tensorflow.python.distribute.distribute_utils import regroup
 from tensorflow.python.distribute.values import DistributedVariable, SyncOnReadVariable
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import op_def_registry, random_seed
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import nn_impl_distribute as average_losses
 from tensorflow.python.ops import script_ops
@@ -166,6 +166,17 @@ def get_seed(holder: Any) -> int | None:
 def set_seed(holder: Any, seed: int | None) -> None:
     """Sets the seed of a `seed_holder`."""
     setattr(holder, _seed_name(holder), seed)
+
+
+def get_draws(holder: Any) -> int:
+    """Returns the number of random operations of a traced graph so far, which TensorFlow makes part of the seed of the next one."""
+    return int(random_seed._graph_to_seed_dict.get(holder, 0)) if isinstance(holder, tf.Graph) else 0
+
+
+def set_draws(holder: Any, count: int) -> None:
+    """Sets the number of random operations of a traced graph. The eager context keeps its own."""
+    if isinstance(holder, tf.Graph):
+        random_seed._graph_to_seed_dict[holder] = count
 
 
 def _seed_name(holder: Any) -> str:

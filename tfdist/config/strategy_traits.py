@@ -72,7 +72,6 @@ STRATEGIES: Mapping[str, StrategyTraits] = {
         tensorflow="CollectiveAllReduceStrategy",
         several_processes=True,
         compresses=True,
-        devices="none",
     ),
     "parameter_server": StrategyTraits(
         factory="tfdist.parameter_server.strategy:parameter_server",

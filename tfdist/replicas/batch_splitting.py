@@ -145,7 +145,7 @@ def local_rows(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> list[int]
 
 def part_of_batch(batch: Structure, strategy: tf.distribute.Strategy) -> SplitBatch:
     """Returns this replica's part of a batch that all replicas are given. In a replica."""
-    return _part(batch, _part_number(strategy), num_replicas(strategy))
+    return _part(batch, _replica(), num_replicas(strategy))
 
 
 def counted_rows(outputs: Structure, dealt: SplitBatch) -> Structure:
@@ -155,16 +155,13 @@ def counted_rows(outputs: Structure, dealt: SplitBatch) -> Structure:
 
 def place_in_batch(strategy: tf.distribute.Strategy, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns which of `size` examples is the first of this replica's even part, from 0, and `size`. In a replica."""
-    part, replicas = tf.cast(_part_number(strategy), tf.int64), num_replicas(strategy)
+    part, replicas = tf.cast(_replica(), tf.int64), num_replicas(strategy)
     size = tf.cast(size, tf.int64)
     return part * (size // replicas) + tf.minimum(part, size % replicas), size
 
 
-def _part_number(strategy: tf.distribute.Strategy) -> tf.Tensor:
-    """Returns which part of a batch this replica has: workers take turns."""
-    number = tf.distribute.get_replica_context().replica_id_in_sync_group
-    replicas, local = num_replicas(strategy), len(strategy.extended.worker_devices)
-    return number % local * (replicas // local) + number // local
+def _replica() -> tf.Tensor:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
 def relax_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:

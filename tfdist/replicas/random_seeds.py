@@ -31,13 +31,19 @@ def replica_seed(replica: int) -> Iterator[Callable[[int], None]]:
     """Moves TensorFlow's seed to that of `replica`, numbered among all, while a step is traced, or runs eagerly.
 
     Does nothing where no seed is set: TensorFlow draws from the system's entropy there. Its value moves the traced graph's seed to that of another
-    replica, in the graph of the step.
+    replica, in the graph of the step. Each replica counts its own random operations, whichever replicas are traced in the same graph.
     """
     holder = tf_internals.seed_holder()
     seed = tf_internals.get_seed(holder)
     depth = tf_internals.graph_depth(holder)
 
+    first, draws, current = tf_internals.get_draws(holder), dict[int, int](), replica
+
     def move(to: int) -> None:
+        nonlocal current
+        draws[current] = tf_internals.get_draws(holder)
+        current = to
+        tf_internals.set_draws(holder, draws.get(to, first))
         if seed is not None:
             tf_internals.set_seed(holder, (seed + to * SEED_STRIDE + depth * _DEPTH_STRIDE) % (2**31 - 1))
 
@@ -45,6 +51,7 @@ def replica_seed(replica: int) -> Iterator[Callable[[int], None]]:
     try:
         yield move
     finally:
+        tf_internals.set_draws(holder, max(tf_internals.get_draws(holder), *draws.values()))
         tf_internals.set_seed(holder, seed)
 
 

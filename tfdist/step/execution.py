@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Data, DataIterator, Function, Logs, Step, StepFunction, Structure
+from tfdist.collectives.communicator import tree_sum
 from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.data import worker_rows
@@ -167,7 +168,7 @@ class Execution:
         return bound
 
     def _run_one(self, data: Structure, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
-        """One step; returns the packed logs, averaged over this process's replicas."""
+        """One step; returns the packed logs, summed over this process's replicas."""
         if isinstance(data, batch_splitting.SplitBatch) and totals is None:
             totals = batch_splitting.count_examples(data, self._strategy)
         if totals is not None:
@@ -182,7 +183,7 @@ class Execution:
                     empty_replicas.move_empty_replicas_statistics(self._replica.model, data, totals, moves)
             combine(counts)
         local = self._strategy.experimental_local_results
-        return {dtype: tf.add_n(local(values)) / len(local(values)) for dtype, values in packed.items()}
+        return {dtype: tree_sum(local(values)) for dtype, values in packed.items()}
 
     def _run_next(self, data: Structure) -> dict[str, tf.Tensor]:
         """As `_run_one`; raises OutOfRangeError if no replica has an example."""
@@ -253,10 +254,19 @@ class Execution:
         if self._strategy.traits.several_processes:
             if (notes := self._strategy.notes) is not None:
                 packed = {**packed, _NOTES: tf.concat([packed.get(_NOTES, []), notes], 0)}
-            each = self._strategy.run(lambda: packed)
-            packed = {dtype: self._strategy.reduce("MEAN", value, axis=None) for dtype, value in each.items()}
-            flags = None if notes is None else packed[_NOTES][-notes.shape[0] :]
-        return self._replica.unpack(packed), flags
+            each = self._strategy.run(lambda: self._on_first_replica(packed))
+            packed = {dtype: self._strategy.reduce("SUM", value, axis=None) for dtype, value in each.items()}
+            if notes is not None:
+                logs, flags = tf.split(packed[_NOTES], [-1, notes.shape[0]])
+                packed, flags = {**packed, _NOTES: logs}, flags / self._strategy.num_workers
+        replicas = tf_internals.num_replicas(self._strategy)
+        return self._replica.unpack({dtype: values / replicas for dtype, values in packed.items()}), flags
+
+    def _on_first_replica(self, packed: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Returns a process's sums on its first replica, and zeros on the others."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        is_first = tf.get_static_value(replica) == self._strategy.local_replicas[0]
+        return packed if is_first else tf.nest.map_structure(tf.zeros_like, packed)
 
 
 def _as_tensor(value: Structure) -> Structure:

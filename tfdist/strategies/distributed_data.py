@@ -139,8 +139,10 @@ class DataDistribution(tf.distribute.Strategy):
         if self._has_peers():
             if policy != tf.data.experimental.AutoShardPolicy.DATA:
                 return False
-            if int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY:
-                return True  # TensorFlow would train the others' parts of a batch that one worker's data lack
+            # TensorFlow would train the others' parts of a batch that one worker's data lack, and gives a worker with several replicas
+            # parts that are not neighbors.
+            if int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY or len(self.extended.worker_devices) > 1:
+                return True
         size = batch_splitting.static_batch_size(dataset.element_spec)
         return size is None or size % replicas > 0
 
@@ -148,9 +150,9 @@ class DataDistribution(tf.distribute.Strategy):
         replicas = num_replicas(self)
 
         def local_dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            return batch_splitting.split_batches(
-                dataset, replicas, range(context.input_pipeline_id, replicas, context.num_input_pipelines)
-            )
+            local = replicas // context.num_input_pipelines
+            first = context.input_pipeline_id * local
+            return batch_splitting.split_batches(dataset, replicas, range(first, first + local))
 
         return super().distribute_datasets_from_function(local_dataset)
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from tfdist.cluster import ClusterSpec, connection_timeout, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import ClusterTask
 from tfdist.collectives import hardware, transport_choice
-from tfdist.compat import call_stack, keras_internals, tf_cluster, tf_internals
+from tfdist.collectives.communicator import cross_process_communicator
+from tfdist.compat import call_stack, keras_internals, tf_cluster, tf_internals, tf_strategies
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
 from tfdist.runtime import process_end
@@ -38,7 +39,7 @@ _FAREWELL_AMID_TRAINING_MS = 3_000
 _HEARTBEAT_MS = 180_000
 
 
-class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strategies.MultiWorkerMirroredStrategy):
     """Trains on the devices of several workers, each with a copy of the variables."""
 
     transport, transport_reason = "grpc", "there is one worker"
@@ -47,8 +48,11 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distri
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        devices: Sequence[str] = (),
     ):
-        super().__init__(cluster_resolver, communication_options)
+        super().__init__(cluster_resolver, communication_options, devices)
+        if "GPU" not in self.extended.worker_devices[0]:  # NCCL adds in its own order
+            tf_strategies.sum_by(self, cross_process_communicator(self).all_reduce)
         if cluster_resolver is not None:
             # A second strategy would start the server anew, under the collectives that the other workers still have on their way.
             tf_cluster.keep_server(self)
@@ -149,7 +153,7 @@ def multi_worker_mirrored(
     )
     try:
         with tf_cluster.lock_lender(), watched:
-            strategy = MultiWorkerMirroredStrategy(resolver, options)
+            strategy = MultiWorkerMirroredStrategy(resolver, options, config.device_names)
     except RuntimeError as e:
         if "program startup" not in str(e):
             raise

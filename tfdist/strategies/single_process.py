@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.communicator import tree_sum
+from tfdist.compat import tf_strategies
 from tfdist.compat.tf_internals import SyncOnReadVariable
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
@@ -19,7 +21,7 @@ class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
     """Trains on one device."""
 
 
-class MirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf.distribute.MirroredStrategy):
+class MirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strategies.MirroredStrategy):
     """Trains on several devices of one machine, each with a copy of the variables."""
 
 
@@ -88,13 +90,14 @@ def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
         ConfigError: This process does not have one of the devices.
     """
     _check_devices(config)
-    # NCCL is TensorFlow's choice wherever there are GPUs. On CPUs it copies through one device, which has no packs.
-    operations = {
-        "auto": lambda: None,
-        "grpc": tf.distribute.ReductionToOneDevice,
+    in_order = functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=tree_sum)
+    # NCCL is TensorFlow's choice wherever there are GPUs.
+    operations: dict[str, Callable[[], tf.distribute.CrossDeviceOps | None]] = {
+        "auto": lambda: None if tf.config.list_logical_devices("GPU") else in_order(),
+        "grpc": in_order,
         "nccl": lambda: tf.distribute.NcclAllReduce(num_packs=1),
-    }[config.transport]()
-    return MirroredStrategy(config.device_names or None, operations)
+    }
+    return MirroredStrategy(config.device_names or None, operations[config.transport]())
 
 
 def central_storage(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:

@@ -113,12 +113,12 @@ def as_function(data: Data, batch_size: int | None, shuffle: bool | str = False)
 def order_by_worker(outputs: Structure, rows: list[list[int]], ranks: Ranks) -> Structure:
     """Returns the outputs for the first worker's own rows, then those for the second one's, and so on. A collective.
 
-    `outputs` are in the order of steps, within a step of replicas, within a replica of workers; `rows[step][replica]` counts this worker's.
+    `outputs` are in the order of steps, within a step of workers, within a worker of replicas; `rows[step][replica]` counts this worker's.
     """
     local = np.asarray(rows, np.int64)
     gathered = ranks.gather(*local.ravel()).reshape(ranks.size, *local.shape)
-    counts = gathered.transpose(1, 2, 0).astype(np.int64)
-    workers = np.broadcast_to(np.arange(ranks.size), counts.shape)
+    counts = gathered.transpose(1, 0, 2).astype(np.int64)
+    workers = np.broadcast_to(np.arange(ranks.size)[:, np.newaxis], counts.shape)
     order = np.argsort(np.repeat(workers.ravel(), counts.ravel()), kind="stable")
 
     def sort(values: Structure) -> Structure:
