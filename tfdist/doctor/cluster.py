@@ -89,7 +89,7 @@ def _resolve_host(host: str) -> set[str]:
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError:  # a part of the name is too long, or empty
-        raise OSError("no name of a host") from None
+        raise OSError("not a valid host name") from None
     return {str(entry[4][0]).partition("%")[0] for entry in entries}  # without the zone of an IPv6 address
 
 

@@ -1,4 +1,4 @@
-"""Makes a cluster from a list of hosts or a hostfile. No TensorFlow here."""
+"""A cluster from a list of hosts or a hostfile. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def local_tasks(
         workers_per_host: Training tasks on each host. None means 1, or the slots in `hostfile`.
 
     Raises:
-        ConfigError: An argument is invalid (all errors are listed), or `task` is empty and no listed host, or several, are this
-            one.
+        ConfigError: An argument is invalid (all errors are listed), or `task` is empty and none of the listed hosts, or several,
+            are this host.
     """
     workers, servers = _training_hosts(hosts, hostfile), _split(ps_hosts)
     names = list(dict.fromkeys(host.lower() for host in workers))
@@ -131,7 +131,7 @@ def _has_port(host: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def _read(path: str) -> list[str]:
