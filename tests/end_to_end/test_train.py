@@ -434,7 +434,7 @@ def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, wor
         assert process.returncode == 137 and "tfdist: ps:1 was killed by SIGKILL" in output, output
     else:
         assert process.returncode == 0, output
-        assert "tfdist: worker:1 was killed by SIGKILL; the other workers go on" in output
+        assert "tfdist: worker:1 was killed by SIGKILL; the other workers continue" in output
         assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 300
         assert keras.models.load_model(tmp_path / "model.keras").optimizer.iterations.numpy() == 300
     assert not left_over(str(tmp_path))
