@@ -179,11 +179,11 @@ def test_a_name_that_a_flag_sets_leaves_out_the_options_of_the_files_name():
         ("--epochs=3", "unknown flag --epochs; did you mean '--config.epochs'?"),
         ("--x\ny", r"unknown flag --x\ny"),
         ("---config.epochs=3", "unknown flag ---config.epochs; did you mean '--config.epochs'?"),
-        ("epochs=3", "'epochs=3' is no flag. Fields are set as --config.field=value."),
-        ("", "'' is no flag."),
-        ("-", "'-' is no flag."),
+        ("epochs=3", "'epochs=3' is not a flag. Fields are set as --config.field=value."),
+        ("", "'' is not a flag."),
+        ("-", "'-' is not a flag."),
         ("--flagfile=no/such/file", "--flagfile: "),
-        ("--undefok=epoch", "--undefok is not supported, as it hides misspelt flags"),
+        ("--undefok=epoch", "--undefok is not supported, as it hides misspelled flags"),
     ],
 )
 def test_a_faulty_argument_is_named(write, argument, said):
@@ -199,7 +199,7 @@ def test_a_faulty_argument_is_named(write, argument, said):
         (["--config.epochs", "many"], "--config.epochs: expected a whole number. Received: 'many'."),
         (["--config.epochs", "--config.seed=1"], "--config.epochs has no value"),
         (["--config.epoch", "3"], "--config.epoch: unknown config field 'epoch'"),
-        (["--config.deterministic", "maybe"], "'maybe' is no flag."),
+        (["--config.deterministic", "maybe"], "'maybe' is not a flag."),
         (["--bogus", "3"], "unknown flag --bogus"),
     ],
 )
