@@ -544,7 +544,7 @@ class Ends(keras.callbacks.Callback):
     ("workers", "how", "said"),
     [
         (2, "c", "worker:1 failed with exit code 0 before the training has finished"),
-        pytest.param(2, "os", "ends_early.py:9 has called os._exit(0)", marks=pytest.mark.full),
+        pytest.param(2, "os", "ends_early.py:9 called os._exit(0)", marks=pytest.mark.full),
         pytest.param(2, "sys", "ends_early.py:9 has called sys.exit(0)", marks=pytest.mark.full),
         (1, "sys", "ends_early.py:9 has called sys.exit(0) before the training has finished. To end a training early"),
     ],
@@ -605,8 +605,8 @@ def test_the_folder_of_a_run_that_lives_is_no_other_runs(tmp_path):
             second = start(*more)
             output = finish(second)
             assert second.returncode == 2, output
-            assert output.count("\n") == 1 and "Give each run a workdir of its own, or end that process first" in output
-            assert f"workdir '{workdir}' is another run's, which still runs: process {first.pid} on " in output
+            assert output.count("\n") == 1 and "Give each run its own workdir, or end that process first" in output
+            assert f"workdir '{workdir}' belongs to another run, which has not ended: process {first.pid} on " in output
         assert state_of(workdir) == before
     finally:
         first.kill()
