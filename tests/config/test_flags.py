@@ -381,7 +381,9 @@ def test_a_file_that_is_missing_or_no_text_is_a_fault(tmp_path):
 def test_faults_that_the_file_reports_are_kept(write):
     text = "from tfdist import ConfigError\ndef get_config():\n    raise ConfigError(['one', 'two'])\n"
     assert faults(write(text)) == ("one", "two")
-    assert faults(write(text.replace("['one', 'two']", "[]"))) == ("something is wrong, but no fault was named.",)
+    assert faults(write(text.replace("['one', 'two']", "[]"))) == (
+        "internal error: a ConfigError was raised without a message.",
+    )
 
 
 def test_the_file_runs_once(write, capsys):

@@ -87,7 +87,7 @@ def test_the_backend_of_keras_own_file(tmp_path, text, level):
             {"TF_CONFIG": tf_config(["192.0.2.1:1", "192.0.2.2:1"])},
             "own address",
             WARNING,
-            "worker:0 is to be at 192.0.2.1",
+            "worker:0 should be at 192.0.2.1",
         ),
         (
             {"TF_CONFIG": tf_config(["no-such.invalid:1", "192.0.2.2:1"])},
@@ -230,7 +230,7 @@ def test_versions(tmp_path, monkeypatch):
         ("0,2", 2, WARNING, "0,2; this machine has 0 to 1"),
         ("0,0", 2, WARNING, "0,0"),
         ("GPU-8c1f", 2, OK, "GPU-8c1f"),
-        ("0", 0, NOTE, "0, and no NVIDIA driver is found"),
+        ("0", 0, NOTE, "0, but there is no NVIDIA driver"),
     ],
 )
 def test_visible_gpus(tmp_path, monkeypatch, chosen, present, level, value):
