@@ -138,14 +138,14 @@ def test_a_name_that_a_flag_sets_leaves_out_the_options_of_the_files_name():
         ("--config.optimizer.options.rho=0.9", "--config.optimizer.options.rho: optimizer 'adam' takes no 'options'"),
         ("--config.optimizer.beta_1.x=3", "unknown config field 'x'. It has no fields."),
         ("--config.optimizer.=3", "optimizer 'adam' takes no ''"),
-        ("--noconfig.optimizer.beta_1", "only a field that is true or false is turned off"),
+        ("--noconfig.optimizer.beta_1", "only a field that is true or false can be turned off"),
         ("--config.epoch=3", "--config.epoch: unknown config field 'epoch'; did you mean 'epochs'? Known: task,"),
         ("--config.optimizer.beta1=3", "optimizer 'adam' takes no 'beta1'; did you mean 'beta_1'? It takes: beta_1,"),
         ("--config.optimiser.momentum=3", "unknown config field 'optimiser'; did you mean 'optimizer'?"),
         ("--config.epochs.x=3", "unknown config field 'x'. It has no fields."),
         ("--config.=3", "unknown config field ''"),
         ("--noconfig.bogus", "--noconfig.bogus: unknown config field 'bogus'"),
-        ("--noconfig.epochs", "--noconfig.epochs: only a field that is true or false is turned off"),
+        ("--noconfig.epochs", "--noconfig.epochs: only a field that is true or false can be turned off"),
         ("--noconfig.deterministic=1", "without a value"),
         ("--config.optimizer=sgd", "this is a group of fields; set one of them, such as --config.optimizer.name=..."),
         (
@@ -535,10 +535,10 @@ def test_help_tells_of_each_field_and_of_the_given_configuration(capsys):
     shown = capsys.readouterr().out
     assert "  --config.compression.name=topk\n" in shown
     about = {
-        "optimizer.clipnorm=0.0": "0 means none; likewise `clipvalue` and `global_clipnorm`, of which one may be set.",
+        "optimizer.clipnorm=0.0": "0 means no clipping. At most one of `clipnorm`, `clipvalue` and `global_clipnorm` may be set.",
         "optimizer.momentum=0.9": "Of sgd, rmsprop: 0.0; muon: 0.95.",
-        "compression.compress_ratio=0.1": "The share of each gradient's numbers that `topk` sends, at least one number. Of topk.",
-        "compression.block=256": "Numbers that share a scale, of `int8`; a power of two, at least 4. Of int8.",
+        "compression.compress_ratio=0.1": "The share of each gradient's values that `topk` sends, at least one value. Of topk.",
+        "compression.block=256": "Number of values that share a scale in `int8`; a power of two, at least 4. Of int8.",
     }
     for field, text in about.items():
         assert shown.partition(f"  --config.{field}\n")[2].startswith(f"      {text}\n")

@@ -79,7 +79,12 @@ def test_the_backend_of_keras_own_file(tmp_path, text, level):
         ({"TF_CONFIG": '{"cluster": 3}'}, "cluster", ERROR, "TF_CONFIG: 'task' is missing"),
         ({"TF_CONFIG": "{no json"}, "cluster", ERROR, "TF_CONFIG"),
         ({"SLURM_NTASKS": "4"}, "cluster", WARNING, "none"),
-        ({"SLURM_STEP_ID": "0", "TF_CONFIG": "{no json"}, "TF_CONFIG", WARNING, "set beside the variables of slurm"),
+        (
+            {"SLURM_STEP_ID": "0", "TF_CONFIG": "{no json"},
+            "TF_CONFIG",
+            WARNING,
+            "set together with the variables of slurm",
+        ),
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "x"}, "cluster", ERROR, "slurm: "),
         ({"TF_CONFIG": tf_config(["127.0.0.1:0", "h:1"])}, "cluster", ERROR, "TF_CONFIG: "),
         ({"TF_CONFIG": tf_config(["me:secret@h:1", "i:1"])}, "cluster", ERROR, "TF_CONFIG: worker:0: address 'h:1'"),

@@ -53,7 +53,7 @@ def wait_until_reachable(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Waits until all tasks can be reached, and prints every 10 s which ones are missing.
+    """Waits until all tasks can be reached, and prints the missing tasks every 10 s.
 
     Args:
         cluster: The addresses of the tasks.
@@ -94,7 +94,7 @@ def wait_until_reachable(
             for absent_task, reason in absent.items():
                 logger.info(f"waiting for {reachability.format_tasks(cluster, {absent_task: reason})}")
             reported = now
-        # Do not probe a task that has answered again: it closes this port before it starts TensorFlow's server.
+        # Never probe a task again after its answer: it closes this port before it starts TensorFlow's server.
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
     different = list(task_versions.differences(versions, chief))

@@ -4,7 +4,7 @@
     tfdist backup export DIR OUT.keras [--step=N]   # the model of the newest whole backup, or of the backup at step N
 
 DIR is the run's work directory, or the folder of its backups. All checksums are verified, so every file is read to its end.
-`export` builds the model from the run's config.json, so it works only for runs of `tfdist train`. The exported optimizer has no state.
+`export` builds the model from the run's config.json, so it works only for runs of `tfdist train`. The exported optimizer starts from its initial state.
 
 `python -m tfdist.backup` is the same command.
 """

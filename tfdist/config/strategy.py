@@ -35,7 +35,7 @@ class StrategyConfig:
             `"gloo"` (CPUs, with PyTorch), `"mpi"` (CPUs, workers that mpirun or srun has started), or `"shared_memory"` (CPUs,
             workers of one host). `"auto"` selects one (docs/transports.md). Under `mirrored`: `"nccl"`, or `"grpc"`, which sums on one device.
         bucket_bytes: Size of the buckets in which `multi_worker_mirrored` sums gradients while the backward pass computes further
-            ones; 0 means one sum of all gradients. `bf16`, `fp16` and `int8` split larger gradients; `powersgd` and `topk`
+            gradients; 0 means one sum of all gradients. `bf16`, `fp16` and `int8` split larger gradients; `powersgd` and `topk`
             need complete gradients, and count compressed bytes.
         gather_loss_bytes: A loss that returns one number per batch (a function's, Dice) gets the labels, predictions and weights
             of all replicas, so that it equals the loss of one process. If one example has more than this many bytes of

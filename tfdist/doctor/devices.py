@@ -20,9 +20,9 @@ _MARK = "tfdist-devices "
 _LOOK = f"""
 import json
 import tensorflow as tf
-found = [(each.name.removeprefix("/physical_device:"), tf.config.experimental.get_device_details(each).get("device_name", ""))
-    for each in tf.config.list_physical_devices() if each.device_type != "XLA_CPU"]
-print("\\n{_MARK}" + json.dumps(found), flush=True)
+devices = [(d.name.removeprefix("/physical_device:"), tf.config.experimental.get_device_details(d).get("device_name", ""))
+    for d in tf.config.list_physical_devices() if d.device_type != "XLA_CPU"]
+print("\\n{_MARK}" + json.dumps(devices), flush=True)
 """
 
 

@@ -33,9 +33,9 @@ for line in sys.stdin:
 if starting:
     # The task shows the mark in /proc only after its exec, which may come later than the launcher's death.
     limit = time.monotonic() + 5
-    while groups.issuperset(found := set(marked())) and time.monotonic() < limit:
+    while groups.issuperset(leaders := set(marked())) and time.monotonic() < limit:
         time.sleep(0.05)
-    groups |= found
+    groups |= leaders
 for group in groups:
     try:
         os.killpg(group, signal.SIGKILL)

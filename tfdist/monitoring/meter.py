@@ -45,7 +45,7 @@ class Meter(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> dict[str, float | None]:
-        """Returns a value for each tag, measured since the last call; None for one that cannot be measured."""
+        """Returns a value for each tag, measured since the last call; None if it cannot be measured."""
 
 
 class SystemMeter(Meter):
@@ -209,7 +209,7 @@ class GradientNorm(Meter):
     """Meter of the L2 norm of the last update's gradient: reduced over all replicas, accumulated, unscaled, and before clipping.
 
     Each replica computes the norm in its step, on the same gradient. There are no values with parameter servers, where no replica has the
-    reduced gradient, nor with several replicas under a strategy that is not tfdist's, where Keras clips before it reduces.
+    reduced gradient. Nor are there values with several replicas under a strategy of TensorFlow, where Keras clips before it reduces.
     """
 
     _norm: tf.Variable | None = None

@@ -71,8 +71,8 @@ class WireBytes(keras.callbacks.Callback):
             self._count(batch)
 
     def _count(self, step: int) -> None:
-        counted = self._read()
-        now = sum(sent for name, sent in counted.items() if (name == _LOOPBACK) == self._local)
+        counters = self._read()
+        now = sum(sent for name, sent in counters.items() if (name == _LOOPBACK) == self._local)
         phase = self._has_begun
         if not phase:
             updates = int(self.model.optimizer.iterations.numpy())

@@ -73,7 +73,7 @@ def summarize(
 def wire_bytes_per_step(
     model: keras.Model, compressor: Compressor | None, replicas: int, wire: WireBytes | None
 ) -> dict[str, Any]:
-    """Returns the bytes that a rank sends in a step, `predicted` and `measured`; None where unknown.
+    """Returns the bytes that a rank sends in a step, `predicted` and `measured`; None if unknown.
 
     If compression starts later in the training, `before_compression` has the bytes of the steps before.
 

@@ -24,10 +24,10 @@ class Job:
         cpus: Cores for each task.
         memory: Memory for each task, as `4G`.
         gpus: GPUs for each task.
-        image: The container's image, with tfdist and the task's code. Kubernetes alone.
-        claim: The PersistentVolumeClaim, of access mode ReadWriteMany, that holds the work directory. Kubernetes alone.
-        time: The time limit, as `2:00:00`; empty means the partition's. Slurm alone.
-        notice: Seconds before the time limit at which Slurm sends SIGTERM, so that tasks save. Slurm alone.
+        image: The container's image, with tfdist and the task's code. Only for Kubernetes.
+        claim: The PersistentVolumeClaim, of access mode ReadWriteMany, that holds the work directory. Only for Kubernetes.
+        time: The time limit, as `2:00:00`; empty means the partition's. Only for Slurm.
+        notice: Seconds before the time limit at which Slurm sends SIGTERM, so that tasks save. Only for Slurm.
     """
 
     name: str = "tfdist"

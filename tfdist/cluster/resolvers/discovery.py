@@ -154,7 +154,7 @@ def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddres
 
 
 def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) -> dict[str, str]:
-    """Returns CUDA_VISIBLE_DEVICES with this task's share of its host's GPUs; empty where tasks do not share GPUs.
+    """Returns CUDA_VISIBLE_DEVICES with this task's share of its host's GPUs; empty if tasks do not share GPUs.
 
     Workers get equal shares. A chief and parameter servers get no GPUs, because TensorFlow would reserve all memory of them.
 
@@ -190,7 +190,7 @@ def _count_gpus() -> int:
 
 
 def signals() -> list[str]:
-    """Returns the variables that signal a cluster: one of them must be set in its tasks."""
+    """Returns the variables that signal a cluster: each task of a cluster has at least one of them."""
     installed = registry.find_plugins("cluster source", _RESERVED)
     return [
         *(sign for sign, _ in RESOLVERS.values()),

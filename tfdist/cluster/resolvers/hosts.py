@@ -48,7 +48,7 @@ def local_tasks(
 
     Args:
         hosts: The training hosts, each once, separated by commas. The tasks of a host get the ports 2222, 2223 and so on;
-            those of `host1:3000` get 3000, 3001 and so on.
+            the tasks of `host1:3000` get 3000, 3001 and so on.
         ps_hosts: As for `cluster`.
         hostfile: As for `cluster`.
         task: The tasks of this host, such as `worker:1` or `worker:2,worker:3`. Empty means the tasks at this host's addresses.
@@ -119,7 +119,7 @@ def _repeated(hosts: Sequence[str]) -> str:
 
 
 def _consecutive_ports(host: str, count: int) -> list[str]:
-    """Returns the addresses of `count` tasks on one host: consecutive ports from the host's, which may have none."""
+    """Returns the addresses of `count` tasks on one host, with consecutive ports from the host's port, if it has a port."""
     name, _, port = host.rpartition(":")
     if not _has_port(host) or len(port) > 9:  # `ClusterSpec` reports a port that is too large
         return [host] * count

@@ -94,7 +94,7 @@ class _Meeting:
         return result
 
     def leave(self) -> None:
-        """Removes this rank's file; the last one, which is rank 0 unless others are slow, removes the folder, too."""
+        """Removes this rank's file. The last rank, usually rank 0, also removes the folder."""
         with contextlib.suppress(OSError, ClusterError):
             until = time.monotonic() + _LAST_WAIT
             while self._is_agreed and self._rank == 0 and self._has_readers() and time.monotonic() < until:
@@ -108,8 +108,8 @@ class _Meeting:
     def _has_readers(self) -> bool:
         """Returns whether a rank has not read the agreed list yet. Afterwards a rank removes its file, or writes a new token if it starts again."""
         names = self._folder.names()
-        there = {rank: self._read(str(rank), _is_entry, rank) for rank in range(1, self._size) if str(rank) in names}
-        return any(entry and entry["token"] == self._entries[rank]["token"] for rank, entry in there.items())
+        entries = {rank: self._read(str(rank), _is_entry, rank) for rank in range(1, self._size) if str(rank) in names}
+        return any(entry and entry["token"] == self._entries[rank]["token"] for rank, entry in entries.items())
 
     def _collect(self) -> list[str] | None:
         """Writes the list of addresses on rank 0; returns the addresses once all ranks have confirmed the list."""
@@ -157,8 +157,10 @@ class _Meeting:
     def _is_list(self, content: Any) -> bool:
         pairs = content["members"] if isinstance(content, dict) and isinstance(content.get("members"), list) else []
         texts = [text for pair in pairs if isinstance(pair, list) and len(pair) == 2 for text in pair]
-        whole = len(pairs) == self._size and len(texts) == 2 * self._size and all(isinstance(t, str) for t in texts)
-        return whole and isinstance(content.get("number"), str) and isinstance(content.get("agreed"), bool)
+        is_complete = (
+            len(pairs) == self._size and len(texts) == 2 * self._size and all(isinstance(t, str) for t in texts)
+        )
+        return is_complete and isinstance(content.get("number"), str) and isinstance(content.get("agreed"), bool)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         try:
@@ -168,13 +170,13 @@ class _Meeting:
                 f"rank {self._rank} cannot write its address to {self._folder.place}: {e.strerror or e}."
             ) from e
 
-    def _read(self, name: str, is_sound: Callable[[Any], bool], rank: int) -> dict[str, Any] | None:
+    def _read(self, name: str, is_valid: Callable[[Any], bool], rank: int) -> dict[str, Any] | None:
         """Returns the content of a file, or None if it does not exist or cannot be read yet."""
         try:
             if not (text := self._folder.read(name)):
                 return None  # network storage may show a file before its content
             content = json.loads(text)
-            if is_sound(content):
+            if is_valid(content):
                 return content
             raise ValueError
         except FileNotFoundError:

@@ -108,15 +108,15 @@ class SharedFolder:
 def remove_old(folder: pathlib.Path, prefix: str, seconds: float) -> None:
     """Removes this user's subfolders whose names begin with `prefix`, unchanged for `seconds`, that contain only files of an exchange."""
     with contextlib.suppress(OSError):
-        for place in folder.iterdir():
+        for subfolder in folder.iterdir():
             with contextlib.suppress(OSError):
-                status = os.lstat(place)
+                status = os.lstat(subfolder)
                 if not (
-                    place.name.startswith(prefix) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                    subfolder.name.startswith(prefix) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
                 ):
                     continue
-                if time.time() - status.st_mtime < seconds or not all(map(_OURS.fullmatch, os.listdir(place))):
+                if time.time() - status.st_mtime < seconds or not all(map(_OURS.fullmatch, os.listdir(subfolder))):
                     continue
-                for name in os.listdir(place):
-                    (place / name).unlink()
-                place.rmdir()
+                for name in os.listdir(subfolder):
+                    (subfolder / name).unlink()
+                subfolder.rmdir()

@@ -132,43 +132,45 @@ def expand_hosts(text: str) -> list[str]:
 def _split_names(text: str) -> Iterator[str]:
     """Yields the parts between commas that are not in brackets."""
     depth = begin = 0
-    for place, sign in enumerate(text):
+    for position, sign in enumerate(text):
         depth += {"[": 1, "]": -1}.get(sign, 0)
         if sign == "," and depth == 0:
-            yield text[begin:place]
-            begin = place + 1
+            yield text[begin:position]
+            begin = position + 1
     yield text[begin:]
 
 
-def _expand_name(name: str, whole: str) -> list[str]:
+def _expand_name(name: str, node_list: str) -> list[str]:
     expanded = [""]
-    place = 0
+    position = 0
     name = name.strip()
-    while place < len(name):
-        match = _NAME_PART.match(name, place)
-        if match is None or match.end() == place:
-            raise _node_list_error(whole)
+    while position < len(name):
+        match = _NAME_PART.match(name, position)
+        if match is None or match.end() == position:
+            raise _node_list_error(node_list)
         ends = [match["text"]]
         if match["ranges"] is not None:
             ends = [
-                match["text"] + number for part in match["ranges"].split(",") for number in _expand_range(part, whole)
+                match["text"] + number
+                for part in match["ranges"].split(",")
+                for number in _expand_range(part, node_list)
             ]
         if len(expanded) * len(ends) > _MOST_NAMES:
-            raise _node_list_error(whole)
+            raise _node_list_error(node_list)
         expanded = [begin + end for begin in expanded for end in ends]
-        place = match.end()
+        position = match.end()
     if expanded == [""]:
-        raise _node_list_error(whole)
+        raise _node_list_error(node_list)
     return expanded
 
 
-def _expand_range(text: str, whole: str) -> list[str]:
+def _expand_range(text: str, node_list: str) -> list[str]:
     match = _NODE_RANGE.fullmatch(text.strip())
     if match is None:
-        raise _node_list_error(whole)
+        raise _node_list_error(node_list)
     first, last = match["first"], match["last"] or match["first"]
     if not 0 <= int(last) - int(first) < _MOST_NAMES:
-        raise _node_list_error(whole)
+        raise _node_list_error(node_list)
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 
