@@ -225,7 +225,7 @@ def test_keras_own_callback_is_replaced(trainer, tmp_path, capsys):
     assert (steps, before) == (all_steps[6:], all_steps[:8]), "goes on where Keras' would begin the epoch anew"
     assert differences(results, expected) == []
     assert not [*folder.glob("step-*")], "removed when fit ends, as by Keras"
-    assert "takes the place of keras.callbacks.BackupAndRestore" in capsys.readouterr().out
+    assert "replaces keras.callbacks.BackupAndRestore" in capsys.readouterr().out
     fit_line(trainer, keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False), epochs=1)
     assert [*folder.glob("step-*")]
 
@@ -233,7 +233,7 @@ def test_keras_own_callback_is_replaced(trainer, tmp_path, capsys):
 def test_keras_own_callback_is_left_out_beside_a_backup(trainer, tmp_path, capsys):
     fit_line(trainer, keras.callbacks.BackupAndRestore(tmp_path / "other"), backup(tmp_path), epochs=1)
     assert not (tmp_path / "other").exists() and [*(tmp_path / "backup").glob("step-*")]
-    assert "left keras.callbacks.BackupAndRestore out" in capsys.readouterr().out
+    assert "skipped keras.callbacks.BackupAndRestore" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says so of data of unknown size

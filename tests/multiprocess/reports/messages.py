@@ -139,7 +139,7 @@ def the_notice_about_keras_backups(world):
             model.fit(X, X, batch_size=8, verbose=0, callbacks=[keep])
     finally:
         logging.getLogger("tfdist").removeHandler(handler)
-    notices = [line for line in lines if "takes the place of keras.callbacks.BackupAndRestore" in line]
+    notices = [line for line in lines if "replaces keras.callbacks.BackupAndRestore" in line]
     return {"notices": (len(notices), int(world.rank == 0))}
 
 
