@@ -185,7 +185,7 @@ def test_a_worker_that_is_killed_in_evaluation_costs_no_example(results):
         ("uncounted", "has ended, and it is not known before which worker takes how many steps"),
         ("no steps", "fit needs steps_per_epoch where workers make the data"),
         ("table", "A lookup table is the chief's wherever it is created: let a layer of the model look up."),
-        ("in a condition", "within tf.cond, tf.while_loop or a tf.function of its own"),
+        ("in a condition", "within tf.cond, tf.while_loop or a nested tf.function"),
         ("endless", "endless dataset: give the number of steps"),
         ("jit", "jit_compile=True is not possible under parameter_server"),
         ("eagerly", "run_eagerly=True is not possible under parameter_server"),
