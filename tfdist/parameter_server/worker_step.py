@@ -322,7 +322,7 @@ class TracedStep:
 class ResultsTable:
     """A table on the first server with a row for each step in flight: the step writes its counts, and the chief reads them.
 
-    If steps returned their results, the result of a worker that dies before the fetch would be lost, and fetching would cost two
+    If steps returned their results, the result of a worker that dies before the fetch would be lost. Fetching would also cost two
     round trips for each step. Writing a row is cheap, the chief reads many rows at once, and a retried step overwrites its own
     row, so that it counts once.
     """

@@ -72,7 +72,7 @@ def apply_within_a_function(world):
     fit_branches(world, "function")
 
 
-@case(SERVERS, error=r"within tf\.cond, tf\.while_loop or a tf\.function of its own")
+@case(SERVERS, error=r"within tf\.cond, tf\.while_loop or a nested tf\.function")
 def apply_within_cond_under_parameter_servers(world):
     fit_branches(world, "cond")
 
