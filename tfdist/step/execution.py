@@ -428,9 +428,9 @@ class SynchronousEngine(Engine):
         source: DataSource = self.strategy.source_from_function(make)
         return source
 
-    def run(self, function: StepFunction, iterator: DataIterator, left: int | None) -> Logs:
+    def run(self, function: StepFunction, iterator: DataIterator, remaining_steps: int | None) -> Logs:
         if isinstance(function, Execution):
-            return function.run(iterator, left)
+            return function.run(iterator, remaining_steps)
         return run_to_end(function, iterator)
 
     def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
