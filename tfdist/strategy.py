@@ -70,7 +70,7 @@ class Strategy(Protocol):
         engine: The engine of models that are trained without a Trainer, or None.
         statistics: The variables of which each replica keeps its own value between steps.
         combined_weights: The ids of the variables whose copies become one after the step that runs (see `declared_weights`).
-        notes: The flags by which this rank tells the others something at the next step, `[n]` float32, or None.
+        flags: What the ranks agree on at a step: this rank's flags, which the next step averages over all ranks, `[n]` float32; or None.
         gauges: Variables that steps only measure, and that no backup holds.
         executions: The number of executions of models' functions so far; equal on all tasks between two executions.
     """
@@ -88,7 +88,7 @@ class Strategy(Protocol):
     trainer: Trains | None
     engine: Attaches | None
     combined_weights: set[int]
-    notes: tf.Variable | None
+    flags: tf.Variable | None
     gauges: Sequence[tf.Variable]
     executions: int
 

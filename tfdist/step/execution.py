@@ -33,7 +33,7 @@ from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, Replic
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
 from tfdist.strategy import Strategy
 
-_NOTES = "float32"  # the type of the workers' notes, which are reduced with the logs of that type
+_FLAGS_DTYPE = "float32"  # the type of the workers' flags, which are averaged with the logs of that type
 
 
 class Execution:
@@ -44,7 +44,7 @@ class Execution:
     separately.
 
     Attributes:
-        agreed_flags: `strategy.notes`, averaged over the workers by the last call; None without notes.
+        agreed_flags: `strategy.flags`, averaged over the workers by the last call; None without flags.
         measured: The mean time that a step waits for its batch.
         input_seconds: The total time that steps have waited for their batches.
     """
@@ -248,15 +248,15 @@ class Execution:
             return *self._reduced(packed), (waited, done)
 
     def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:
-        """Returns the logs and the workers' notes, both averaged over the workers."""
-        flags = None
+        """Returns the logs and the workers' flags, both averaged over the workers."""
+        agreed_flags = None
         if self._strategy.traits.several_processes:
-            if (notes := self._strategy.notes) is not None:
-                packed = {**packed, _NOTES: tf.concat([packed.get(_NOTES, []), notes], 0)}
-            each = self._strategy.run(lambda: packed)
-            packed = {dtype: self._strategy.reduce("MEAN", value, axis=None) for dtype, value in each.items()}
-            flags = None if notes is None else packed[_NOTES][-notes.shape[0] :]
-        return self._replica.unpack(packed), flags
+            if (flags := self._strategy.flags) is not None:
+                packed = {**packed, _FLAGS_DTYPE: tf.concat([packed.get(_FLAGS_DTYPE, []), flags], 0)}
+            per_replica = self._strategy.run(lambda: packed)
+            packed = {dtype: self._strategy.reduce("MEAN", value, axis=None) for dtype, value in per_replica.items()}
+            agreed_flags = None if flags is None else packed[_FLAGS_DTYPE][-flags.shape[0] :]
+        return self._replica.unpack(packed), agreed_flags
 
 
 def _as_tensor(value: Structure) -> Structure:

@@ -54,7 +54,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     # The Trainer and its loops set these.
     engine: Attaches | None = None
     trainer: Trains | None = None
-    notes: tf.Variable | None = None
+    flags: tf.Variable | None = None
     gauges: Sequence[tf.Variable] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
