@@ -37,7 +37,7 @@ def part_sizes(count: int, granularity: int, most: int) -> list[int]:
 
     Args:
         count: The number of values in the gradient.
-        granularity: A part begins at a multiple of so many values; 0 means that the gradient stays whole.
+        granularity: Parts begin at multiples of this number of values; 0 means that the gradient is not split.
         most: Bytes of a part; 0 means no limit.
     """
     if not (granularity and most) or count * _BYTES <= most:
