@@ -367,14 +367,14 @@ class Prediction:
         return keras_loops.concatenate_replicas(outputs, self._strategy)
 
     def _context(self, data: SplitBatch) -> StepContext:
-        rows, place = batch_splitting.examples(data.batch), None
+        rows, position = batch_splitting.examples(data.batch), None
         examples = rows if data.counts is None else data.counts[0, 0]
         if data.counts is not None and data.counts.shape[1] == 3:
-            place = functools.partial(batch_splitting.place_in_batch, self._strategy, data.counts[0, 1])
+            position = functools.partial(batch_splitting.position_in_batch, self._strategy, data.counts[0, 1])
         return StepContext(
             None if examples is None else tf.convert_to_tensor(examples),
             rows=rows,
-            place=place,
+            position=position,
             is_compiled=self._model.jit_compile and not self._model.run_eagerly,
             is_alone=self._strategy.num_replicas_in_sync == 1,
         )

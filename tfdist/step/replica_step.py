@@ -87,10 +87,12 @@ class ReplicaStep:
             # Statistics are one for all replicas.
             data = self._check_batch_norm_has_examples(data, self._replicas - totals[1])
         after = empty_replicas.snapshot_statistics(self.model, mine, totals)
-        place = None
+        position = None
         if counts.shape[1] == 3:  # its part of a batch that all replicas were given, not a batch of its own
-            place = functools.partial(batch_splitting.place_in_batch, self.model.distribute_strategy, counts[0, 1])
-        packed = self._run(data, tf.cast(mine, tf.int32), lambda: examples / everything, place)
+            position = functools.partial(
+                batch_splitting.position_in_batch, self.model.distribute_strategy, counts[0, 1]
+            )
+        packed = self._run(data, tf.cast(mine, tf.int32), lambda: examples / everything, position)
         moves = after()
         # Numbers of the logs are averaged over the replicas, each of which counts as its examples do.
         weight = examples * self._replicas / everything
@@ -105,8 +107,8 @@ class ReplicaStep:
             if examples is None:
                 return self._run(data, None, lambda: 1 / self._replicas, None)
             size = examples * self._replicas
-            place = functools.partial(batch_splitting.place_in_batch, self.model.distribute_strategy, size)
-            return self._run(data, tf.constant(examples), lambda: 1 / self._replicas, place)
+            position = functools.partial(batch_splitting.position_in_batch, self.model.distribute_strategy, size)
+            return self._run(data, tf.constant(examples), lambda: 1 / self._replicas, position)
         # For losses of any precision. No replica can know by itself that another one has nothing.
         mine = tf.stack([tf.cast(examples, tf.float64), tf.cast(tf.equal(examples, 0), tf.float64)])
         if not self.trains or self._replicas == 1:  # a test step seldom has need of its share
@@ -121,7 +123,7 @@ class ReplicaStep:
         data: Structure,
         examples: tf.Tensor | None,
         part: Callable[[], Structure],
-        place: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
+        position: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
     ) -> dict[str, tf.Tensor]:
         """Runs the step on a batch, of which `examples` count; `part` returns this replica's part in the mean over the batch of all."""
         context = tf.distribute.get_replica_context()
@@ -133,7 +135,7 @@ class ReplicaStep:
         with strategy.as_one_replica():
             if not self._compiles:
                 known = (lambda: share) if self.trains else part
-                with self._within(data, share, examples, known, place):
+                with self._within(data, share, examples, known, position):
                     return self._pack(self._step(data))
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
             if replica not in self._compiled:
@@ -160,13 +162,13 @@ class ReplicaStep:
         share: tf.Tensor | float,
         examples: tf.Tensor | None,
         part: Callable[[], Structure],
-        place: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
+        position: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
     ) -> Iterator[StepContext]:
         context = StepContext(
             examples,
             part,
             rows=batch_splitting.examples(data),
-            place=place,
+            position=position,
             number=self.number,
             data=data,
             is_compiled=self._compiles,

@@ -108,7 +108,7 @@ def _rows_obstacle(tensor: tf.Tensor, step: StepContext) -> str | None:
         return "it is within tf.cond, tf.while_loop or a tf.function, where replicas cannot wait for each other; call it before"
     if step.rows is None or step.examples is None:
         return "the number of examples of this batch is not known"
-    if step.place is None and not tensor.shape[1:].is_fully_defined():
+    if step.position is None and not tensor.shape[1:].is_fully_defined():
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     return None
 
@@ -185,7 +185,7 @@ def obstacle(step: StepContext, dtype: tf.DType | str, arguments: Structure) -> 
     if any(each.dtype == tf.string for each in given):
         return "replicas do not gather strings"
     shapes = [each.shape[1:] for each in given]
-    if step.place is None and not all(shape.is_fully_defined() for shape in shapes):
+    if step.position is None and not all(shape.is_fully_defined() for shape in shapes):
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     size = tf.as_dtype(dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
     limit = getattr(tf.distribute.get_strategy(), "gather_loss_bytes", 0)
@@ -288,11 +288,11 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
         local = strategy.experimental_local_results
         return regroup(tuple(_group(strategy).gather(list(local(values)), local(step)[0])))
 
-    if step.place is None:
+    if step.position is None:
         counts = context.merge_call(gather, args=(mine[tf.newaxis], number))
         before, most = tf.reduce_sum(counts[: context.replica_id_in_sync_group]), tf.reduce_max(counts)
     else:
-        before, size = (tf.cast(each, tf.int32) for each in step.place())
+        before, size = (tf.cast(each, tf.int32) for each in step.position())
         most = (size + replicas - 1) // replicas
     wire = tf.float64 if rows.dtype == tf.float64 else tf.float32  # which every collective takes
     places = tf.cast(before + tf.range(mine), wire)[:, tf.newaxis]
