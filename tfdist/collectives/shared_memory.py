@@ -1,7 +1,7 @@
 """A transport through shared memory among processes of one host. Does not import TensorFlow.
 
 An array is sent in pieces. Each rank writes the parts of a piece that other ranks need into its slot of the memory. Then each rank sums
-its part of the piece over all ranks, in rank order, and the others read that sum: all ranks have the same bits, whatever their timing.
+its part of the piece over all ranks, in rank order, and the others read that sum. So all ranks have the same bits, whatever their timing.
 Each rank has three slots, used in turn, so that it can write a piece while others still read earlier pieces.
 """
 

@@ -1,7 +1,7 @@
 """A transport of two levels: within each host through shared memory, and between the hosts by one rank of each.
 
 Does not import TensorFlow. The first rank of a host is its leader. It sends the host's data over the network once, however many ranks
-the host has: the sum of their arrays, or all their rows in one message per other host. Then it broadcasts the result within its host.
+the host has. The data are the sum of their arrays, or all their rows in one message per other host. Then it broadcasts the result within its host.
 """
 
 from __future__ import annotations

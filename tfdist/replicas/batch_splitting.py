@@ -1,6 +1,6 @@
 """The split of batches among replicas, so that every replica has an example.
 
-TensorFlow rounds the parts of a batch up, so that the last replicas may have no examples: 33 examples over 8 replicas become
+TensorFlow rounds the parts of a batch up, so that the last replicas may have no examples. 33 examples over 8 replicas become
 5, 5, 5, 5, 5, 5, 3, 0. Convolutions, pooling and recurrent layers fail on an empty batch, and means become NaN. Here the
 parts differ by at most one example, and a replica without examples gets a padding example that does not count.
 """

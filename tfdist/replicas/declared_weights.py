@@ -1,6 +1,6 @@
 """Weights with a declared aggregation of the replicas' values: `add_weight(aggregation="sum")` and `aggregation="only_first_replica"`.
 
-Within a step each replica assigns and reads its own copy: a collective for each assignment would hang in a condition, and Keras adds by
+Within a step each replica assigns and reads its own copy. A collective for each assignment would hang in a condition. And Keras adds by
 `assign(self + value)`, where TensorFlow would add the old value once per replica. At the end of the step the copies are combined.
 """
 

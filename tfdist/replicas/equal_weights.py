@@ -1,7 +1,7 @@
 """Checks of weights without an aggregation, which must be equal on all replicas: counts, and trainable weights that a step updates by hand.
 
 Each replica assigns its own copy, from its own part of the batch, and TensorFlow reads one of the copies. A count that depends on the
-data would be the count of one replica, even if all have the same number of examples: tracing such a step raises ConfigError. Other
+data would be the count of one replica, even if all have the same number of examples. Tracing such a step raises ConfigError. Other
 weights are compared after the first step and after each epoch. Untrained floating-point weights are averaged (`MovingStatistics`), which is
 right for a moving mean. If a class assigns such a weight a value that depends on the data, without a declared aggregation, a warning is logged.
 """

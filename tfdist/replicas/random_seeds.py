@@ -52,8 +52,8 @@ class GlobalSeedGenerator:
     """A replacement of the global generator from which `keras.random.*` draws without a seed.
 
     For the replicas it creates a `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would create one in
-    each replica's thread, where variables cannot be created. Outside of the replicas it draws from a generator of this process:
-    one worker may draw alone, and a collective would then wait for the other workers or be matched with another collective.
+    each replica's thread, where variables cannot be created. Outside of the replicas it draws from a generator of this process.
+    One worker may draw alone there: a collective would wait for the other workers, or be matched with another collective.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):

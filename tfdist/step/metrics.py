@@ -1,8 +1,8 @@
 """Metrics that are not sums over examples: each replica updates them with the whole batch.
 
 Keras sums the variables of a metric over the replicas. That is right if a metric counts each example independently, as those of
-`keras.metrics` do. It is wrong for a function that returns one number for a batch (Dice), for a correlation along the batch, and for a class
-that keeps a maximum or adds one number for a batch. Such a metric receives the whole batch on each replica (`whole_batch`), so that it
+`keras.metrics` do. It is wrong for a function that returns one number for a batch (Dice) and for a correlation along the batch. It is wrong, too,
+for a class that keeps a maximum or adds one number for a batch. Such a metric receives the whole batch on each replica (`whole_batch`), so that it
 computes the values of one process.
 """
 

@@ -41,7 +41,7 @@ GATHERED_ROWS_ARE_NOT_EXAMPLES = (
 def whole_batch(tensor: tf.Tensor) -> Structure:
     """Returns a tensor's rows of all replicas, in the order of the batch, as in one process.
 
-    Use it for values that depend on all examples of a batch, such as a queue of features, a codebook or a maximum that a layer assigns: all
+    Use it for values that depend on all examples of a batch, such as a queue of features, a codebook or a maximum that a layer assigns. All
     replicas then compute equal values. A collective with gradients: the gradient of this replica's rows is the sum of their gradients in all
     replicas' losses. With one replica, under parameter servers, and outside of replicas the tensor is returned unchanged.
 
@@ -96,10 +96,10 @@ def _whole_batch(tensor: tf.Tensor, step: StepContext) -> tf.Tensor:
     own_count = tf.cast(step.examples, tf.int32)
     rows, before = _all_gather(tf.reshape(sent, [step.rows, -1])[:own_count], step)
     shape = tf.concat([[-1], tf.shape(sent)[1:]], 0)
-    whole = tf.ensure_shape(_from_floats(tf.reshape(rows, shape), dtype), [None, *tensor.shape[1:]])
+    whole_rows = tf.ensure_shape(_from_floats(tf.reshape(rows, shape), dtype), [None, *tensor.shape[1:]])
     if dtype.is_floating:
-        whole = _with_gradient(whole, tensor, before, own_count, step)
-    return tf.identity(whole, name=equal_weights.EQUAL_ON_REPLICAS)
+        whole_rows = _with_gradient(whole_rows, tensor, before, own_count, step)
+    return tf.identity(whole_rows, name=equal_weights.EQUAL_ON_REPLICAS)
 
 
 def _rows_obstacle(tensor: tf.Tensor, step: StepContext) -> str | None:
@@ -129,15 +129,15 @@ def _from_floats(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def _with_gradient(
-    whole: tf.Tensor, own: tf.Tensor, before: tf.Tensor, own_count: tf.Tensor, step: StepContext
+    whole_rows: tf.Tensor, own: tf.Tensor, before: tf.Tensor, own_count: tf.Tensor, step: StepContext
 ) -> tf.Tensor:
-    """Returns `whole`, whose gradient reaches this replica's rows from the losses of all replicas.
+    """Returns `whole_rows`, whose gradient reaches this replica's rows from the losses of all replicas.
 
     In a custom step a replica's gradient is multiplied by its share at the end. The parts that come from other replicas' losses must
     be multiplied by the other replicas' shares instead.
     """
     share = None if step.weighs_loss else step.gradient_weight
-    wide = tf.float64 if whole.dtype == tf.float64 else tf.float32
+    wide = tf.float64 if whole_rows.dtype == tf.float64 else tf.float32
 
     def gradient(upstream: Structure) -> tuple[tf.Tensor, None]:
         sent = tf.math.multiply_no_nan(tf.cast(upstream, wide), tf.cast(own_count > 0, wide))
@@ -157,10 +157,10 @@ def _with_gradient(
         return regroup(tuple(_group(strategy).add(list(local(values)), local(step)[0])))
 
     @tf.custom_gradient
-    def identity(own: tf.Tensor, whole: tf.Tensor) -> Structure:
-        return tf.identity(whole), gradient
+    def identity(own: tf.Tensor, whole_rows: tf.Tensor) -> Structure:
+        return tf.identity(whole_rows), gradient
 
-    return identity(own, whole)
+    return identity(own, whole_rows)
 
 
 def _gather_obstacle(step: StepContext) -> str | None:
@@ -204,10 +204,10 @@ def gathered(
     """
     # Masks are sent as separate tensors, because collectives do not carry the mask attribute of a tensor. With one dtype for all
     # tensors, the loss's, one collective is enough.
-    masks = [keras_losses.mask(each) for each in tf.nest.flatten(y_pred)]
+    masks = [keras_losses.mask(tensor) for tensor in tf.nest.flatten(y_pred)]
     local = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
     local = tf.nest.map_structure(lambda v: None if v is None else keras.ops.convert_to_tensor(v, loss.dtype), local)
-    columns, before = _gather_columns(step, [each for each in tf.nest.flatten(local) if each is not None])
+    columns, before = _gather_columns(step, [tensor for tensor in tf.nest.flatten(local) if tensor is not None])
     # 0 on a replica without examples, whose batch has one row that does not count.
     local_count, gathered_columns = tf.cast(step.examples, tf.int32), iter(columns)
     arguments, all_masks = tf.nest.map_structure(lambda v: None if v is None else next(gathered_columns), local)
@@ -222,7 +222,7 @@ def gathered(
 
     local_pred = tf.nest.flatten(local[0][1])
     predictions = [
-        with_local_rows(*each) for each in zip(tf.nest.flatten(arguments[1]), local_pred, all_masks, strict=True)
+        with_local_rows(*rows) for rows in zip(tf.nest.flatten(arguments[1]), local_pred, all_masks, strict=True)
     ]
     return [arguments[0], tf.nest.pack_sequence_as(arguments[1], predictions), arguments[2]]
 
@@ -232,14 +232,14 @@ def gathered_values(step: StepContext, values: Structure) -> Structure:
 
     `values` is a structure of tensors with a row for each example, which may have Keras' masks; other values are returned unchanged.
     """
-    tensors = [each for each in tf.nest.flatten(values) if tf.is_tensor(each)]
-    masks = [mask for each in tensors if (mask := keras_losses.mask(each)) is not None]
+    tensors = [tensor for tensor in tf.nest.flatten(values) if tf.is_tensor(tensor)]
+    masks = [mask for tensor in tensors if (mask := keras_losses.mask(tensor)) is not None]
     sent = [*tensors, *masks]
     # float32 holds the integers of up to 16 bits.
-    wide = tf.float64 if any(each.dtype.size > 2 and each.dtype != tf.float32 for each in sent) else tf.float32
-    columns, _ = _gather_columns(step, [tf.cast(each, wide) for each in sent])
-    whole = [tf.cast(column, each.dtype) for column, each in zip(columns, sent, strict=True)]
-    all_tensors, all_masks = iter(whole), iter(whole[len(tensors) :])
+    wide = tf.float64 if any(tensor.dtype.size > 2 and tensor.dtype != tf.float32 for tensor in sent) else tf.float32
+    columns, _ = _gather_columns(step, [tf.cast(tensor, wide) for tensor in sent])
+    whole_rows = [tf.cast(column, tensor.dtype) for column, tensor in zip(columns, sent, strict=True)]
+    all_tensors, all_masks = iter(whole_rows), iter(whole_rows[len(tensors) :])
 
     def of_whole_batch(value: Structure) -> Structure:
         if not tf.is_tensor(value):
@@ -267,16 +267,16 @@ def _gather_columns(step: StepContext, sent: Sequence[tf.Tensor]) -> tuple[list[
 
     The tensors in `sent` have one dtype and a row for each example.
     """
-    with tf.control_dependencies([_check_rows(each, step.rows) for each in sent]):
-        flat = [tf.reshape(each, [step.rows, -1]) for each in sent]
+    with tf.control_dependencies([_check_rows(tensor, step.rows) for tensor in sent]):
+        flat = [tf.reshape(tensor, [step.rows, -1]) for tensor in sent]
     own_count = tf.cast(step.examples, tf.int32)
     all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:own_count], step)
-    columns = tf.split(all_rows, [tf.shape(each)[1] for each in flat], axis=1, num=len(flat))
-    whole = [
-        tf.ensure_shape(tf.reshape(column, tf.concat([[-1], tf.shape(each)[1:]], 0)), [None, *each.shape[1:]])
-        for column, each in zip(columns, sent, strict=True)
+    columns = tf.split(all_rows, [tf.shape(tensor)[1] for tensor in flat], axis=1, num=len(flat))
+    whole_rows = [
+        tf.ensure_shape(tf.reshape(column, tf.concat([[-1], tf.shape(tensor)[1:]], 0)), [None, *tensor.shape[1:]])
+        for column, tensor in zip(columns, sent, strict=True)
     ]
-    return whole, before
+    return whole_rows, before
 
 
 def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tensor]:
@@ -292,7 +292,7 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
         counts = context.merge_call(gather, args=(own_count[tf.newaxis], number))
         before, most = tf.reduce_sum(counts[: context.replica_id_in_sync_group]), tf.reduce_max(counts)
     else:
-        before, size = (tf.cast(each, tf.int32) for each in step.position())
+        before, size = (tf.cast(index, tf.int32) for index in step.position())
         most = (size + replicas - 1) // replicas
     wire = tf.float64 if rows.dtype == tf.float64 else tf.float32  # dtypes that every collective supports
     indices = tf.cast(before + tf.range(own_count), wire)[:, tf.newaxis]

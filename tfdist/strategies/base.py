@@ -74,7 +74,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     def as_one_replica(self) -> Iterator[None]:
         """Lets this replica's step compute its loss as if there were no other.
 
-        Keras divides a loss by the number of replicas, but only if it reduces the loss itself: not if a function
+        Keras divides a loss by the number of replicas, but only if it reduces the loss itself. It does not if a function
         returns one number, nor in a `train_step` with a custom loss. So the caller divides, for any loss.
         """
         with self._seen_as(True):

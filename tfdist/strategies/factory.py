@@ -44,7 +44,7 @@ def create_strategy(
 ) -> tf.distribute.Strategy:
     """Creates a `tf.distribute` strategy under which stock Keras 3 `model.fit` computes correct results.
 
-    Call it before any other use of TensorFlow: a multi-worker strategy starts the server of this process, and virtual
+    Call it before any other use of TensorFlow. A multi-worker strategy starts the server of this process, and virtual
     CPUs can only be created before TensorFlow has initialized its devices.
 
     Args:

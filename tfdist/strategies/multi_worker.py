@@ -203,8 +203,8 @@ def _allow_overlap_on_one_core() -> None:
 def _extend_heartbeat_timeout(cluster: ClusterSpec) -> None:
     """Allows heartbeats 90 s for an answer, unless the user has configured TensorFlow's coordination service.
 
-    A heartbeat that is sent when a link goes down must arrive in time if the link returns within a minute. TensorFlow's default is 5 s:
-    training would end with "Deadline Exceeded" if the answer queues behind gradients for longer, as on a link of 20 Mbit/s, or sometimes
+    A heartbeat that is sent when a link goes down must arrive in time if the link returns within a minute. TensorFlow's default is 5 s.
+    Training would end with "Deadline Exceeded" if the answer queues behind gradients for longer, as on a link of 20 Mbit/s, or sometimes
     of 100 Mbit/s. The Trainer still notices within seconds that a process has ended (`training/lost_workers.py`), and after a minute
     that a host has vanished.
     """
