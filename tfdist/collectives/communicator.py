@@ -18,10 +18,8 @@ from tfdist.errors import ConfigError
 Result = TypeVar("Result")
 _PIECES = 8  # maximum per rank's part of a sum, 4 MB or less each: a rank adds one piece while it receives the next
 _LANES = 16  # maximum number of lanes, because each running collective occupies a thread
-_KEYS, _RESERVED_KEYS = (
-    2**20,
-    1000,
-)  # exceeds the number of collectives in a step; exceeds the number of steps in an execution
+# _KEYS exceeds the number of collectives in a step, _RESERVED_KEYS the number of steps in an execution.
+_KEYS, _RESERVED_KEYS = 2**20, 1000
 
 
 class Communicator(abc.ABC):

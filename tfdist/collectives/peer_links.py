@@ -97,10 +97,8 @@ class PeerLinks:
     def _receive(self, peer: int) -> None:
         try:
             message = self._sockets[peer].recv(_MESSAGE.size, socket.MSG_DONTWAIT)
-        except (
-            BlockingIOError,
-            ConnectionResetError,
-        ):  # reset: the peer had not read all; its last messages come after it
+        # Reset: the peer has closed without reading everything; its last messages can still be received.
+        except (BlockingIOError, ConnectionResetError):
             return
         except OSError:
             message = b""

@@ -26,9 +26,8 @@ from tfdist.collectives.buffer_transport import (
 )
 from tfdist.collectives.peer_links import PeerLinks
 
-SLOT_BYTES = (
-    2**23
-)  # maximum size. Smaller slots mean more waits, which cost most when other processes use the processors
+# Maximum size. Smaller slots mean more waits, which cost most when other processes use the processors.
+SLOT_BYTES = 2**23
 _TURNS = 3
 _MOST_BYTES = 3 * 2**26  # default maximum of all slots together
 _LINE = 64  # bytes of a cache line, the unit that processors exchange

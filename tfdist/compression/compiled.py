@@ -9,9 +9,8 @@ import tensorflow as tf
 
 from tfdist.aliases import Function
 
-LEAST = (
-    2**16
-)  # elements; XLA compiles 0.1 s for each shape, which smaller tensors do not save within thousands of steps
+# Minimum number of elements. XLA compiles each shape for 0.1 s, which smaller tensors do not save within thousands of steps.
+LEAST = 2**16
 
 
 def compiled(function: Function) -> Function:

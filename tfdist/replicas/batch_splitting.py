@@ -42,9 +42,8 @@ def examples(batch: Structure) -> tf.Tensor | int | None:
         return first.dense_shape[0]
     if first is None or not first.shape.rank:
         return None
-    known = (
-        first.shape[0] is not None and not tf.executing_eagerly()
-    )  # an eager shape has the size of this replica only
+    # An eager shape has the size of this replica only.
+    known = first.shape[0] is not None and not tf.executing_eagerly()
     return int(first.shape[0]) if known else tf.shape(first)[0]
 
 

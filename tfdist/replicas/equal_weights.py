@@ -24,9 +24,8 @@ from tfdist.runtime.log import logger
 from tfdist.strategy import Strategy
 
 _ASSIGNED = "_tfdist_assigned_on_replica"  # an attribute of guarded variables
-EQUAL_ON_REPLICAS = (
-    "tfdist_whole_batch"  # names operations whose results are equal on all replicas, though they depend on data
-)
+# Names operations whose results are equal on all replicas, though they depend on data.
+EQUAL_ON_REPLICAS = "tfdist_whole_batch"
 _READS = ("ReadVariableOp", "VarHandleOp")
 _ROUNDING = 1e-5  # relative and absolute difference that devices of different kinds may cause
 

@@ -56,9 +56,8 @@ class MovingStatistics:
         local, so that one worker alone may save the model.
         """
         if self._refs and not self.synchronized:
-            living = (
-                self.variables()
-            )  # references, so that no variable is collected on one worker before this method returns
+            # References, so that no variable is collected on one worker before this method returns.
+            living = self.variables()
             self._drop_deleted_variables()
             names = tuple(self._refs)
             if self._averaged != names:

@@ -164,9 +164,8 @@ class _CompiledLoss:
             self._warned = True
             return self.loss(y_true, y_pred, sample_weight)
         rows = whole_batch.gathered(step, self.loss, y_true, y_pred, sample_weight)
-        with step_context.running(
-            StepContext(None, is_alone=True)
-        ):  # `rows` are the whole batch, which needs no correction
+        # `rows` are the whole batch, which needs no correction.
+        with step_context.running(StepContext(None, is_alone=True)):
             value = self.loss(*rows)
         if value.shape.rank:
             raise ConfigError(

@@ -28,9 +28,8 @@ from tfdist.compat import (
 )
 from tfdist.strategy import Strategy
 
-_unused: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
-    weakref.WeakKeyDictionary()
-)  # ids of the unbuilt objects that a step does not use
+# For each step, the ids of the objects that its trace leaves unbuilt.
+_unused: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = weakref.WeakKeyDictionary()
 
 
 def build(model: keras.Model, step: str, batch: Structure, parts: int | None = None) -> None:

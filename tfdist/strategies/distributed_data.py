@@ -199,9 +199,8 @@ class DataDistribution(tf.distribute.Strategy):
                 dataset = datasets[context.input_pipeline_id]
                 resume.replay(dataset, number - 1)
                 sizes, batches = self._gather_batch_sizes(dataset)
-                if (
-                    deals and (batches != tf.data.INFINITE_CARDINALITY).any()
-                ):  # this worker's may have ended before the others'
+                # This worker's data may have ended before the other workers' data.
+                if deals and (batches != tf.data.INFINITE_CARDINALITY).any():
                     return self._with_equal_steps(dataset, sizes, batches, deals, counts).skip(done * elements)
                 return self._with_equal_steps(resume.skip(dataset, done * elements), sizes, batches, deals, counts)
 
@@ -239,9 +238,8 @@ class DataDistribution(tf.distribute.Strategy):
         if (counts or not is_infinite) and deals and batch_splitting.is_splittable(dataset.element_spec):
             return batch_splitting.repeat_empty_batches(dataset)
         if (batches != batches[0]).any():
-            dataset = dataset.filter(
-                lambda *_: True
-            )  # Hides the number of batches: all workers end when the last one does.
+            # Hides the number of batches: all workers end when the last one does.
+            dataset = dataset.filter(lambda *_: True)
         return batch_splitting.relax_batch_size(dataset)
 
 

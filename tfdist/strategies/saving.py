@@ -39,9 +39,8 @@ _KNOWN_SECONDS = 60.0  # limit for reading a text that has been published
 _FILES = (".weights.h5", ".h5", ".hdf5", ".keras")
 # Raised if a parameter server with a variable is lost; these are not errors of the file.
 _TASK_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
-_saves: collections.Counter[tuple[str, int]] = (
-    collections.Counter()
-)  # this task's saves to a path between two executions
+# This task's saves to a path between two executions.
+_saves: collections.Counter[tuple[str, int]] = collections.Counter()
 
 
 def keras_writer(keras_own: Method) -> Method:
