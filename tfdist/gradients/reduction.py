@@ -187,7 +187,10 @@ def uses_bucketed_all_reduce(strategy: tf.distribute.Strategy) -> bool:
 
 
 def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Gradient], step: tf.Tensor) -> list[Gradient]:
-    """Returns the gradients' sums over all replicas of several processes, in buckets. In cross-replica context."""
+    """Returns the gradients' sums over all replicas of several processes, in buckets. In cross-replica context.
+
+    `grads` and `step` are as for `Reduction`.
+    """
     group, local = communicator_for(strategy), strategy.experimental_local_results
     local_grads = [[local(grad)[replica] for grad in grads] for replica in range(len(group.ranks))]
     dense = [index for index, grad in enumerate(local_grads[0]) if not isinstance(grad, tf.IndexedSlices)]

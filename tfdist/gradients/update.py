@@ -82,7 +82,7 @@ class AccumulatingUpdate:
     def reduce(
         self, grads: Sequence[Gradient], variables: Variables, scale: tf.Tensor | float = None
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Returns the sums of the gradients over all replicas, and whether all are finite. See `Reduction`."""
+        """Returns the sums of the gradients over all replicas, and whether all are finite, as `Reduction` does. In cross-replica context."""
         numbers = [self._number(variable) for variable in variables]
         assert self.reduction is not None  # noqa: S101 (for the type checker: callers have tested it)
         return self.reduction(grads, numbers, self._optimizer.iterations, scale)
