@@ -224,7 +224,7 @@ class BackupSession:
             self._save()
 
     def _known_variables(self) -> list[tf.Variable]:
-        return [*self._state.local_variables(), self._strategy.notes, *self._strategy.gauges]
+        return [*self._state.local_variables(), self._strategy.flags, *self._strategy.gauges]
 
     def on_epoch_end(self, last: bool) -> None:
         """Saves at the end of an epoch, if configured, and at the end of the last epoch."""
@@ -354,7 +354,7 @@ class BackupOptions:
 class SaveAgreement:
     """An agreement of all ranks to save, or to save and exit, after the same execution of steps.
 
-    Each rank writes two flags into `strategy.notes`: it is preempted, it is time to save. The training step sums them over the
+    Each rank writes two flags into `strategy.flags`: it is preempted, it is time to save. The training step sums them over the
     ranks, so that all ranks read the same flags at the same step.
 
     `peer_preempted` returns whether another task, which this one cannot do without, is preempted.
@@ -371,9 +371,9 @@ class SaveAgreement:
         """Creates the variable of the flags, which the model's step reads."""
         if self.ranks.size == 1:
             return
-        if self.strategy.notes is None:
+        if self.strategy.flags is None:
             with tf.device("CPU:0"):
-                self.strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
+                self.strategy.flags = tf.Variable(tf.zeros(2), trainable=False)
             # A step that was traced before does not read the flags.
             model.train_function = model.test_function = None
         self._note(False, False)
@@ -408,8 +408,8 @@ class SaveAgreement:
             self._note(self.is_preempted, False)
 
     def _note(self, is_preempted: bool, should_save: bool) -> None:
-        notes: tf.Variable = self.strategy.notes
-        notes.assign([float(is_preempted), float(should_save)])
+        flags: tf.Variable = self.strategy.flags
+        flags.assign([float(is_preempted), float(should_save)])
 
 
 class ResumeWarnings:

@@ -16,9 +16,10 @@ from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 
 Result = TypeVar("Result")
-_PIECES = 8  # maximum per rank's part of a sum, 4 MB or less each: one piece is added while the next one is received
-_LANES = 16  # maximum; a running collective occupies a thread
-_KEYS, _RESERVED_KEYS = 2**20, 1000  # more keys than a step has collectives; more steps than an execution has
+_PIECES = 8  # maximum per rank's part of a sum, 4 MB or less each: a rank adds one piece while it receives the next
+_LANES = 16  # maximum number of lanes, because each running collective occupies a thread
+# _KEYS exceeds the number of collectives in a step, _RESERVED_KEYS the number of steps in an execution.
+_KEYS, _RESERVED_KEYS = 2**20, 1000
 
 
 class Communicator(abc.ABC):
@@ -45,35 +46,35 @@ class Communicator(abc.ABC):
             exchanges: One for each rank.
             lane: Exchanges on different lanes (modulo 16) run concurrently.
         """
-        before, self._lane = self._lane, lane
+        outer_lane, self._lane = self._lane, lane
         answers: list[Any] = [None] * len(exchanges)
         while True:
-            asked, results = [], []
+            requests, results = [], []
             for exchange, answer in zip(exchanges, answers, strict=True):
                 try:
-                    asked.append(exchange.send(answer))
+                    requests.append(exchange.send(answer))
                 except StopIteration as e:
                     results.append(e.value)
             if results:
-                self._lane = before
+                self._lane = outer_lane
                 return results
-            answers = self._answer(asked)
+            answers = self._answer(requests)
 
-    def _answer(self, asked: list[Any]) -> list[Any]:
-        first = asked[0]
+    def _answer(self, requests: list[Any]) -> list[Any]:
+        first = requests[0]
         if isinstance(first, Cond):
             return tf.cond(
                 first.condition,
-                lambda: self.run([request.if_true() for request in asked], self._lane),
-                lambda: self.run([request.if_false() for request in asked], self._lane),
+                lambda: self.run([request.if_true() for request in requests], self._lane),
+                lambda: self.run([request.if_false() for request in requests], self._lane),
             )
         if isinstance(first, AllReduce):
-            return self._all_reduce([request.tensors for request in asked], first.largest)
+            return self._all_reduce([request.tensors for request in requests], first.largest)
         move = self._all_gather if isinstance(first, AllGather) else self._all_to_all
-        return move([request.tensor for request in asked])
+        return move([request.tensor for request in requests])
 
     def cond(self, condition: tf.Tensor, if_true: Callable[[], None], if_false: Callable[[], None]) -> None:
-        """Calls one of two functions, which may run collectives. In the graph of a step.
+        """Calls one of two functions, which may run collectives, in the graph of a step.
 
         Args:
             condition: A scalar, the same on all ranks.
@@ -84,7 +85,10 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        """Returns, for each rank in this process, the concatenated rows of all ranks. All ranks have equally many; the number may change between steps."""
+        """Returns, for each rank in this process, the concatenated rows of all ranks.
+
+        All ranks have the same number of rows, which may change between steps.
+        """
 
     @abc.abstractmethod
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
@@ -108,7 +112,7 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
     """Returns the communicator of a strategy's replicas; creates it at the first call.
 
     Raises:
-        ConfigError: As `check_compresses`.
+        ConfigError: The strategy does not support compression (`check_compresses`).
     """
     check_compresses(strategy)
     if getattr(strategy, "communicator", None) is None:  # strategies of TensorFlow have no such attribute
@@ -122,10 +126,10 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
 
 
 def check_compresses(strategy: tf.distribute.Strategy) -> None:
-    """Checks that a strategy's gradients can be compressed, which needs a communicator.
+    """Checks that a strategy supports compression, and so has a communicator.
 
     Raises:
-        ConfigError: They cannot.
+        ConfigError: It does not.
     """
     if not traits_of(strategy).compresses:
         raise ConfigError(
@@ -259,7 +263,7 @@ class CrossProcessCommunicator(Communicator):
     def _token(self, launcher: Launcher) -> tf.Tensor:
         """Returns the ordering token of the current lane. With TensorFlow's own token every collective would wait for every other one."""
         device = tf_cluster.device(launcher)
-        if "GPU" in device:  # NCCL wants the same order on all ranks
+        if "GPU" in device:  # NCCL requires the same order on all ranks
             return tf_cluster.ordering_token(launcher)
         key = device, self._lane if self._lane < 0 else self._lane % _LANES
         if key not in self._tokens:
@@ -284,10 +288,10 @@ class ByteCounter(InProcessCommunicator):
         self.ranks = [0]
         self.sent = 0.0
 
-    def _answer(self, asked: list[Any]) -> list[Any]:
-        if isinstance(asked[0], Cond):  # the branch of most steps: the other one is a warm-up
-            return self.run([asked[0].if_false()], self._lane)
-        return super()._answer(asked)
+    def _answer(self, requests: list[Any]) -> list[Any]:
+        if isinstance(requests[0], Cond):  # the branch of most steps: the other one is a warm-up
+            return self.run([requests[0].if_false()], self._lane)
+        return super()._answer(requests)
 
     def _all_reduce(self, tensors: list[Sequence[tf.Tensor]], largest: bool) -> list[list[tf.Tensor]]:
         self.sent += 2 * (self.size - 1) / self.size * sum(map(_byte_count, tensors[0]))
@@ -305,8 +309,8 @@ class ByteCounter(InProcessCommunicator):
 def _key_of(step: tf.Tensor) -> tf.Tensor:
     """Returns the suffix of the key of a collective whose shape may differ between the steps of an execution.
 
-    Within one execution TensorFlow treats collectives with equal keys as the same collective and expects the same shape. So its own gather
-    of rows fails if two steps of an execution have different numbers of rows.
+    Within one execution TensorFlow treats collectives with equal keys as the same collective and expects the same shape. So TensorFlow's
+    gather of rows fails if two steps of an execution have different numbers of rows.
     """
     return (tf.cast(step % _RESERVED_KEYS, tf.int32) + 1) * _KEYS
 
